@@ -1,0 +1,48 @@
+"""fp8compile: `torch.compile(model, backend="fp8")` trains any PyTorch model in FP8.
+
+The backend needs no import: it is found by its entry point. What is here is for looking and tuning.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+OLDEST, NEWEST = (2, 11), (2, 13)
+_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+if _version < OLDEST:
+    raise ImportError(f"fp8compile needs torch {OLDEST[0]}.{OLDEST[1]} or newer; this is torch {torch.__version__}")
+if _version > NEWEST:
+    warnings.warn(
+        f"fp8compile was tested with torch 2.11 to 2.13; this is torch {torch.__version__}. It may work.", stacklevel=2
+    )
+
+from fp8compile import delayed  # noqa: E402
+from fp8compile.errors import Fp8Error, Fp8Warning, OptionError, VerificationError  # noqa: E402
+from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
+from fp8compile.options import Options  # noqa: E402
+from fp8compile.plan import Matmul, Plan  # noqa: E402
+from fp8compile.plans import compiles, last_compile  # noqa: E402
+from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "RECIPES",
+    "Cast",
+    "Delayed",
+    "Fp8Error",
+    "Fp8Warning",
+    "Granularity",
+    "Matmul",
+    "OptionError",
+    "Options",
+    "Plan",
+    "Recipe",
+    "Role",
+    "VerificationError",
+    "compiles",
+    "delayed",
+    "last_compile",
+]

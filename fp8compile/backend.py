@@ -1,0 +1,147 @@
+"""The backend: `torch.compile(model, backend="fp8", options={…})`.
+
+    Dynamo graph → AOTAutograd joint graph → passes/pipeline.py → Inductor (or the eager executor)
+
+The driver only: it parses options, hands torch its hooks, and keeps the plan. All private API of torch that the driver
+needs is imported here: compile_fx and its pass hooks (the only way in between AOTAutograd and Inductor).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import list_mode_options  # `mode` reaches a backend untranslated
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
+
+from fp8compile import delayed, devices, failures, plans
+from fp8compile.options import Options
+from fp8compile.passes.compilation import Compilation, Input
+from fp8compile.passes.lower_markers import lower_markers
+from fp8compile.passes.pipeline import run_pipeline
+from fp8compile.plan import Plan
+from fp8compile.sources import source_digest
+
+Compiled = Callable[..., Any]
+
+
+def fp8(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Compile one Dynamo graph with FP8 matmuls; what torch.compile calls. `options`: see `fp8compile.Options`.
+
+    Raises `OptionError` for bad options. A graph that a pass cannot handle is compiled in its own precision with an
+    `Fp8Warning`, unless `strict`.
+    """
+    parsed = Options.parse(options, mode)
+    joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), _namespace(example_inputs))
+    settings = _inductor_settings(parsed) | {
+        "joint_custom_pre_pass": joint,
+        "post_grad_custom_post_pass": LoweringPass(),
+    }
+    extra = {"inner_compile": _run_eagerly} if parsed.executor == "eager" else {}
+    compiled = compile_fx(gm, example_inputs, config_patches=settings, **extra)
+    plans.remember(plans.key(gm, example_inputs, joint.uuid()), joint.plans, parsed)
+    return compiled
+
+
+@dataclass
+class JointPass(CustomGraphPass):
+    """Runs the pipeline on a joint (or inference) graph, and keeps the plan."""
+
+    options: Options
+    inputs: tuple[Input, ...]
+    namespace: str
+    plans: list[Plan] = field(default_factory=list)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        c = self._compilation(graph)
+        backup = _copy(graph)
+        try:
+            run_pipeline(c)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            graph.owning_module.graph = backup
+            failures.warn(error, backup, self.options)
+            c.plan = Plan(c.plan.graph, c.plan.recipe, c.plan.device, failure=f"{type(error).__name__}: {error}")
+        self.plans.append(c.plan)
+
+    def _compilation(self, graph: fx.Graph) -> Compilation:
+        tensors = [v for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
+        device = devices.describe(next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu")))
+        placeholders = list(graph.find_nodes(op="placeholder"))
+        inputs = {n.name: self.inputs[i] for n in placeholders if (i := _input_index(n)) is not None}
+        c = Compilation(graph, self.options, device, Plan(), inputs, self.namespace)
+        c.plan = Plan("training" if c.is_training else "inference", self.options.recipe.name, device.name)
+        return c
+
+    def uuid(self) -> str:
+        text = repr((source_digest(), self.options, self.inputs, self.namespace, torch.__version__))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class LoweringPass(CustomGraphPass):
+    """Turns the cast markers of a forward, backward or inference graph into what Inductor compiles."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        lower_markers(graph)
+
+    def uuid(self) -> str:
+        return f"lower-{source_digest()}"
+
+
+def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Input]:
+    names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
+    return [Input(isinstance(x, torch.nn.Parameter), name) for name, x in zip(names, example_inputs, strict=False)]
+
+
+def _input_index(placeholder: fx.Node) -> int | None:
+    """Which input of the Dynamo graph a placeholder of the joint graph is (None: a gradient, a seed, …)."""
+    desc = placeholder.meta.get("desc")
+    while desc is not None and not hasattr(desc, "idx"):
+        desc = getattr(desc, "base", None)
+    return None if desc is None or "Tangent" in type(placeholder.meta["desc"]).__name__ else desc.idx
+
+
+def _namespace(example_inputs: Sequence[Any]) -> str:
+    return delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
+
+
+def _inductor_settings(options: Options) -> dict[str, Any]:
+    settings = dict(list_mode_options(options.mode)) if options.mode else {}
+    return settings | dict(options.inductor)
+
+
+def _run_eagerly(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
+    """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
+
+    def run(args: list[Any]) -> Any:
+        given = list(args)
+        args.clear()
+        return gm.forward(*given)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's protocol for callables that free their inputs
+    return run
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph(graph.owning_module)
+    env: dict[fx.Node, fx.Node] = {}
+    result = copy.graph_copy(graph, env)
+    output = graph.output_node()
+    copy.output(result, output.type)
+    copy.output_node().meta = dict(output.meta)
+    copy._codegen = graph._codegen
+    return copy
+
+

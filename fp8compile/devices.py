@@ -1,0 +1,66 @@
+"""What each device can do in FP8, and how fast: the constants of the cost model, in one table.
+
+Rates in TFLOP/s on random data at Llama-8B shapes, bandwidth in TB/s (read + written), launch in microseconds for one
+more kernel in a compiled graph. H200: measured (torch 2.11, `benchmarks/matmul.py` prints them again). Where
+`measured` is False the figures are scaled from the vendor's peaks, to be replaced by a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device: whether it multiplies FP8, and its rates."""
+
+    name: str
+    has_fp8: bool
+    emulated: bool = False
+    bf16: float = 0.0
+    fp8_tensor: float = 0.0
+    fp8_row: float = 0.0
+    fp8_block: float = 0.0
+    bandwidth: float = 0.0
+    launch: float = 0.0
+    blockwise: bool = False
+    measured: bool = False
+    why_not: str = ""
+
+    def rate(self, granularity: str) -> float:
+        """FP8 TFLOP/s of a matmul whose coarser operand has this granularity."""
+        if granularity == "tensor":
+            return self.fp8_tensor
+        return self.fp8_row if granularity == "row" else self.fp8_block
+
+
+TABLE = {
+    "H200": Device("H200", True, False, 730, 1240, 1190, 1110, 4.3, 4.0, blockwise=True, measured=True),
+    "H100": Device("H100", True, False, 700, 1190, 1140, 1060, 2.9, 4.0, blockwise=True),
+    "H20": Device("H20", True, False, 135, 270, 260, 240, 3.4, 4.0, blockwise=True),
+    "B200": Device("B200", True, False, 1600, 3000, 2800, 2600, 6.5, 4.0),
+    "L40S": Device("L40S", True, False, 300, 580, 560, 500, 0.7, 4.0),
+    "L4": Device("L4", True, False, 90, 180, 170, 160, 0.25, 4.0),
+    "RTX 4090": Device("RTX 4090", True, False, 160, 310, 300, 280, 0.85, 4.0),
+}
+GENERIC = {8: TABLE["L40S"], 9: TABLE["H100"], 10: TABLE["B200"], 12: TABLE["RTX 4090"]}
+
+
+def describe(device: torch.device) -> Device:
+    """The table's row for `device`; for a CPU a row that emulates FP8, for an older GPU one that has none."""
+    if device.type == "cpu":
+        return Device("cpu", False, emulated=True, why_not="a CPU has no FP8 matmul units")
+    if device.type != "cuda":
+        return Device(device.type, False, why_not=f"no FP8 matmul on device type {device.type!r}")
+    if torch.version.hip is not None:
+        return Device("rocm", False, why_not="FP8 on ROCm is not supported")
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) < (8, 9):
+        why = f"{properties.name} has no FP8 matmul units (compute capability {properties.major}.{properties.minor})"
+        return Device(properties.name, False, why_not=why)
+    for name in sorted(TABLE, key=len, reverse=True):
+        if name in properties.name:
+            return TABLE[name]
+    return GENERIC.get(properties.major, TABLE["H100"])

@@ -1,0 +1,30 @@
+"""Every error and warning that a user can meet, one class per kind of mistake."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Fp8Error(Exception):
+    """Base of all errors raised by fp8compile."""
+
+
+class OptionError(Fp8Error, ValueError):
+    """An option, recipe or pattern that cannot mean anything."""
+
+
+class VerificationError(Fp8Error):
+    """A pass left an invalid graph: our bug. Names the pass, the node and the broken rule."""
+
+
+class Fp8Warning(UserWarning):
+    """Something was left undone, with its reason: nothing converted, a pattern without a match, a fall-back."""
+
+
+def unknown_name(kind: str, name: object, valid: Iterable[str]) -> OptionError:
+    """An `OptionError` for `name`, offering the nearest of the `valid` names."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return OptionError(f"unknown {kind} {name!r}.{hint} Valid: {', '.join(names)}.")

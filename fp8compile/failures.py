@@ -1,0 +1,37 @@
+"""When a pass fails on somebody's graph: a warning that says why, and a bug report ready to send."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from fp8compile.errors import Fp8Warning
+from fp8compile.options import Options
+from fp8compile.passes.graph_text import graph_text
+
+
+def warn(error: Exception, graph: fx.Graph, options: Options) -> None:
+    """Write a report on `error` and warn with its path; `graph` is the graph before any pass."""
+    path = _write(error, graph, options)
+    warnings.warn(
+        f"fp8: a pass failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}). "
+        f"This graph is compiled without FP8. A bug report is ready at {path}; options={{'strict': True}} raises instead.",
+        Fp8Warning,
+        stacklevel=2,
+    )
+
+
+def _write(error: Exception, graph: fx.Graph, options: Options) -> Path:
+    path = Path(tempfile.mkdtemp(prefix="fp8compile-")) / "report.txt"
+    trace = "".join(traceback.format_exception(error))
+    path.write_text(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}\n"
+        f"{options!r}\n\n{trace}\nThe graph before the passes:\n{graph_text(graph)}"
+    )
+    return path

@@ -1,0 +1,129 @@
+"""The marker operators: fixed names that passes insert into graphs, registered once, at import.
+
+    fp8::amax(x, granularity, …)                    -> FP32, in the shape of the scale
+    fp8::scale(amax, format, power_of_two)          -> FP32, same shape
+    fp8::quantize(x, scale, format, granularity, …) -> data, contiguous along the contracted dimension
+    fp8::dequantize(data, scale, granularity, dtype)
+    fp8::scaled_mm(a, scale_a, …, b, scale_b, …)    -> (a · scale_a) @ (b · scale_b)ᵀ + bias
+    fp8::delayed_scale(amax, key, …)                -> scale from the history kept under `key` (`fp8compile.delayed`)
+
+amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
+maximised over merged operands or reduced over ranks, a scale can be shared by two layouts, and no node has a tuple.
+`transpose` means: of xᵀ. `row_multiple`, `col_multiple` append zeros, so that padding needs no symbolic sizes in graphs.
+
+Their meaning is `kernels/reference.py`; on CUDA, `scaled_mm` is `kernels/matmul.py`. Inductor never sees the first
+four on its way to code: `passes/lower_markers.py` replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import delayed
+from fp8compile.formats import FORMATS, parse_granularity, round_up
+from fp8compile.kernels import matmul, reference
+
+NAMESPACE = "fp8"
+_LAYOUT = "bool transpose=False, int row_multiple=1, int col_multiple=1"
+SCHEMAS = {
+    "amax": f"(Tensor x, str granularity, {_LAYOUT}) -> Tensor",
+    "scale": "(Tensor amax, str format, bool power_of_two=False) -> Tensor",
+    "quantize": f"(Tensor x, Tensor scale, str format, str granularity, {_LAYOUT}) -> Tensor",
+    "dequantize": "(Tensor data, Tensor scale, str granularity, ScalarType dtype) -> Tensor",
+    "scaled_mm": "(Tensor a, Tensor scale_a, str granularity_a, Tensor b, Tensor scale_b, str granularity_b, "
+    "Tensor? bias, ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
+    "delayed_scale": "(Tensor amax, str key, str format, int history, int margin, bool power_of_two=False) -> Tensor",
+}
+
+
+def _oriented_shape(x: Tensor, transpose: bool, row_multiple: int, col_multiple: int) -> list[Any]:
+    *batch, rows, cols = x.shape
+    if transpose:
+        rows, cols = cols, rows
+    return [*batch, round_up(rows, row_multiple), round_up(cols, col_multiple)]
+
+
+def _fake_amax(
+    x: Tensor, granularity: str, transpose: bool = False, row_multiple: int = 1, col_multiple: int = 1
+) -> Tensor:
+    shape = _oriented_shape(x, transpose, row_multiple, col_multiple)
+    return x.new_empty(parse_granularity(granularity).scale_shape(shape), dtype=torch.float32)
+
+
+def _fake_scale(amax: Tensor, format: str, power_of_two: bool = False) -> Tensor:
+    return amax.new_empty(amax.shape)
+
+
+def _fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    format: str,
+    granularity: str,
+    transpose: bool = False,
+    row_multiple: int = 1,
+    col_multiple: int = 1,
+) -> Tensor:
+    return x.new_empty(_oriented_shape(x, transpose, row_multiple, col_multiple), dtype=FORMATS[format].dtype)
+
+
+def _fake_dequantize(data: Tensor, scale: Tensor, granularity: str, dtype: torch.dtype) -> Tensor:
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+def _fake_scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: str,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    return a.new_empty([*a.shape[:-1], b.shape[-2]], dtype=out_dtype)
+
+
+def _fake_delayed_scale(
+    amax: Tensor, key: str, format: str, history: int, margin: int, power_of_two: bool = False
+) -> Tensor:
+    return amax.new_empty(amax.shape)
+
+
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "amax": _fake_amax,
+    "scale": _fake_scale,
+    "quantize": _fake_quantize,
+    "dequantize": _fake_dequantize,
+    "scaled_mm": _fake_scaled_mm,
+    "delayed_scale": _fake_delayed_scale,
+}
+_IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
+    "amax": reference.amax,
+    "scale": reference.scale,
+    "quantize": reference.quantize,
+    "dequantize": reference.dequantize,
+    "scaled_mm": reference.scaled_mm,
+    "delayed_scale": delayed.scale,
+}
+
+_library = torch.library.Library(NAMESPACE, "DEF")  # lives as long as the process
+for _name, _schema in SCHEMAS.items():
+    # needs_exact_strides: data must stay contiguous along the contracted dimension, whatever Inductor would prefer.
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _library.impl(_name, _IMPLEMENTATIONS[_name], "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _FAKES[_name], lib=_library)
+_library.impl("scaled_mm", matmul.scaled_mm, "CUDA")
+
+amax = torch.ops.fp8.amax.default
+scale = torch.ops.fp8.scale.default
+quantize = torch.ops.fp8.quantize.default
+dequantize = torch.ops.fp8.dequantize.default
+scaled_mm = torch.ops.fp8.scaled_mm.default
+delayed_scale = torch.ops.fp8.delayed_scale.default
+MARKERS = (amax, scale, quantize, dequantize, scaled_mm, delayed_scale)
+CASTS = {amax: reference.amax, scale: reference.scale, quantize: reference.quantize, dequantize: reference.dequantize}

@@ -1,0 +1,83 @@
+"""`torch.compile(model, backend="fp8", options={…})`: every option, its default, and what it means."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fp8compile.errors import OptionError, unknown_name
+from fp8compile.recipe import RECIPES, Recipe
+
+EXECUTORS = ("inductor", "eager")
+SELECTIONS = ("profitable", "all")
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of the backend.
+
+    recipe: a recipe's name, a `Recipe`, or {"base": name, role: {…}} (`Recipe.parse`).
+    select: "profitable" converts the matmuls that FP8 makes faster by the cost model; "all" converts whatever can run.
+    skip: patterns of module paths whose matmuls stay BF16: a path, a run of its components, or a glob over them.
+    lm_head: convert the output head as well.
+    executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
+    strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
+    verify: check the graph's invariants after each pass.
+    mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
+    inductor: settings of torch._inductor.config for this compilation.
+    """
+
+    recipe: Recipe = field(default_factory=lambda: RECIPES["mixed"])
+    select: str = "profitable"
+    skip: tuple[str, ...] = ()
+    lm_head: bool = False
+    executor: str = "inductor"
+    strict: bool = False
+    verify: bool = True
+    mode: str | None = None
+    inductor: tuple[tuple[str, Any], ...] = ()
+
+    @staticmethod
+    def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+        """Options from what torch.compile passes on. Raises `OptionError` naming the option and the nearest name."""
+        given = dict(options or {})
+        names = [f.name for f in fields(Options)]
+        for name in given:
+            if name not in names:
+                raise unknown_name("option", name, names)
+        if mode is not None:
+            given["mode"] = mode
+        if "recipe" in given:
+            given["recipe"] = Recipe.parse(given["recipe"])
+        if "skip" in given:
+            given["skip"] = _patterns(given["skip"])
+        if "inductor" in given:
+            given["inductor"] = tuple(sorted(dict(given["inductor"]).items()))
+        parsed = Options(**given)
+        parsed._check()
+        return parsed
+
+    def _check(self) -> None:
+        for name, value, valid in (("select", self.select, SELECTIONS), ("executor", self.executor, EXECUTORS)):
+            if value not in valid:
+                raise unknown_name(name, value, valid)
+        for name in ("lm_head", "strict", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"option {name!r} is True or False, not {getattr(self, name)!r}")
+
+    def skips(self, path: str) -> str | None:
+        """The first pattern of `skip` that names the module `path`, one of its ancestors, or a run of components."""
+        for pattern in self.skip:
+            if any(fnmatch.fnmatchcase(path, p) for p in (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*")):
+                return pattern
+        return None
+
+
+def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise OptionError(f"option 'skip' takes module path patterns (strings), not {pattern!r}")
+    return patterns

@@ -1,0 +1,111 @@
+"""The plan: what the compiler decided, as plain data, one row a matmul, each with its reason.
+
+The deciding passes write it, the rewriting passes only carry it out; reports and tests read it. `to_json` and
+`from_json` are inverse to each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+FP8, BF16 = "fp8", "bf16"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How an operand is cast: the names of format and granularity, scaling "current" or "delayed(history, margin)"."""
+
+    format: str
+    granularity: str
+    power_of_two: bool = False
+    history: int = 0
+    margin: int = 0
+
+    def __str__(self) -> str:
+        marks = ("^2" if self.power_of_two else "") + (f" delayed({self.history})" if self.history else "")
+        return f"{self.format} {self.granularity}{marks}"
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matmul [batch ×] M×K · K×N of the graph.
+
+    path: module path in the user's model; source: the user's line; kind: mm, bmm, convolution, …
+    role: output, grad_input, grad_weight, or other (no weight on either side).
+    decision: "fp8" or "bf16" (left in the precision that the user gave it); reason: why.
+    left, right: the casts of an FP8 matmul; merged: paths of the matmuls that this one took in.
+    padded: dimensions that were filled up with zeros, as "K 1000→1008".
+    m, n, k may be strings where they are symbolic.
+    """
+
+    node: str
+    path: str
+    source: str
+    kind: str
+    role: str
+    m: int | str
+    n: int | str
+    k: int | str
+    batch: int | str = 1
+    dtype: str = "bfloat16"
+    decision: str = BF16
+    reason: str = ""
+    left: Operand | None = None
+    right: Operand | None = None
+    fast_accumulation: bool = False
+    merged: tuple[str, ...] = ()
+    padded: tuple[str, ...] = ()
+    milliseconds_bf16: float | None = None
+    milliseconds_fp8: float | None = None
+
+
+@dataclass
+class Plan:
+    """Rows for every matmul of one graph; `graph` says which (training or inference), `warnings` what went undone."""
+
+    graph: str = "training"
+    recipe: str = ""
+    device: str = ""
+    matmuls: list[Matmul] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    failure: str = ""
+
+    def row(self, node: str) -> Matmul | None:
+        """The row of the matmul at graph node `node`."""
+        return next((m for m in self.matmuls if m.node == node), None)
+
+    def update(self, which: str, /, **changes: Any) -> None:
+        """Replace fields of the row at node `which`."""
+        self.matmuls = [replace(m, **changes) if m.node == which else m for m in self.matmuls]
+
+    @property
+    def converted(self) -> list[Matmul]:
+        """Rows that run in FP8."""
+        return [m for m in self.matmuls if m.decision == FP8]
+
+    @property
+    def kept(self) -> list[Matmul]:
+        """Rows that were left as they are."""
+        return [m for m in self.matmuls if m.decision != FP8]
+
+    def reasons(self) -> Counter[str]:
+        """How many matmuls were left, by reason."""
+        return Counter(m.reason for m in self.kept)
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """A plan from `to_json`'s text."""
+        data = json.loads(text)
+        rows = []
+        for row in data.pop("matmuls"):
+            for side in ("left", "right"):
+                row[side] = Operand(**row[side]) if row[side] else None
+            rows.append(Matmul(**{**row, "merged": tuple(row["merged"]), "padded": tuple(row["padded"])}))
+        return Plan(matmuls=rows, **data)

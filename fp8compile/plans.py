@@ -1,0 +1,97 @@
+"""Plans of what this process has compiled; kept on disk beside torch's compile caches as well.
+
+On a warm cache torch calls no pass, so a plan that was not kept would be lost: it is stored under a key of the graph,
+its inputs and the compiler, in the folder of Inductor's own cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live and die with Inductor's cache
+
+from fp8compile.errors import Fp8Warning
+from fp8compile.options import Options
+from fp8compile.plan import Plan
+
+_compiled: list[Plan] = []
+_matched: set[str] = set()
+
+
+def last_compile() -> Plan:
+    """The plan of the graph that was compiled last and has matmuls; raises `LookupError` before the first."""
+    for plan in reversed(_compiled):
+        if plan.matmuls or plan.failure:
+            return plan
+    raise LookupError("nothing has been compiled with backend='fp8' yet: call the compiled model once")
+
+
+def compiles() -> list[Plan]:
+    """The plans of all graphs that this process has compiled, oldest first (graph breaks make several)."""
+    return list(_compiled)
+
+
+def reset() -> None:
+    """Forget all plans."""
+    _compiled.clear()
+    _matched.clear()
+
+
+def key(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> str:
+    """A key for the graph, its inputs' types, and the compiler with its options."""
+    types = [f"{x.dtype}{list(x.shape)}{list(x.stride())}{x.device}" if isinstance(x, torch.Tensor) else str(x) for x in inputs]
+    text = "\n".join([compiler, str(torch.is_grad_enabled()), gm.code, *types])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def remember(key: str, fresh: list[Plan], options: Options) -> None:
+    """Keep the plans of one compilation (none: it came from a cache, so look them up), and say what went undone."""
+    file = Path(cache_dir()) / "fp8compile" / f"{key}.json"
+    if fresh:
+        _write(file, "\n---\n".join(plan.to_json() for plan in fresh))
+    elif file.exists():
+        fresh = [Plan.from_json(text) for text in file.read_text().split("\n---\n")]
+    _compiled.extend(fresh)
+    _warn(fresh, options)
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent)
+    with os.fdopen(handle, "w") as temporary:
+        temporary.write(text)
+    os.replace(name, file)
+
+
+def _warn(plans: list[Plan], options: Options) -> None:
+    matmuls = [m for plan in plans for m in plan.matmuls]
+    candidates = [m for m in matmuls if m.role != "other"]
+    if candidates and not any(m.decision == "fp8" for m in matmuls):
+        reasons: dict[str, int] = {}
+        for m in candidates:
+            reasons[m.reason] = reasons.get(m.reason, 0) + 1
+        main = sorted(reasons.items(), key=lambda r: -r[1])[:3]
+        listed = "; ".join(f"{count}× {reason}" for reason, count in main)
+        _say(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.")
+    _matched.update(p for p in options.skip for m in matmuls if _names(p, m.path))
+    for pattern in options.skip:
+        if candidates and pattern not in _matched:
+            paths = sorted({m.path for m in candidates})
+            shown = ", ".join(paths[:6]) + (", …" if len(paths) > 6 else "")
+            _say(f"fp8: skip pattern {pattern!r} matches no matmul of this graph. Paths here: {shown}.")
+
+
+def _names(pattern: str, path: str) -> bool:
+    return Options(skip=(pattern,)).skips(path) is not None
+
+
+def _say(message: str) -> None:
+    warnings.warn(message, Fp8Warning, stacklevel=4)

@@ -1,0 +1,110 @@
+"""FP8 matmuls on a CUDA GPU, through torch's cuBLAS and CUTLASS kernels.
+
+Both operands arrive contiguous along the contracted dimension (a [M, K], b [N, K]): the only form Hopper's FP8 units
+take. What each kernel wants beyond that (layout of scales, output dtype, padding) is settled here and nowhere else.
+
+| granularity of a × b | kernel | output |
+|---|---|---|
+| tensor × tensor | cuBLAS, one scale each | BF16, FP16, FP32 |
+| row × row, row × tensor, tensor × row | row-wise; a tensor scale is repeated per row | BF16, converted to what was asked |
+| group(128) or block(128) × the same, not both block | cuBLAS block-wise (Hopper only) | BF16, converted |
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8compile.formats import ceil_div, round_up
+
+BLOCKWISE = {"group(128)": "BlockWise1x128", "block(128)": "BlockWise128x128"}
+
+
+def scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: str,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """Same contract as `reference.scaled_mm`; batches run one after the other."""
+    if a.dim() == 2:
+        return _scaled_mm_2d(
+            a, scale_a, granularity_a, b, scale_b, granularity_b, bias, out_dtype, fast_accumulation
+        )
+    outs = [
+        _scaled_mm_2d(
+            a[i], _of_batch(scale_a, i), granularity_a, b[i], _of_batch(scale_b, i), granularity_b,
+            bias, out_dtype, fast_accumulation,
+        )
+        for i in range(a.shape[0])
+    ]  # fmt: skip
+    return torch.stack(outs)
+
+
+def _of_batch(scale: Tensor, i: int) -> Tensor:
+    return scale[i] if scale.dim() == 3 else scale
+
+
+def _scaled_mm_2d(
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: str,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    tensorwise = granularity_a == granularity_b == "tensor"
+    kernel_dtype = out_dtype if tensorwise else torch.bfloat16
+    fused_bias = bias if bias is not None and kernel_dtype == bias.dtype == torch.bfloat16 else None
+    if granularity_a in BLOCKWISE:
+        out = _blockwise(a, scale_a, granularity_a, b, scale_b, granularity_b, kernel_dtype)
+        fused_bias = None
+    else:
+        if not tensorwise:
+            scale_a, scale_b = _per_row(scale_a, a.shape[0]), _per_row(scale_b, b.shape[0]).t()
+        out = torch._scaled_mm(
+            a, b.t(), scale_a, scale_b, bias=fused_bias, out_dtype=kernel_dtype, use_fast_accum=fast_accumulation
+        )
+    if bias is not None and fused_bias is None:
+        out = out + bias
+    return out.to(out_dtype)
+
+
+def _per_row(scale: Tensor, rows: int) -> Tensor:
+    return scale.reshape(-1, 1).expand(rows, 1).contiguous()
+
+
+def _blockwise(
+    a: Tensor, scale_a: Tensor, granularity_a: str, b: Tensor, scale_b: Tensor, granularity_b: str, dtype: torch.dtype
+) -> Tensor:
+    scaling = torch.nn.functional.ScalingType
+    return F.scaled_mm(
+        a,
+        b.t(),
+        _blockwise_scale(scale_a, granularity_a),
+        getattr(scaling, BLOCKWISE[granularity_a]),
+        _blockwise_scale(scale_b, granularity_b),
+        getattr(scaling, BLOCKWISE[granularity_b]),
+        output_dtype=dtype,
+    )
+
+
+def _blockwise_scale(scale: Tensor, granularity: str) -> Tensor:
+    """In cuBLAS's layout: 1×128 scales [R, C/128] with stride (1, R); 128×128 scales [C/128 rounded up to 4, R/128]
+    with stride (1, C/128 rounded up to 4)."""
+    if granularity == "group(128)":
+        return scale.t().contiguous().t()
+    blocks = scale.shape[1]
+    return F.pad(scale, (0, round_up(blocks, 4) - blocks)).t()
+
+
+__all__ = ["ceil_div", "scaled_mm"]

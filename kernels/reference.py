@@ -1,0 +1,142 @@
+"""The meaning of every FP8 operator, in plain torch.
+
+These functions are the contract: the CPU runs them, tests compare with them, Inductor compiles them where no kernel of
+ours exists yet, and a generated kernel must agree with them bit for bit on payloads given equal scales.
+
+    amax   = max |x| over what shares a scale                        (FP32; nan and inf pass)
+    scale  = amax / format max,  1 where amax is 0                   (FP32, never subnormal)
+    data   = clamp(x / scale, ±format max), rounded to nearest even
+    x      ≈ data * scale
+
+A non-finite amax makes the scale non-finite, and with it everything that is dequantized: an overflow stays visible.
+Every function is traceable, with symbolic sizes as well.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.formats import FORMATS, Granularity, ceil_div, parse_granularity, round_up
+
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
+
+
+def oriented(x: Tensor, transpose: bool, row_multiple: int, col_multiple: int) -> Tensor:
+    """x [..., R, C], or its transpose, with zeros appended until R and C are multiples of the given numbers."""
+    if transpose:
+        x = x.transpose(-1, -2)
+    rows, cols = x.shape[-2], x.shape[-1]
+    pad_rows, pad_cols = round_up(rows, row_multiple) - rows, round_up(cols, col_multiple) - cols
+    if row_multiple == 1 and col_multiple == 1 or (pad_rows == 0 and pad_cols == 0):
+        return x
+    return torch.nn.functional.pad(x, (0, pad_cols, 0, pad_rows))
+
+
+def amax(
+    x: Tensor, granularity: str, transpose: bool = False, row_multiple: int = 1, col_multiple: int = 1
+) -> Tensor:
+    """Largest magnitude of what shares a scale; FP32, in the shape of the scale (`Granularity.scale_shape`)."""
+    how = parse_granularity(granularity)
+    if how.kind == "tensor":
+        return torch.zeros((), device=x.device) if _is_empty(x) else x.abs().amax().float()
+    x = oriented(x, transpose, row_multiple, col_multiple)
+    shape = how.scale_shape(x.shape)
+    if _is_empty(x):
+        return torch.zeros(shape, device=x.device)
+    if how.kind == "row":
+        return x.abs().amax(-1, keepdim=True).float()
+    *batch, rows, cols = shape
+    if how.kind == "group":
+        x = oriented(x, False, 1, how.size)
+        return x.abs().reshape(*batch, rows, cols, how.size).amax(-1).float()
+    x = oriented(x, False, how.size, how.size)
+    return x.abs().reshape(*batch, rows, how.size, cols, how.size).amax((-1, -3)).float()
+
+
+def _is_empty(x: Tensor) -> bool:
+    """True for a size known to be zero; a symbolic size counts as nonzero."""
+    return any(isinstance(n, int) and n == 0 for n in x.shape)
+
+
+def scale(amax: Tensor, format: str, power_of_two: bool = False) -> Tensor:
+    """amax / format max in FP32; 1 where amax is 0; with `power_of_two` rounded up to a power of two."""
+    s = torch.where(amax == 0, torch.ones_like(amax), (amax / FORMATS[format].max).clamp_min(FLOAT32_TINY))
+    if not power_of_two:
+        return s
+    rounded_up = ((s.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(torch.isfinite(s), rounded_up, s)
+
+
+def expand_scale(scale: Tensor, granularity: Granularity, shape: torch.Size) -> Tensor:
+    """The scale broadcast so that it multiplies data of `shape` [..., R, C] element by element."""
+    if granularity.kind in ("tensor", "row"):
+        return scale
+    rows, cols, size = shape[-2], shape[-1], granularity.size
+    if granularity.kind == "block":
+        scale = _repeat(scale, -2, size, rows)
+    return _repeat(scale, -1, size, cols)
+
+
+def _repeat(scale: Tensor, dim: int, size: int, length: int) -> Tensor:
+    """Each entry along `dim` (-1 or -2) `size` times, cut to `length`."""
+    dim += scale.dim()
+    grown = list(scale.shape)
+    grown[dim] *= size
+    repeated = scale.unsqueeze(dim + 1)
+    sizes = list(repeated.shape)
+    sizes[dim + 1] = size
+    return repeated.expand(sizes).reshape(grown).narrow(dim, 0, length)
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    format: str,
+    granularity: str,
+    transpose: bool = False,
+    row_multiple: int = 1,
+    col_multiple: int = 1,
+) -> Tensor:
+    """Data of x, or of its transpose, zero-padded to the multiples; contiguous, shape [..., R, C], dtype of `format`."""
+    fmt = FORMATS[format]
+    x = oriented(x, transpose, row_multiple, col_multiple)
+    scaled = x.float() / expand_scale(scale, parse_granularity(granularity), x.shape)
+    return scaled.clamp_min(-fmt.max).clamp_max(fmt.max).to(fmt.dtype).contiguous()
+
+
+def dequantize(data: Tensor, scale: Tensor, granularity: str, dtype: torch.dtype) -> Tensor:
+    """data * scale in FP32, rounded to `dtype`; same shape as data."""
+    return (data.float() * expand_scale(scale, parse_granularity(granularity), data.shape)).to(dtype)
+
+
+def scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: str,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """(a · scale_a) @ (b · scale_b)ᵀ + bias, accumulated in FP32.
+
+    a [..., M, K] and b [..., N, K] hold FP8 data, both contiguous along the contracted K; bias [N].
+    Returns [..., M, N] in `out_dtype`. `fast_accumulation` changes nothing here: it allows a GPU to accumulate in less.
+    """
+    coarse = ("tensor", "row")
+    if granularity_a in coarse and granularity_b in coarse:
+        out = a.float() @ b.float().transpose(-1, -2)
+        out = out * scale_a * (scale_b.transpose(-1, -2) if granularity_b == "row" else scale_b)
+    else:
+        left = dequantize(a, scale_a, granularity_a, torch.float32)
+        right = dequantize(b, scale_b, granularity_b, torch.float32)
+        out = left @ right.transpose(-1, -2)
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)
+
+
+__all__ = ["amax", "ceil_div", "dequantize", "expand_scale", "oriented", "quantize", "scale", "scaled_mm"]

@@ -1,0 +1,264 @@
+"""What passes share: the graph under work with what is known about it, and the few ways in which they edit it."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor  # no public name; nodes carry these as their value metadata
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp8compile.devices import Device
+from fp8compile.options import Options
+from fp8compile.plan import Plan
+
+aten = torch.ops.aten
+VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.t.default,
+    aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
+    aten.expand.default, aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
+}  # fmt: skip
+# What a node inherits from the one it is made for: where it comes from, and to which checkpointed region and which
+# half of training it belongs. Without the region's tags a partitioner would save what it should recompute.
+INHERITED = (
+    "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "recompute", "ac_graph_id", "partitioner_tag",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Input:
+    """A graph input in the user's terms: is it a parameter, and its path in the model ("" if unknown)."""
+
+    is_parameter: bool
+    path: str = ""
+
+
+@dataclass
+class Compilation:
+    """One graph on its way through the passes."""
+
+    graph: fx.Graph
+    options: Options
+    device: Device
+    plan: Plan
+    inputs: dict[str, Input] = field(default_factory=dict)
+    namespace: str = "model0"
+    sites: dict[str, Any] = field(default_factory=dict)  # key of a plan row -> roles.Site, from select_matmuls on
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the graph holds a backward half."""
+        return any(is_tangent(n) for n in self.graph.find_nodes(op="placeholder"))
+
+    def emit(
+        self,
+        target: Callable[..., Any],
+        *args: Any,
+        like: fx.Node,
+        before: fx.Node | None = None,
+        contiguous: bool = False,
+    ) -> fx.Node:
+        """A new call of `target`, placed before `before` (default: `like`), with `like`'s origin and its own value.
+
+        `contiguous` passes memory_format=torch.contiguous_format, as a clone needs to be one.
+        """
+        kwargs = {"memory_format": torch.contiguous_format} if contiguous else {}
+        with self.graph.inserting_before(before or like):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
+        try:
+            update_value(node)
+        except Exception:
+            self.graph.erase_node(node)
+            raise
+        return node
+
+    def transposed(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """A node whose value is the transpose (last two dimensions) of `node`'s: an existing one where there is one."""
+        for key in (node, *_views_of(node)):
+            if is_transpose_of(key, node):
+                return key
+        source = node.all_input_nodes[0] if node.target in VIEWS else None
+        if source is not None and is_transpose_of(node, source):
+            return source
+        dims = list(range(value(node).dim()))
+        dims[-2:] = dims[-1], dims[-2]
+        return self.emit(aten.permute.default, node, dims, like=like)
+
+
+def _views_of(node: fx.Node) -> list[fx.Node]:
+    return [u for u in node.users if u.target is aten.permute.default]
+
+
+def is_transpose_of(view: fx.Node, source: fx.Node) -> bool:
+    """Whether `view` is `source` with its last two dimensions swapped."""
+    if view.target is not aten.permute.default or view.args[0] is not source:
+        return False
+    n = value(source).dim()
+    return n >= 2 and [d % n for d in view.args[1]] == [*range(n - 2), n - 1, n - 2]  # type: ignore[union-attr]
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that `node` computes."""
+    return node.meta["val"]
+
+
+def update_value(node: fx.Node) -> None:
+    """Compute `node`'s fake value from those of its inputs."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
+    mode = next((a.fake_mode for n in node.all_input_nodes if isinstance(a := n.meta["val"], FakeTensor)), None)
+    if mode is None:
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    else:
+        with mode:
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
+    """Let every user of `old` use `new`, which has the same shape and dtype but perhaps other strides.
+
+    Strides travel on through views only; where a view cannot be taken of the new strides, or a graph output would show
+    them, a contiguous copy is put in between.
+    """
+    wanted = value(old).stride()
+    users = list(old.users)
+    old.replace_all_uses_with(new)
+    c.graph.erase_node(old)
+    if same_sizes(value(new).stride(), wanted):
+        return
+    stale = [(new, user) for user in users]
+    while stale:
+        source, user = stale.pop()
+        before = _strides(user.meta.get("val"))
+        try:
+            if user.op == "output":
+                raise RuntimeError
+            update_value(user)
+        except RuntimeError:
+            copy = c.emit(aten.clone.default, source, like=source, before=user, contiguous=True)
+            user.replace_input_with(source, copy)
+            continue
+        if _strides(user.meta["val"]) != before:
+            stale += [(user, next_user) for next_user in user.users]
+
+
+def _strides(val: Any) -> Any:
+    vals = val if isinstance(val, (tuple, list)) else (val,)
+    return [[str(s) for s in v.stride()] for v in vals if isinstance(v, torch.Tensor)]
+
+
+def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    """Whether two tuples of sizes or strides are equal, symbol by symbol, without adding guards."""
+    return [str(x) for x in a] == [str(x) for x in b]
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder is an incoming gradient."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether `node` computes one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node that owns the memory `node` is a view of."""
+    while node.op == "call_function" and node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def dependents(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """`roots` and every node computed from one of them."""
+    found = set(roots)
+    for node in graph.nodes:
+        if node not in found and any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def depends_on(inputs: Sequence[fx.Node], targets: set[fx.Node], order: dict[fx.Node, int]) -> bool:
+    """Whether one of `inputs` is computed from one of `targets`; `order` numbers the nodes of the graph."""
+    earliest = min(order[t] for t in targets)
+    stack, seen = list(inputs), set(inputs)
+    while stack:
+        node = stack.pop()
+        if node in targets:
+            return True
+        fresh = [i for i in node.all_input_nodes if i not in seen and order.get(i, -1) >= earliest]
+        seen.update(fresh)
+        stack += fresh
+    return False
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Move every node behind its inputs, keeping the order otherwise."""
+    placed: set[fx.Node] = set()
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    pending = list(reversed(list(graph.nodes)))
+    cursor: fx.Node | None = None
+    while pending:
+        node = pending.pop()
+        missing = next((i for i in node.all_input_nodes if i not in placed), None)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(node)
+            continue
+        placed.add(node)
+        if cursor is not None and cursor.next is not node:
+            cursor.append(node)
+        cursor = node
+        pending += reversed(waiting.pop(node, []))
+    if waiting:
+        raise RuntimeError("the graph has a cycle")
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module whose forward made `node`, as model.named_modules() spells it; "" if unknown."""
+    stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack")
+    return clean_path(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def clean_path(path: str) -> str:
+    """A module path without the compiler's decoration: "L['self'].layers[0].fc" → "layers.0.fc"."""
+    path = re.sub(r"""^[LG]\[['"][^\]]*['"]\]""", "", path)
+    path = re.sub(r"""\[['"]?([^'"\]]+)['"]?\]""", r".\1", path)
+    path = re.sub(r"\._modules\b|\._parameters\b|\b_orig_mod\.|\b_checkpoint_wrapped_module\.", "", path)
+    return path.strip(".")
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line that made `node`, "file:line  code"; "" if unknown."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*([^\n]+)', trace)
+    if not frames:
+        return ""
+    file, line, code = frames[-1]
+    return f"{file.rsplit('/', 1)[-1]}:{line}  {code.strip()}"
+
+
+def getitems(node: fx.Node) -> dict[int, fx.Node]:
+    """The nodes that take single results out of a tuple `node`, by index."""
+    return {u.args[1]: u for u in node.users if u.target is operator.getitem}  # type: ignore[misc]
+
+
+def divides(multiple: int, size: Any) -> bool:
+    """Whether `size` is known to be a multiple of `multiple`, without adding a guard."""
+    if isinstance(size, int):
+        return size % multiple == 0
+    return statically_known_true(size % multiple == 0)
+
+
+def reshape(c: Compilation, node: fx.Node, shape: Sequence[Any], like: fx.Node) -> fx.Node:
+    """`node` in another shape, of a contiguous copy where no view can do it."""
+    if same_sizes(value(node).shape, shape):
+        return node
+    try:
+        return c.emit(aten.view.default, node, list(shape), like=like)
+    except RuntimeError:
+        return c.emit(aten.view.default, c.emit(aten.clone.default, node, like=like, contiguous=True), list(shape), like=like)

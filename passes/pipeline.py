@@ -1,0 +1,55 @@
+"""The pipeline: every pass in order. Order is position; each has its reason here and its method in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fp8compile.passes import (
+    assign_scales,
+    canonicalize,
+    convolutions,
+    merge_matmuls,
+    quantize_matmuls,
+    select_matmuls,
+    share_casts,
+)
+from fp8compile.passes.compilation import Compilation
+from fp8compile.passes.graph_text import graph_text
+from fp8compile.passes.verify import signature, verify
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A step of the pipeline: a name, what it does to a compilation, and why it stands where it stands."""
+
+    name: str
+    run: Callable[[Compilation], None]
+    why: str
+
+
+PIPELINE = (
+    Pass("canonicalize", canonicalize.run, "one form for matmuls and views, so that later passes see one pattern"),
+    Pass("select_matmuls", select_matmuls.run, "decides which matmuls become FP8, with a reason for each"),
+    Pass("assign_scales", assign_scales.run, "decides granularity and format of each operand, as the recipe says"),
+    Pass("convolutions", convolutions.run, "chosen patch convolutions become plain matmuls, for the passes below"),
+    Pass("merge_matmuls", merge_matmuls.run, "fewer, larger matmuls and casts; needs equal casts, so after the scales"),
+    Pass("quantize_matmuls", quantize_matmuls.run, "carries out the plan with markers"),
+    Pass("share_casts", share_casts.run, "one cast a tensor, layout and granularity; last, when all casts stand"),
+)
+
+
+def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = None) -> None:
+    """Run all passes on `c`; verify after each. `observe(stage, text)` sees the graph before the first and after each."""
+    outputs = signature(c.graph)
+    if observe:
+        observe("input", graph_text(c.graph))
+    for step in PIPELINE:
+        step.run(c)
+        c.graph.eliminate_dead_code()
+        if c.options.verify:
+            verify(c.graph, step.name, outputs)
+        if observe:
+            observe(step.name, graph_text(c.graph))
+        if step.name == "select_matmuls" and not c.plan.converted:
+            return

@@ -1,0 +1,226 @@
+"""Select matmuls: which of them become FP8, and the reason for every one that does not.
+
+Decides only: the graph stays as it is, the plan gets one row a matmul. The rules stand in RULES, in order; the first
+that objects gives the reason. The last one is the cost model (`fp8compile.devices` has its constants):
+
+    BF16:  2·M·N·K / bf16 rate
+    FP8:   2·M'·N'·K' / fp8 rate + bytes of the casts / bandwidth + two launches      (M', N', K' padded)
+
+where an operand's cast is shared by all matmuls that read it, and a tensor scale costs one more read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile.formats import round_up
+from fp8compile.plan import BF16, FP8, Matmul
+from fp8compile.passes.compilation import Compilation, aten, base, dependents, is_tangent, value
+from fp8compile.passes.roles import Site, find_sites
+from fp8compile.recipe import Role
+
+HEADS = re.compile(
+    r"(^|\.)(lm_head|head|heads|output|output_layer|output_projection|classifier|score|scores|embed_out|proj_out"
+    r"|to_logits|logits|cls|decoder|unembed|vocab_proj|generator|qa_outputs)$"
+)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+ALIGNMENT = 16  # FP8 units read the contracted dimension, and write the last one, in pieces of 16
+
+
+@dataclass
+class Candidate:
+    """A matmul before the rules: its role's recipe, and what they need to know of the whole graph."""
+
+    site: Site
+    role: Role | None
+    is_head: bool
+    dtypes: set[torch.dtype]
+    sharing: dict[fx.Node, int]
+    row: Matmul
+
+
+def run(c: Compilation) -> None:
+    """Write one row a matmul into the plan."""
+    sites = find_sites(c)
+    c.sites = {site.key: site for site in sites}
+    heads = _heads(c, sites)
+    dtypes = {value(s.node).dtype for s in sites if s.role == "output" and s.kind != "convolution"}
+    sharing: dict[fx.Node, int] = {}
+    for site in sites:
+        for operand in (site.left, site.right):
+            if operand is not None:
+                sharing[base(operand)] = sharing.get(base(operand), 0) + 1
+    for site in sites:
+        is_head = site in heads or (site.forward is not None and site.forward in heads)
+        role = c.options.recipe.role(site.role) if site.role != "other" else None
+        candidate = Candidate(site, role, is_head, dtypes, sharing, _row(site))
+        c.plan.matmuls.append(_decide(candidate, c))
+
+
+def _row(site: Site) -> Matmul:
+    dtype = str(_dtype(site)).removeprefix("torch.")
+    return Matmul(
+        site.key, site.path, site.source, site.kind, site.role, *map(_plain, (site.m, site.n, site.k, site.batch)), dtype
+    )
+
+
+def _plain(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+def _dtype(site: Site) -> torch.dtype | None:
+    return value(site.left).dtype if site.left is not None else None
+
+
+def _decide(candidate: Candidate, c: Compilation) -> Matmul:
+    for rule in RULES:
+        reason = rule(candidate, c)
+        if reason:
+            return replace(candidate.row, decision=BF16, reason=reason)
+    why = "every matmul that can run" if c.options.select == "all" else "faster by the cost model"
+    return replace(candidate.row, decision=FP8, reason=why)
+
+
+def _has_weight(x: Candidate, c: Compilation) -> str:
+    return "" if x.site.role != "other" else x.site.why_other
+
+
+def _in_recipe(x: Candidate, c: Compilation) -> str:
+    return "" if x.role is not None else f"recipe {c.options.recipe.name!r} keeps {x.site.role} in BF16"
+
+
+def _has_dtype(x: Candidate, c: Compilation) -> str:
+    dtype = _dtype(x.site)
+    if dtype not in FLOATS:
+        return f"{x.row.dtype} is not a dtype that FP8 can stand in for"
+    lower = x.dtypes & {torch.bfloat16, torch.float16}
+    if dtype == torch.float32 and lower and c.options.select != "all":
+        return "FP32 among lower-precision matmuls: the model asks for this one's precision"
+    return ""
+
+
+def _is_not_skipped(x: Candidate, c: Compilation) -> str:
+    pattern = c.options.skips(x.row.path)
+    return f"skip={pattern!r}" if pattern else ""
+
+
+def _is_not_head(x: Candidate, c: Compilation) -> str:
+    return "the output head (lm_head=True converts it)" if x.is_head and not c.options.lm_head else ""
+
+
+def _has_units(x: Candidate, c: Compilation) -> str:
+    if c.device.has_fp8:
+        blockwise = x.role is not None and x.role.left.granularity.size
+        if blockwise and not c.device.blockwise:
+            return f"{c.device.name} has no block-wise FP8 matmul"
+        return ""
+    if c.device.emulated and c.options.select == "all":
+        return ""
+    hint = "; select='all' emulates FP8" if c.device.emulated else ""
+    return f"{c.device.why_not}{hint}"
+
+
+def _has_work(x: Candidate, c: Compilation) -> str:
+    sizes = (x.site.m, x.site.n, x.site.k)
+    return "a matmul without elements" if any(isinstance(s, int) and s == 0 for s in sizes) else ""
+
+
+def _pays(x: Candidate, c: Compilation) -> str:
+    if c.options.select == "all":
+        return ""
+    m, n, k, batch = (_hint(s) for s in (x.site.m, x.site.n, x.site.k, x.site.batch))
+    assert x.role is not None
+    bf16, fp8 = _milliseconds(x, c, m, n, k, batch)
+    if fp8 < bf16:
+        return ""
+    unaligned = [f"{d} = {s}" for d, s in (("N", n), ("K", k)) if s % ALIGNMENT]
+    if unaligned:
+        return f"{' and '.join(unaligned)}: not a multiple of {ALIGNMENT}, and padding does not pay ({fp8 / bf16:.1f}x BF16)"
+    return "too small: casts would cost more than the FP8 matmul saves"
+
+
+def _milliseconds(x: Candidate, c: Compilation, m: int, n: int, k: int, batch: int) -> tuple[float, float]:
+    """Estimated milliseconds of this matmul in BF16 and in FP8, casts included."""
+    assert x.role is not None and x.site.left is not None and x.site.right is not None
+    d = c.device
+    multiple = 128 if x.role.left.granularity.size else ALIGNMENT
+    kp, np_ = round_up(k, multiple), round_up(n, ALIGNMENT)
+    coarser = "tensor" if {x.role.left.granularity.kind, x.role.right.granularity.kind} == {"tensor"} else "row"
+    rate = d.rate("block" if x.role.left.granularity.size else coarser)
+    work = 2 * batch * 1e-9  # FLOPs / TFLOP/s = 1e-12 s = 1e-9 ms
+    moved = 0.0
+    for operand, rows, cast in ((x.site.left, m, x.role.left), (x.site.right, np_, x.role.right)):
+        reads = 2 if cast.granularity.kind == "tensor" else 1
+        size = value(operand).element_size()
+        moved += batch * rows * kp * (reads * size + 1) / x.sharing[base(operand)]
+    casts = moved / (d.bandwidth * 1e9) + 2 * d.launch * 1e-3
+    return work * m * n * k / d.bf16, work * m * np_ * kp / rate + casts
+
+
+def _hint(size: Any) -> int:
+    """A size as the compiler's example saw it; 4096 for one that only the data knows."""
+    if isinstance(size, int):
+        return size
+    try:
+        return int(size.node.hint)
+    except (AttributeError, TypeError, ValueError):
+        return 4096
+
+
+RULES: tuple[Callable[[Candidate, Compilation], str], ...] = (
+    _has_weight,
+    _in_recipe,
+    _has_dtype,
+    _is_not_skipped,
+    _is_not_head,
+    _has_units,
+    _has_work,
+    _pays,
+)
+
+
+def _heads(c: Compilation, sites: list[Site]) -> list[Site]:
+    """The output matmuls that make the model's logits.
+
+    One whose weight is also an embedding table; or that no later matmul of the forward half reads and that either is
+    called like a head or feeds a cross-entropy.
+    """
+    embeddings = {base(n.args[0]) for n in c.graph.nodes if n.target is aten.embedding.default}  # type: ignore[arg-type]
+    forward = [s for s in sites if s.role == "output"]
+    consumers = {s.node for s in sites} | {n for n in c.graph.nodes if "attention" in str(n.target)}
+    backward = dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n)))
+    found = []
+    for site in forward:
+        if site.weight is not None and _root(site.weight) in embeddings:
+            found.append(site)
+            continue
+        named = bool(HEADS.search(site.path))
+        later = dependents(c.graph, [site.node]) - {site.node} if named or _feeds_loss(site.node) else None
+        if later is not None and not (later & consumers) - backward:
+            found.append(site)
+    return found
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The parameter behind a cast or a view."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _feeds_loss(node: fx.Node) -> bool:
+    """Whether a gather by class index reads what `node` computes, through at most a dozen pointwise steps."""
+    frontier, seen = [node], {node}
+    for _ in range(16):
+        frontier = [u for n in frontier for u in n.users if u not in seen]
+        seen.update(frontier)
+        if any(u.target in (aten.gather.default, aten.nll_loss_forward.default) for u in frontier):
+            return True
+        frontier = [u for u in frontier if u.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default)]
+    return False

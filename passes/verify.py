@@ -1,0 +1,151 @@
+"""The verifier: what must hold of a graph between any two passes.
+
+- the graph is well-formed, and its outputs have the shapes and dtypes that they had before the first pass
+- every node carries its value; a marker's value is what the operator says of its arguments
+- FP8 data comes from fp8.quantize (or views and concatenations of such data); it is contiguous along the contracted
+  dimension where a matmul reads it, and its contracted dimension is a multiple of 16
+- FP8 data is read only by fp8.scaled_mm and fp8.dequantize (or passes through views, concatenations, graph outputs)
+- data meets the scale it was made with, in the granularity it was made in, and the scale has the shape of that
+
+A broken rule is our bug: `VerificationError` names the pass, the node and the rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile import ops
+from fp8compile.errors import VerificationError
+from fp8compile.formats import FP8_DTYPES, parse_granularity
+from fp8compile.passes.compilation import VIEWS, aten, divides, same_sizes, value
+from fp8compile.passes.graph_text import graph_text
+
+TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default}
+Signature = list[tuple[str, list[str]] | None]
+
+
+def signature(graph: fx.Graph) -> Signature:
+    """Dtypes and shapes of the graph's outputs."""
+    return [_type(a) for a in graph.output_node().all_input_nodes]
+
+
+def _type(node: fx.Node) -> tuple[str, list[str]] | None:
+    val = node.meta.get("val")
+    return (str(val.dtype), [str(s) for s in val.shape]) if isinstance(val, torch.Tensor) else None
+
+
+def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None) -> None:
+    """Check all rules of this module after `stage`; raises `VerificationError`."""
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise VerificationError(f"after {stage}: malformed graph: {error}") from error
+    for node in graph.nodes:
+        why = _broken_rule(node)
+        if why:
+            raise VerificationError(f"after {stage}: %{node.name}: {why}\n{_excerpt(graph, node)}")
+    if outputs is not None and signature(graph) != outputs:
+        raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
+
+
+def _broken_rule(node: fx.Node) -> str:
+    if node.op == "call_function" and "val" not in node.meta:
+        return "carries no value"
+    if node.target in ops.MARKERS:
+        why = _wrong_marker(node)
+        if why:
+            return why
+    if isinstance(node.meta.get("val"), torch.Tensor) and value(node).dtype in FP8_DTYPES and _is_ours(node):
+        return _wrong_users(node)
+    return ""
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether FP8 data comes from our quantize; a user's own FP8 tensors are none of our business."""
+    while node.target in TRANSPARENT and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.target is ops.quantize
+
+
+def _wrong_users(node: fx.Node) -> str:
+    for user in node.users:
+        if user.op != "output" and user.target not in (ops.scaled_mm, ops.dequantize) and user.target not in TRANSPARENT:
+            return f"FP8 data is read without its scale by %{user.name} ({user.target})"
+    return ""
+
+
+def _wrong_marker(node: fx.Node) -> str:
+    expected = _evaluate(node)
+    actual = value(node)
+    if expected.dtype != actual.dtype or not same_sizes(expected.shape, actual.shape):
+        return f"has value {_describe(actual)}, its arguments give {_describe(expected)}"
+    if node.target is ops.scaled_mm:
+        return _wrong_scaled_mm(node)
+    if node.target is ops.dequantize:
+        return _wrong_operand(node.args[0], node.args[1], node.args[2])  # type: ignore[arg-type]
+    if node.target is ops.quantize:
+        scale, granularity = node.args[1], parse_granularity(node.args[3])  # type: ignore[arg-type]
+        wanted = granularity.scale_shape(value(node).shape)
+        if not same_sizes(value(scale).shape, wanted):  # type: ignore[arg-type]
+            return f"its scale has shape {list(value(scale).shape)}, {granularity} needs {wanted}"  # type: ignore[arg-type]
+        if value(scale).dtype != torch.float32:  # type: ignore[arg-type]
+            return "its scale is not FP32"
+    return ""
+
+
+def _evaluate(node: fx.Node) -> torch.Tensor:
+    args = fx.map_arg(node.args, lambda n: n.meta["val"])
+    with value(node).fake_mode:  # type: ignore[attr-defined]
+        return node.target(*args)  # type: ignore[operator]
+
+
+def _wrong_scaled_mm(node: fx.Node) -> str:
+    a, scale_a, how_a, b, scale_b, how_b, *_ = node.args
+    why = _wrong_operand(a, scale_a, how_a) or _wrong_operand(b, scale_b, how_b)  # type: ignore[arg-type]
+    if why:
+        return why
+    k_a, k_b = value(a).shape[-1], value(b).shape[-1]  # type: ignore[arg-type]
+    if not same_sizes([k_a], [k_b]):
+        return f"contracts {k_a} with {k_b} elements"
+    if not divides(16, k_a) or not divides(16, value(b).shape[-2]):  # type: ignore[arg-type]
+        return f"K {k_a} or N {value(b).shape[-2]} is not a multiple of 16"  # type: ignore[arg-type]
+    return ""
+
+
+def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:
+    """Why `data` and `scale` do not belong together; "" if they do."""
+    v = value(data)
+    if v.dtype not in FP8_DTYPES:
+        return f"%{data.name} is {v.dtype}, not FP8"
+    if v.numel() != 0 and str(v.stride(-1)) != "1":
+        return f"%{data.name} is not contiguous along its contracted dimension"
+    for made in _quantizes(data):
+        if made.args[3] != granularity:
+            return f"%{data.name} was cast by {made.args[3]} and is read as {granularity}"
+        if made.args[1] is not scale and made.args[1] not in scale.all_input_nodes:
+            return f"%{data.name} was made with %{made.args[1]} and is read with %{scale.name}"
+    wanted = parse_granularity(granularity).scale_shape(v.shape)
+    if not same_sizes(value(scale).shape, wanted):
+        return f"%{scale.name} has shape {list(value(scale).shape)}, {granularity} of {list(v.shape)} needs {wanted}"
+    return ""
+
+
+def _quantizes(data: fx.Node) -> list[fx.Node]:
+    """The casts whose results `data` shows or concatenates."""
+    if data.target is ops.quantize:
+        return [data]
+    return [q for i in data.all_input_nodes for q in _quantizes(i)] if data.target in TRANSPARENT else []
+
+
+def _describe(val: Any) -> str:
+    return f"{val.dtype}{list(val.shape)}"
+
+
+def _excerpt(graph: fx.Graph, node: fx.Node) -> str:
+    """The lines around `node`, for the error."""
+    lines = graph_text(graph).splitlines()
+    at = list(graph.nodes).index(node)
+    return "\n".join(("-> " if i == at else "   ") + lines[i] for i in range(max(0, at - 4), min(len(lines), at + 3)))
