@@ -68,7 +68,9 @@ class Compilation:
         `contiguous` passes memory_format=torch.contiguous_format, as a clone needs to be one.
         """
         kwargs = {"memory_format": torch.contiguous_format} if contiguous else {}
-        with self.graph.inserting_before(before or like):
+        place = before or like
+        assert not place._erased, f"cannot place a node before {place}, which is no longer in the graph"
+        with self.graph.inserting_before(place):
             node = self.graph.call_function(target, args, kwargs)
         node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
         try:

@@ -15,6 +15,7 @@ parts into one buffer. Only FP8 matmuls with equal casts are merged; the sums ma
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,8 +41,7 @@ def run(c: Compilation) -> None:
     """Merge output matmuls that read one activation, then what belongs to them in backward."""
     for group in _groups(c):
         gradients = [_gradients(c, group, role) for role in ("grad_input", "grad_weight")]
-        if not _merge_outputs(c, group):
-            continue
+        _merge_outputs(c, group)
         for role, sites in zip(("grad_input", "grad_weight"), gradients, strict=True):
             if sites:
                 (_merge_grad_inputs if role == "grad_input" else _merge_grad_weights)(c, sites)
@@ -94,7 +94,7 @@ def _gradients(c: Compilation, group: list[Site], role: str) -> list[Site]:
     return found if len(casts) == 1 and _independent(found, order) else []
 
 
-def _merge_outputs(c: Compilation, group: list[Site]) -> bool:
+def _merge_outputs(c: Compilation, group: list[Site]) -> None:
     first = group[0].node
     weights = [c.transposed(s.right, like=s.node) for s in group]  # type: ignore[arg-type]
     columns = c.transposed(_cat(c, weights, 0, first), like=first)
@@ -103,14 +103,19 @@ def _merge_outputs(c: Compilation, group: list[Site]) -> bool:
         product = c.emit(aten.addmm.default, bias, group[0].left, columns, like=first)
     else:
         product = c.emit(aten.mm.default, group[0].left, columns, like=first)
-    start = 0
-    total = sum(s.n for s in group)
-    _record(c, group, product, n=total, right=columns)
-    for site in group:
-        part = c.emit(aten.slice.Tensor, product, 1, start, start + site.n, like=first)
-        start += site.n
+    _record(c, group, product, n=sum(s.n for s in group), right=columns)
+    _replace_by_slices(c, group, product, 1, [s.n for s in group])
+
+
+def _replace_by_slices(c: Compilation, sites: list[Site], product: fx.Node, dim: int, sizes: list[int]) -> None:
+    """Give each site's users its part of `product`, the parts lying one after the other along `dim`."""
+    ends = list(accumulate(sizes))
+    parts = [
+        c.emit(aten.slice.Tensor, product, dim, end - size, end, like=sites[0].node)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    for site, part in zip(sites, parts, strict=True):
         replace_value(c, site.node, part)
-    return True
 
 
 def _no_bias(c: Compilation, site: Site) -> fx.Node:
@@ -191,11 +196,7 @@ def _merge_grad_weights(c: Compilation, sites: list[Site]) -> None:
     left = c.transposed(gradient, like=last)
     product = c.emit(aten.mm.default, left, sites[0].right, like=last)
     _record(c, sites, product, m=sum(s.m for s in sites), left=left)
-    start = 0
-    for site in sites:
-        part = c.emit(aten.slice.Tensor, product, 0, start, start + site.m, like=last)
-        start += site.m
-        replace_value(c, site.node, part)
+    _replace_by_slices(c, sites, product, 0, [s.m for s in sites])
 
 
 def _is_transposed(node: fx.Node | None) -> bool:
