@@ -102,19 +102,29 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "scaled_mm": _fake_scaled_mm,
     "delayed_scale": _fake_delayed_scale,
 }
+
+
+def _scaled_mm_on_cpu(a: Tensor, scale_a: Tensor, granularity_a: str, b: Tensor, *rest: Any) -> Tensor:
+    """The reference, with the GPU's demand on layout, so that a wrong one is seen without a GPU too."""
+    if not (a.is_contiguous() and b.is_contiguous()):
+        raise RuntimeError(f"fp8::scaled_mm needs contiguous data, got strides {a.stride()} and {b.stride()}")
+    return reference.scaled_mm(a, scale_a, granularity_a, b, *rest)
+
+
 _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "amax": reference.amax,
     "scale": reference.scale,
     "quantize": reference.quantize,
     "dequantize": reference.dequantize,
-    "scaled_mm": reference.scaled_mm,
+    "scaled_mm": _scaled_mm_on_cpu,
     "delayed_scale": delayed.scale,
 }
 
 _library = torch.library.Library(NAMESPACE, "DEF")  # lives as long as the process
 for _name, _schema in SCHEMAS.items():
-    # needs_exact_strides: data must stay contiguous along the contracted dimension, whatever Inductor would prefer.
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    # Data must be contiguous along the contracted dimension, whatever layout Inductor would prefer. needs_exact_strides
+    # would not do: Inductor ignores it on nodes that a pass inserted, which carry no eager_input_vals.
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides))
     _library.impl(_name, _IMPLEMENTATIONS[_name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _FAKES[_name], lib=_library)
 _library.impl("scaled_mm", matmul.scaled_mm, "CUDA")

@@ -6,11 +6,13 @@ take. What each kernel wants beyond that (layout of scales, output dtype, paddin
 | granularity of a × b | kernel | output |
 |---|---|---|
 | tensor × tensor | cuBLAS, one scale each | BF16, FP16, FP32 |
-| row × row, row × tensor, tensor × row | row-wise; a tensor scale is repeated per row | BF16, converted to what was asked |
+| row × row, row × tensor, tensor × row | row-wise; a tensor scale is repeated per row | the same on Hopper with CUDA ≥ 12.9, else BF16, converted |
 | group(128) or block(128) × the same, not both block | cuBLAS block-wise (Hopper only) | BF16, converted |
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +65,7 @@ def _scaled_mm_2d(
     fast_accumulation: bool,
 ) -> Tensor:
     tensorwise = granularity_a == granularity_b == "tensor"
-    kernel_dtype = out_dtype if tensorwise else torch.bfloat16
+    kernel_dtype = out_dtype if tensorwise or (granularity_a not in BLOCKWISE and _rows_in_cublas()) else torch.bfloat16
     fused_bias = bias if bias is not None and kernel_dtype == bias.dtype == torch.bfloat16 else None
     if granularity_a in BLOCKWISE:
         out = _blockwise(a, scale_a, granularity_a, b, scale_b, granularity_b, kernel_dtype)
@@ -77,6 +79,13 @@ def _scaled_mm_2d(
     if bias is not None and fused_bias is None:
         out = out + bias
     return out.to(out_dtype)
+
+
+@functools.cache
+def _rows_in_cublas() -> bool:
+    """Whether cuBLAS runs row scales itself, with every output dtype; elsewhere CUTLASS does, with BF16 only."""
+    cuda = tuple(int(v) for v in (torch.version.cuda or "0.0").split("."))
+    return torch.cuda.get_device_capability()[0] == 9 and cuda >= (12, 9)
 
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:

@@ -7,8 +7,8 @@ After       %ax = fp8.amax(%x, row)         %sx = fp8.scale(%ax, e4m3)     %qx =
 
 Each operand is cast into the layout in which the contracted dimension is contiguous: from the tensor that the graph
 has, or transposed on the way. A concatenation is cast part by part into one buffer. A contracted dimension that is no
-multiple of 16 (128 for groups and blocks) is filled up with zeros, which add nothing to the sum; so is the last
-dimension of the result, which is then cut off.
+multiple of 16 is filled up with zeros, which add nothing to the sum; so is the last dimension of the result, which is
+then cut off.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from fp8compile.passes.roles import Site
 from fp8compile.plan import Matmul, Operand
 
 ALIGNMENT = 16
+GROUP_ROWS = 4  # cuBLAS reads the scales of grouped rows in pieces of four
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ def run(c: Compilation) -> None:
 def _rewrite(c: Compilation, row: Matmul, site: Site) -> None:
     assert row.left is not None and row.right is not None and site.left is not None and site.right is not None
     node = site.node
-    k_multiple = 128 if parse_granularity(row.left.granularity).size else ALIGNMENT
-    cols = 1 if divides(k_multiple, site.k) else k_multiple
+    cols = 1 if divides(ALIGNMENT, site.k) else ALIGNMENT
     n_rows = 1 if divides(ALIGNMENT, site.n) else ALIGNMENT
-    m_rows = ALIGNMENT if k_multiple == 128 and not divides(ALIGNMENT, site.m) else 1
+    grouped = parse_granularity(row.left.granularity).kind == "group"
+    m_rows = GROUP_ROWS if grouped and not divides(GROUP_ROWS, site.m) else 1
     key = f"{c.namespace}/{row.path}/{row.role}"
     left = _operand(c, site.left, True, row.left, f"{key}/left", m_rows, cols, node)
     right = _operand(c, site.right, False, row.right, f"{key}/right", n_rows, cols, node)

@@ -149,8 +149,7 @@ def _milliseconds(x: Candidate, c: Compilation, m: int, n: int, k: int, batch: i
     """Estimated milliseconds of this matmul in BF16 and in FP8, casts included."""
     assert x.role is not None and x.site.left is not None and x.site.right is not None
     d = c.device
-    multiple = 128 if x.role.left.granularity.size else ALIGNMENT
-    kp, np_ = round_up(k, multiple), round_up(n, ALIGNMENT)
+    kp, np_ = round_up(k, ALIGNMENT), round_up(n, ALIGNMENT)
     coarser = "tensor" if {x.role.left.granularity.kind, x.role.right.granularity.kind} == {"tensor"} else "row"
     rate = d.rate("block" if x.role.left.granularity.size else coarser)
     work = 2 * batch * 1e-9  # FLOPs / TFLOP/s = 1e-12 s = 1e-9 ms

@@ -1,0 +1,94 @@
+"""Plans are plain data: JSON and back gives the same plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile
+from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan
+
+
+def a_plan() -> Plan:
+    operand = Operand("e5m2", "tensor", power_of_two=True, history=16, margin=1)
+    common = {"source": "model.py:3  y = x @ w", "kind": "mm", "m": 64, "n": "s0", "k": 32}
+    return Plan(
+        graph="training",
+        recipe="mixed",
+        device="cpu",
+        matmuls=[
+            Matmul(
+                "mm", "layers.0.(q+k)", role="output", decision=FP8, reason="every matmul that can run", left=operand,
+                right=Operand("e4m3", "tensor"), fast_accumulation=True, merged=("layers.0.q", "layers.0.k"),
+                padded=("N s0 to a multiple of 16",), milliseconds_bf16=0.5, milliseconds_fp8=0.25, **common,
+            ),
+            Matmul("mm_1", "head", role="output", decision=BF16, reason="skip='head'", **common),
+            Matmul("mm_2", "gate", role="output", decision=BF16, reason="skip='head'", **common),
+            Matmul("bmm", "attention", role="other", reason="both operands are activations", batch="s1", **common),
+        ],
+        warnings=["a warning"],
+        failure="",
+    )  # fmt: skip
+
+
+def test_json_and_back_is_the_same_plan():
+    plan = a_plan()
+    back = Plan.from_json(plan.to_json())
+    assert back == plan
+    assert isinstance(back.matmuls[0].left, Operand)
+    assert back.matmuls[0].merged == ("layers.0.q", "layers.0.k")
+
+
+def test_an_empty_plan_survives_the_round_trip():
+    assert Plan.from_json(Plan(failure="ValueError: x").to_json()) == Plan(failure="ValueError: x")
+
+
+def test_json_is_plain_data():
+    data = json.loads(a_plan().to_json())
+    assert data["matmuls"][0]["left"]["granularity"] == "tensor"
+    assert data["matmuls"][0]["n"] == "s0"
+    assert data["matmuls"][1]["left"] is None
+
+
+def test_rows_are_found_changed_and_counted():
+    plan = a_plan()
+    assert [m.node for m in plan.converted] == ["mm"]
+    assert [m.node for m in plan.kept] == ["mm_1", "mm_2", "bmm"]
+    assert plan.reasons() == {"skip='head'": 2, "both operands are activations": 1}
+    assert plan.row("mm_1").path == "head"
+    assert plan.row("nothing") is None
+    plan.update("mm_1", node="renamed", decision=FP8)
+    assert [m.node for m in plan.matmuls] == ["mm", "renamed", "mm_2", "bmm"]
+    assert len(plan.converted) == 2
+
+
+def test_an_update_of_an_unknown_row_changes_nothing():
+    plan = a_plan()
+    plan.update("nothing", decision=FP8)
+    assert plan == a_plan()
+
+
+def test_an_operand_reads_like_its_cast():
+    assert str(Operand("e4m3", "group(128)")) == "e4m3 group(128)"
+    assert str(Operand("e5m2", "tensor", True, 16)) == "e5m2 tensor^2 delayed(16)"
+
+
+def test_the_plan_of_a_compilation_survives_the_round_trip():
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    options = {"select": "all", "executor": "eager", "strict": True}
+    torch.compile(model, backend="fp8", options=options)(torch.randn(16, 32)).sum().backward()
+    plan = fp8compile.last_compile()
+    assert len(plan.converted) == 5
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_before_the_first_compilation_there_is_no_plan():
+    from fp8compile import plans
+
+    plans.reset()
+    with pytest.raises(LookupError, match="nothing has been compiled with backend='fp8' yet"):
+        fp8compile.last_compile()
+    assert fp8compile.compiles() == []
