@@ -1,8 +1,9 @@
 """Text to train on: bytes of real files, cut into a training part and a held-out part.
 
-By default the text is the installed Python's own standard library, which every machine has. Files are put in the order
-of a hash of their relative path, a shuffle that is the same everywhere, so that a size cap and the split both take an
-even sample of the whole. The last `HELD_OUT` of the bytes is held out.
+By default the text is the installed Python's own standard library, which every machine has, filled up with the sources
+of installed packages where a distribution keeps the library small. Files are put in the order of a hash of their
+relative path, a shuffle that is the same everywhere, so that a size cap and the split both take an even sample of the
+whole. The last `HELD_OUT` of the bytes is held out.
 """
 
 import hashlib
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 HELD_OUT = 0.05
-MAX_BYTES = 32 * 2**20
+MAX_BYTES = 40 * 2**20
 MIN_HELD_OUT_WINDOWS = 16
+BLOCK = 2**17  # where two sources are mixed, they are mixed in blocks of this many bytes
 LIBRARY_SUFFIXES = frozenset({".py", ".txt", ".rst", ".md"})
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -46,8 +48,7 @@ class Corpus:
 def load_corpus(path: Path | None, seq: int) -> Corpus:
     """Reads a file, a folder, or (path None) the standard library; raises CorpusError if it is too short for `seq`."""
     if path is None:
-        library = Path(sysconfig.get_path("stdlib"))
-        source, text = "Python's standard library", gather(library, _is_library_text)
+        source, text = _installed_python()
     elif path.is_file():
         source, text = str(path), path.read_bytes()[:MAX_BYTES]
     elif path.is_dir():
@@ -55,6 +56,18 @@ def load_corpus(path: Path | None, seq: int) -> Corpus:
     else:
         raise CorpusError(f"--text {path}: no such file or folder")
     return split(text, source, seq)
+
+
+def _installed_python() -> tuple[str, bytes]:
+    """The standard library's sources and docs; if that is less than MAX_BYTES, installed packages' sources as well."""
+    text = gather(Path(sysconfig.get_path("stdlib")), _is_library_text)
+    if len(text) >= MAX_BYTES:
+        return "Python's standard library", text
+    packages = gather(Path(torch.__file__).parents[1], _is_source)
+    mixed = text + packages[: MAX_BYTES - len(text)]
+    blocks = [mixed[i : i + BLOCK] for i in range(0, len(mixed), BLOCK)]
+    order = sorted(range(len(blocks)), key=lambda i: hashlib.sha256(str(i).encode()).digest())
+    return "Python's standard library and installed packages", b"".join(blocks[i] for i in order)
 
 
 def gather(root: Path, accept: Callable[[Path], bool]) -> bytes:
@@ -119,6 +132,10 @@ def _hash_order(path: Path) -> bytes:
 
 def _is_library_text(path: Path) -> bool:
     return path.suffix in LIBRARY_SUFFIXES and not SKIPPED_FOLDERS.intersection(path.parts)
+
+
+def _is_source(path: Path) -> bool:
+    return path.suffix == ".py" and "__pycache__" not in path.parts
 
 
 def _is_visible(path: Path) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+
 from comparison import save, table
 from corpus import load_corpus
 from llama import LlamaConfig

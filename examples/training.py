@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from comparison import MatmulRow, Run
-from corpus import Corpus, even_starts, random_starts, windows
-from llama import Llama, LlamaConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import fp8compile
+from comparison import MatmulRow, Run
+from corpus import Corpus, even_starts, random_starts, windows
+from llama import Llama, LlamaConfig
 
 WARM_UP_STEPS = 5  # left out of tokens/s and peak memory: compilation, autotuning, growth of the allocator
 READ_LOSS_EVERY = 10  # steps; each reading waits for the device

@@ -143,5 +143,3 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     copy.output_node().meta = dict(output.meta)
     copy._codegen = graph._codegen
     return copy
-
-

@@ -1,8 +1,9 @@
 """What each device can do in FP8, and how fast: the constants of the cost model, in one table.
 
-Rates in TFLOP/s on random data at Llama-8B shapes, bandwidth in TB/s (read + written), launch in microseconds for one
-more kernel in a compiled graph. H200: measured (torch 2.11, `benchmarks/matmul.py` prints them again). Where
-`measured` is False the figures are scaled from the vendor's peaks, to be replaced by a measurement.
+Rates in TFLOP/s on random data at Llama-8B shapes; `casts` in TB/s (bytes read + written) as Inductor compiles casts
+and their transposes into the kernels around them, well under the copy bandwidth of 4.3; `launch` in microseconds for
+one more kernel in a compiled graph. H200: measured with torch 2.11 (`benchmarks/casts_and_matmuls.py` measures them
+again). Where `measured` is False the figures are scaled from the vendor's peaks, to be replaced by a measurement.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Device:
     fp8_tensor: float = 0.0
     fp8_row: float = 0.0
     fp8_block: float = 0.0
-    bandwidth: float = 0.0
+    casts: float = 0.0
     launch: float = 0.0
     blockwise: bool = False
     measured: bool = False
@@ -37,13 +38,13 @@ class Device:
 
 
 TABLE = {
-    "H200": Device("H200", True, False, 730, 1240, 1190, 1110, 4.3, 4.0, blockwise=True, measured=True),
-    "H100": Device("H100", True, False, 700, 1190, 1140, 1060, 2.9, 4.0, blockwise=True),
-    "H20": Device("H20", True, False, 135, 270, 260, 240, 3.4, 4.0, blockwise=True),
-    "B200": Device("B200", True, False, 1600, 3000, 2800, 2600, 6.5, 4.0),
-    "L40S": Device("L40S", True, False, 300, 580, 560, 500, 0.7, 4.0),
-    "L4": Device("L4", True, False, 90, 180, 170, 160, 0.25, 4.0),
-    "RTX 4090": Device("RTX 4090", True, False, 160, 310, 300, 280, 0.85, 4.0),
+    "H200": Device("H200", True, False, 680, 1210, 1180, 1050, 1.8, 4.0, blockwise=True, measured=True),
+    "H100": Device("H100", True, False, 700, 1190, 1140, 1000, 1.25, 4.0, blockwise=True),
+    "H20": Device("H20", True, False, 135, 270, 260, 230, 1.5, 4.0, blockwise=True),
+    "B200": Device("B200", True, False, 1600, 3000, 2800, 2600, 2.8, 4.0),
+    "L40S": Device("L40S", True, False, 300, 580, 560, 500, 0.4, 4.0),
+    "L4": Device("L4", True, False, 90, 180, 170, 160, 0.15, 4.0),
+    "RTX 4090": Device("RTX 4090", True, False, 160, 310, 300, 280, 0.5, 4.0),
 }
 GENERIC = {8: TABLE["L40S"], 9: TABLE["H100"], 10: TABLE["B200"], 12: TABLE["RTX 4090"]}
 

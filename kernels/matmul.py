@@ -36,9 +36,7 @@ def scaled_mm(
 ) -> Tensor:
     """Same contract as `reference.scaled_mm`; batches run one after the other."""
     if a.dim() == 2:
-        return _scaled_mm_2d(
-            a, scale_a, granularity_a, b, scale_b, granularity_b, bias, out_dtype, fast_accumulation
-        )
+        return _scaled_mm_2d(a, scale_a, granularity_a, b, scale_b, granularity_b, bias, out_dtype, fast_accumulation)
     outs = [
         _scaled_mm_2d(
             a[i], _of_batch(scale_a, i), granularity_a, b[i], _of_batch(scale_b, i), granularity_b,

@@ -28,14 +28,12 @@ def oriented(x: Tensor, transpose: bool, row_multiple: int, col_multiple: int) -
         x = x.transpose(-1, -2)
     rows, cols = x.shape[-2], x.shape[-1]
     pad_rows, pad_cols = round_up(rows, row_multiple) - rows, round_up(cols, col_multiple) - cols
-    if row_multiple == 1 and col_multiple == 1 or (pad_rows == 0 and pad_cols == 0):
+    if (row_multiple == 1 and col_multiple == 1) or (pad_rows == 0 and pad_cols == 0):
         return x
     return torch.nn.functional.pad(x, (0, pad_cols, 0, pad_rows))
 
 
-def amax(
-    x: Tensor, granularity: str, transpose: bool = False, row_multiple: int = 1, col_multiple: int = 1
-) -> Tensor:
+def amax(x: Tensor, granularity: str, transpose: bool = False, row_multiple: int = 1, col_multiple: int = 1) -> Tensor:
     """Largest magnitude of what shares a scale; FP32, in the shape of the scale (`Granularity.scale_shape`)."""
     how = parse_granularity(granularity)
     if how.kind == "tensor":

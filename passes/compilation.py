@@ -263,4 +263,6 @@ def reshape(c: Compilation, node: fx.Node, shape: Sequence[Any], like: fx.Node) 
     try:
         return c.emit(aten.view.default, node, list(shape), like=like)
     except RuntimeError:
-        return c.emit(aten.view.default, c.emit(aten.clone.default, node, like=like, contiguous=True), list(shape), like=like)
+        return c.emit(
+            aten.view.default, c.emit(aten.clone.default, node, like=like, contiguous=True), list(shape), like=like
+        )

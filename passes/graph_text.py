@@ -1,6 +1,6 @@
 """Graphs as stable text: one line a node, dtype and shape of every value, markers in short form.
 
-    %quantize: e4m3[16, 256] = fp8.quantize(%x, %scale, e4m3, row)
+%quantize: e4m3[16, 256] = fp8.quantize(%x, %scale, e4m3, row)
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _record(c: Compilation, merged: list[Site], product: fx.Node, **sizes: Any) 
 
 
 def common_path(paths: list[str]) -> str:
-    """"layers.0.q" and "layers.0.k" → "layers.0.(q+k)"."""
+    """ "layers.0.q" and "layers.0.k" → "layers.0.(q+k)"."""
     split = [p.split(".") for p in paths]
     shared = 0
     while all(len(s) > shared + 1 for s in split) and len({s[shared] for s in split}) == 1:

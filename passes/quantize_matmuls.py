@@ -96,7 +96,14 @@ def _length(c: Compilation, site: Site, dim: int, size: Any) -> Any:
 
 
 def _operand(
-    c: Compilation, node: fx.Node, contracted_last: bool, operand: Operand, key: str, rows: int, cols: int, like: fx.Node
+    c: Compilation,
+    node: fx.Node,
+    contracted_last: bool,
+    operand: Operand,
+    key: str,
+    rows: int,
+    cols: int,
+    like: fx.Node,
 ) -> tuple[fx.Node, fx.Node]:
     """(data, scale) of a left operand [M, K] or a right operand [K, N], as the matmul wants them."""
     source, transpose = node, not contracted_last
@@ -149,12 +156,14 @@ class _Cast:
         return self.c.emit(ops.quantize, source, scale, o.format, o.granularity, *layout.args, like=self.like)
 
 
-def _parts(
-    source: fx.Node, granularity: Granularity, layout: Layout
-) -> tuple[list[fx.Node], int, int | None] | None:
+def _parts(source: fx.Node, granularity: Granularity, layout: Layout) -> tuple[list[fx.Node], int, int | None] | None:
     """The parts of a 2-D concatenation, the dimension of the data they lie along, and that of their scales (None: one
     scale for all); None where it must be cast as a whole."""
-    if source.target is not aten.cat.default or value(source).dim() != 2 or (layout.row_multiple, layout.col_multiple) != (1, 1):
+    if (
+        source.target is not aten.cat.default
+        or value(source).dim() != 2
+        or (layout.row_multiple, layout.col_multiple) != (1, 1)
+    ):
         return None
     tensors: list[fx.Node] = list(source.args[0])  # type: ignore[arg-type]
     along: int = (source.args[1] if len(source.args) > 1 else 0) % 2  # type: ignore[operator]
@@ -166,5 +175,3 @@ def _parts(
     size = 1 if granularity.kind == "row" or (granularity.kind == "group" and dim == 0) else granularity.size
     whole = all(isinstance(n := value(t).shape[along], int) and n % size == 0 for t in tensors)
     return (tensors, dim, dim) if whole else None
-
-

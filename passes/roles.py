@@ -205,7 +205,9 @@ def _assign_forward_role(site: Site, weights: set[fx.Node]) -> None:
         site.why_other = "both operands are activations"
 
 
-def _assign_backward_role(site: Site, forward: dict[fx.Node, list[Site]], backward: set[fx.Node], weights: set[fx.Node]) -> None:
+def _assign_backward_role(
+    site: Site, forward: dict[fx.Node, list[Site]], backward: set[fx.Node], weights: set[fx.Node]
+) -> None:
     if site.left is None or site.right is None:
         return
     gradients = [operand in backward for operand in (site.left, site.right)]
@@ -236,8 +238,7 @@ def _matching(site: Site, plain: fx.Node, forward: dict[fx.Node, list[Site]]) ->
     found = [
         f
         for f in forward.get(base(plain), [])
-        if sorted(map(str, (f.m, f.n, f.k))) == sizes
-        and str(f.batch) == str(site.batch)
+        if sorted(map(str, (f.m, f.n, f.k))) == sizes and str(f.batch) == str(site.batch)
     ]
     number = site.node.meta.get("seq_nr")
     exact = [f for f in found if number is not None and f.node.meta.get("seq_nr") == number]

@@ -4,14 +4,16 @@ Decides only: the graph stays as it is, the plan gets one row a matmul. The rule
 that objects gives the reason. The last one is the cost model (`fp8compile.devices` has its constants):
 
     BF16:  2·M·N·K / bf16 rate
-    FP8:   2·M'·N'·K' / fp8 rate + bytes of the casts / bandwidth + two launches      (M', N', K' padded)
+    FP8:   2·M'·N'·K' / fp8 rate + bytes of the casts / cast rate + two launches      (M', N', K' padded)
 
-where an operand's cast is shared by all matmuls that read it, and a tensor scale costs one more read.
+where an operand's cast is shared by the matmuls of the same role that read it (q, k, v), and reads it twice: once for
+the amax, once for the data.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +22,9 @@ import torch
 from torch import fx
 
 from fp8compile.formats import round_up
-from fp8compile.plan import BF16, FP8, Matmul
 from fp8compile.passes.compilation import Compilation, aten, base, dependents, is_tangent, value
 from fp8compile.passes.roles import Site, find_sites
+from fp8compile.plan import BF16, FP8, Matmul
 from fp8compile.recipe import Role
 
 HEADS = re.compile(
@@ -33,6 +35,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # FP8 units read the contracted dimension, and write the last one, in pieces of 16
 
 
+Sharing = Counter[tuple[fx.Node, str]]  # how many matmuls of a role read one tensor
+
+
 @dataclass
 class Candidate:
     """A matmul before the rules: its role's recipe, and what they need to know of the whole graph."""
@@ -41,7 +46,7 @@ class Candidate:
     role: Role | None
     is_head: bool
     dtypes: set[torch.dtype]
-    sharing: dict[fx.Node, int]
+    sharing: Sharing
     row: Matmul
 
 
@@ -51,11 +56,9 @@ def run(c: Compilation) -> None:
     c.sites = {site.key: site for site in sites}
     heads = _heads(c, sites)
     dtypes = {value(s.node).dtype for s in sites if s.role == "output" and s.kind != "convolution"}
-    sharing: dict[fx.Node, int] = {}
-    for site in sites:
-        for operand in (site.left, site.right):
-            if operand is not None:
-                sharing[base(operand)] = sharing.get(base(operand), 0) + 1
+    sharing: Sharing = Counter(
+        (base(operand), site.role) for site in sites for operand in (site.left, site.right) if operand is not None
+    )
     for site in sites:
         is_head = site in heads or (site.forward is not None and site.forward in heads)
         role = c.options.recipe.role(site.role) if site.role != "other" else None
@@ -66,7 +69,13 @@ def run(c: Compilation) -> None:
 def _row(site: Site) -> Matmul:
     dtype = str(_dtype(site)).removeprefix("torch.")
     return Matmul(
-        site.key, site.path, site.source, site.kind, site.role, *map(_plain, (site.m, site.n, site.k, site.batch)), dtype
+        site.key,
+        site.path,
+        site.source,
+        site.kind,
+        site.role,
+        *map(_plain, (site.m, site.n, site.k, site.batch)),
+        dtype,
     )
 
 
@@ -154,11 +163,9 @@ def _milliseconds(x: Candidate, c: Compilation, m: int, n: int, k: int, batch: i
     rate = d.rate("block" if x.role.left.granularity.size else coarser)
     work = 2 * batch * 1e-9  # FLOPs / TFLOP/s = 1e-12 s = 1e-9 ms
     moved = 0.0
-    for operand, rows, cast in ((x.site.left, m, x.role.left), (x.site.right, np_, x.role.right)):
-        reads = 2 if cast.granularity.kind == "tensor" else 1
-        size = value(operand).element_size()
-        moved += batch * rows * kp * (reads * size + 1) / x.sharing[base(operand)]
-    casts = moved / (d.bandwidth * 1e9) + 2 * d.launch * 1e-3
+    for operand, rows in ((x.site.left, m), (x.site.right, np_)):
+        moved += batch * rows * kp * (2 * value(operand).element_size() + 1) / x.sharing[base(operand), x.site.role]
+    casts = moved / (d.casts * 1e9) + 2 * d.launch * 1e-3
     return work * m * n * k / d.bf16, work * m * np_ * kp / rate + casts
 
 

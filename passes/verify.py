@@ -72,7 +72,11 @@ def _is_ours(node: fx.Node) -> bool:
 
 def _wrong_users(node: fx.Node) -> str:
     for user in node.users:
-        if user.op != "output" and user.target not in (ops.scaled_mm, ops.dequantize) and user.target not in TRANSPARENT:
+        if (
+            user.op != "output"
+            and user.target not in (ops.scaled_mm, ops.dequantize)
+            and user.target not in TRANSPARENT
+        ):
             return f"FP8 data is read without its scale by %{user.name} ({user.target})"
     return ""
 

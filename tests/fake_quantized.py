@@ -12,6 +12,7 @@ Nothing here comes from fp8compile: the formats' maxima, the scales and the reci
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -34,8 +35,21 @@ RECIPES = {
 }
 
 
-def fake_quantize(x: Tensor, cast: tuple[str, tuple[torch.dtype, float]]) -> Tensor:
-    """x [R, C], C contracted, rounded to FP8 and back, in FP32; 128 is the size of groups and blocks."""
+def sqnr(reference: Tensor, x: Tensor) -> float:
+    """Signal to quantization noise in dB: 10 log10(Σ reference² / Σ (reference − x)²)."""
+    signal = reference.double().square().sum().item()
+    noise = (reference.double() - x.double()).square().sum().item()
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
+
+
+def fake_quantize(x: Tensor, cast: tuple[str, tuple[torch.dtype, float]], headroom: float = 1.0) -> Tensor:
+    """x [R, C], C contracted, rounded to FP8 and back, in FP32; 128 is the size of groups and blocks.
+
+    `headroom` makes the scale larger by this factor. Below two it costs a floating-point format nothing, but falls on
+    other roundings: another draw of the same noise.
+    """
     granularity, (dtype, largest) = cast
     x = x.float()
     if granularity == "tensor":
@@ -48,7 +62,7 @@ def fake_quantize(x: Tensor, cast: tuple[str, tuple[torch.dtype, float]]) -> Ten
         for strip, kept in zip(x.split(height, 0), amax.split(height, 0), strict=True):
             for tile, out in zip(strip.split(128, 1), kept.split(128, 1), strict=True):
                 out.fill_(tile.abs().max())
-    scale = torch.where(amax > 0, amax / largest, 1.0)
+    scale = torch.where(amax > 0, amax * headroom / largest, 1.0)
     return (x / scale).clamp(-largest, largest).to(dtype).float() * scale
 
 
@@ -56,30 +70,30 @@ class _Linear(torch.autograd.Function):
     """x [M, K] @ w [N, K]ᵀ, its three matmuls in the casts of a recipe; results rounded to the operands' dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, recipe: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, recipe: str, headroom: float) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.recipe, ctx.has_bias = RECIPES[recipe], b is not None
+        ctx.recipe, ctx.headroom, ctx.has_bias = RECIPES[recipe], headroom, b is not None
         of_x, of_w = ctx.recipe[0]
-        out = fake_quantize(x, of_x) @ fake_quantize(w, of_w).t()
+        out = fake_quantize(x, of_x, headroom) @ fake_quantize(w, of_w, headroom).t()
         return (out if b is None else out + b.float()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        x, w = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x, w), headroom = ctx.saved_tensors, ctx.headroom
         grad_x = grad_w = grad_b = None
         if ctx.needs_input_grad[0]:
             of_g, of_w = ctx.recipe[1]
-            grad_x = (fake_quantize(grad, of_g) @ fake_quantize(w.t(), of_w).t()).to(x.dtype)
+            grad_x = (fake_quantize(grad, of_g, headroom) @ fake_quantize(w.t(), of_w, headroom).t()).to(x.dtype)
         if ctx.needs_input_grad[1]:
             of_g, of_x = ctx.recipe[2]
-            grad_w = (fake_quantize(grad.t(), of_g) @ fake_quantize(x.t(), of_x).t()).to(w.dtype)
+            grad_w = (fake_quantize(grad.t(), of_g, headroom) @ fake_quantize(x.t(), of_x, headroom).t()).to(w.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_b = grad.float().sum(0).to(grad.dtype)
-        return grad_x, grad_w, grad_b, None
+        return grad_x, grad_w, grad_b, None, None
 
 
 @contextlib.contextmanager
-def fake_quantized(recipe: str, leave: Collection[nn.Parameter] = ()) -> Iterator[list[str]]:
+def fake_quantized(recipe: str, leave: Collection[nn.Parameter] = (), headroom: float = 1.0) -> Iterator[list[str]]:
     """Run eager matmuls with a weight in the numerics of `recipe`, forward and backward, but for the weights `leave`.
 
     Yields a list which gets one entry for each replaced matmul of the forward half.
@@ -91,7 +105,7 @@ def fake_quantized(recipe: str, leave: Collection[nn.Parameter] = ()) -> Iterato
         seen.append(f"{list(x.shape)} @ {list(w.shape)}")
         if torch.is_autocast_enabled("cpu"):
             x, w, b = (t if t is None else t.to(torch.get_autocast_dtype("cpu")) for t in (x, w, b))
-        out = _Linear.apply(x.reshape(-1, x.shape[-1]), w, b, recipe)
+        out = _Linear.apply(x.reshape(-1, x.shape[-1]), w, b, recipe, headroom)
         return out.reshape(*x.shape[:-1], w.shape[0])
 
     def is_weight(t: object) -> bool:
@@ -104,24 +118,26 @@ def fake_quantized(recipe: str, leave: Collection[nn.Parameter] = ()) -> Iterato
         yield seen
 
 
-Make = Callable[[Callable[..., Tensor], Callable[..., Tensor], Callable[[object], bool]], Callable[..., Tensor]]
+Op = Callable[..., Tensor]
+IsWeight = Callable[[object], bool]
+Make = Callable[[Op, Op, IsWeight], Op]
 
 
-def _make_linear(original: Callable[..., Tensor], linear: Callable[..., Tensor], is_weight: Callable[[object], bool]) -> Callable[..., Tensor]:
+def _make_linear(original: Op, linear: Op, is_weight: IsWeight) -> Op:
     def replaced(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         return linear(x, w, b) if is_weight(w) else original(x, w, b)
 
     return replaced
 
 
-def _make_addmm(original: Callable[..., Tensor], linear: Callable[..., Tensor], is_weight: Callable[[object], bool]) -> Callable[..., Tensor]:
+def _make_addmm(original: Op, linear: Op, is_weight: IsWeight) -> Op:
     def replaced(b: Tensor, x: Tensor, w: Tensor, **options: Any) -> Tensor:
         return linear(x, w.t(), b) if is_weight(w) and not options else original(b, x, w, **options)
 
     return replaced
 
 
-def _make_matmul(original: Callable[..., Tensor], linear: Callable[..., Tensor], is_weight: Callable[[object], bool]) -> Callable[..., Tensor]:
+def _make_matmul(original: Op, linear: Op, is_weight: IsWeight) -> Op:
     def replaced(a: Tensor, b: Tensor) -> Tensor:
         if is_weight(a) and a.dim() == 2 and b.dim() >= 2:  # (w @ b) = (bᵀ @ wᵀ)ᵀ
             return linear(b.transpose(-1, -2), a, None).transpose(-1, -2)
@@ -132,14 +148,13 @@ def _make_matmul(original: Callable[..., Tensor], linear: Callable[..., Tensor],
     return replaced
 
 
-def _make_convolution(original: Callable[..., Tensor], linear: Callable[..., Tensor], is_weight: Callable[[object], bool]) -> Callable[..., Tensor]:
-    def replaced(
-        x: Tensor, w: Tensor, b: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-    ) -> Tensor:
+def _make_convolution(original: Op, linear: Op, is_weight: IsWeight) -> Op:
+    def replaced(x: Tensor, w: Tensor, b: Tensor | None = None, *how: Any) -> Tensor:
+        stride, padding, dilation, groups = (*how, *(1, 0, 1, 1)[len(how) :])
         kernel = list(w.shape[2:])
         patches = _each(stride, kernel) == kernel and not any(_each(padding, kernel)) and groups == 1
         if not (patches and is_weight(w) and set(_each(dilation, kernel)) == {1}):
-            return original(x, w, b, stride, padding, dilation, groups)
+            return original(x, w, b, *how)
         # [B, C, G·P, G·P] -> [B, G, G, C·P·P]
         (batch, channels, height, width), (p, q) = x.shape, kernel
         cut = x.reshape(batch, channels, height // p, p, width // q, q).permute(0, 2, 4, 1, 3, 5)

@@ -1,0 +1,47 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint types test-cpu test-gpu accept format clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(STAMP)%: pyproject.toml
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed'"
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "torch==$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[$*]"
+	@touch $@
+
+TORCH ?= 2.13.0
+
+train: $(STAMP)examples ## the main job: train a language model in BF16 and in FP8, and compare (ARGS="--size 120m")
+	$(BIN)/python examples/train_lm.py $(ARGS)
+
+test: $(STAMP)dev lint types test-cpu ## everything that runs without a GPU: lint, types, tests
+
+lint: $(STAMP)dev ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)dev ## static types
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test-cpu: $(STAMP)dev ## the tests alone, two at a time (ARGS="-k name")
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-gpu: ## every GPU test, with the python on the path; prints what failed
+	$(PYTHON) -m pytest tests/gpu $(ARGS)
+
+accept: $(STAMP)dev ## renew the golden graphs, after reading their differences
+	FP8COMPILE_ACCEPT=1 $(BIN)/python -m pytest tests/graph $(ARGS)
+
+format: $(STAMP)dev ## let ruff lay out the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and what runs left behind
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache *.egg-info

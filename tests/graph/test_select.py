@@ -1,0 +1,421 @@
+"""Selecting matmuls: every rule's exact reason, the cost model against a formula of its own, padding with right values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp8compile
+from fp8compile import devices
+from fp8compile.errors import Fp8Warning
+from fp8compile.options import Options
+from fp8compile.passes import canonicalize, select_matmuls
+from fp8compile.passes.compilation import Compilation, Input
+from fp8compile.plan import Matmul, Plan
+
+EAGER = {"select": "all", "executor": "eager", "strict": True}
+CPU = "a CPU has no FP8 matmul units; select='all' emulates FP8"
+HEAD = "the output head (lm_head=True converts it)"
+
+
+def step(model: nn.Module, *inputs: torch.Tensor, loss=lambda out: out.square().sum(), **options) -> fp8compile.Plan:
+    """The plan of a compiled forward and backward."""
+    loss(torch.compile(model, backend="fp8", options={**EAGER, **options})(*inputs)).backward()
+    return fp8compile.last_compile()
+
+
+def reasons(plan: fp8compile.Plan, path: str | None = None, role: str | None = None) -> set[str]:
+    rows = [m for m in plan.matmuls if path in (None, m.path) and role in (None, m.role)]
+    assert rows
+    return {m.reason for m in rows}
+
+
+def module(forward, **children) -> nn.Module:
+    """A module with these children (modules or parameters) and this forward(self, *inputs)."""
+    made = type("Model", (nn.Module,), {"forward": forward})()
+    for name, child in children.items():
+        setattr(made, name, child)
+    return made
+
+
+# --- what has no weight
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(torch.softmax(q @ k.transpose(-1, -2), -1) @ v)
+
+
+def test_attention_is_no_matmul_with_a_weight():
+    plan = step(Attention(), torch.randn(2, 16, 32))
+    others = [m for m in plan.matmuls if m.role == "other"]
+    assert {(m.kind, m.decision, m.reason, m.batch) for m in others} == {
+        ("bmm", "bf16", "both operands are activations", 2)
+    }
+    assert len(others) == 6  # two in forward, two gradients each
+    assert [m.path for m in plan.converted] == ["qkv", "out", "out", "out", "qkv"]
+
+
+class StrangeGradient(torch.autograd.Function):
+    """Its backward multiplies with a matrix that no forward matmul has seen."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(y)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad @ y, None
+
+
+def test_a_gradient_without_a_matmul_in_forward():
+    model = module(lambda self, x, y: StrangeGradient.apply(self.fc(x), y), fc=nn.Linear(32, 32))
+    plan = step(model, torch.randn(16, 32), torch.randn(32, 32))
+    assert reasons(plan, role="other") == {"no matmul of the forward half has these operands"}
+
+
+def test_addmm_that_scales_its_terms():
+    model = module(
+        lambda self, x: torch.addmm(self.b, x, self.w, alpha=2),
+        b=nn.Parameter(torch.zeros(32)),
+        w=nn.Parameter(torch.randn(32, 32)),
+    )
+    plan = step(module(lambda self, x: self.fc(self.scaled(x)), scaled=model, fc=nn.Linear(32, 32)), torch.randn(16, 32))
+    (row,) = [m for m in plan.matmuls if m.kind == "addmm" and m.path == "scaled"]
+    assert row.reason == "addmm with alpha or beta other than 1"
+
+
+def test_a_foreign_matmul_is_left():
+    model = module(
+        lambda self, x, y: self.fc(x) + torch._int_mm(y, y).sum(),
+        fc=nn.Linear(32, 32),
+    )
+    plan = step(model, torch.randn(16, 32), torch.ones(32, 32, dtype=torch.int8))
+    (row,) = [m for m in plan.matmuls if m.role == "other"]
+    assert row.kind == "integer matmul"
+    assert row.reason.endswith("integer matmul is left as it is")
+
+
+# --- dtypes
+
+
+def test_double_precision_stays():
+    with pytest.warns(Fp8Warning, match="NOTHING was converted"):
+        plan = step(nn.Linear(32, 32).double(), torch.randn(16, 32, dtype=torch.float64))
+    assert reasons(plan) == {"float64 is not a dtype that FP8 can stand in for"}
+
+
+def router_model() -> nn.Module:
+    """BF16 linears, and a router that the model wants in FP32."""
+    return module(
+        lambda self, x: self.down(self.up(x)) * self.router(x.float()).softmax(-1)[:, :1].bfloat16(),
+        up=nn.Linear(32, 32).bfloat16(),
+        down=nn.Linear(32, 32).bfloat16(),
+        router=nn.Linear(32, 16),
+    )
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+def test_an_fp32_router_among_bf16_matmuls_stays():
+    plan = step(router_model(), torch.randn(16, 32, dtype=torch.bfloat16), select="profitable")
+    asks = "FP32 among lower-precision matmuls: the model asks for this one's precision"
+    assert reasons(plan, "router") == {asks}
+    assert reasons(plan, "up") == reasons(plan, "down") == {CPU}
+    assert {m.dtype for m in plan.matmuls if m.path == "router"} == {"float32"}
+
+
+def test_select_all_takes_the_router_too():
+    plan = step(router_model(), torch.randn(16, 32, dtype=torch.bfloat16))
+    assert {m.decision for m in plan.matmuls} == {"fp8"}
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+def test_a_model_all_in_fp32_is_not_taken_for_a_router():
+    plan = step(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(16, 32), select="profitable")
+    assert reasons(plan) == {CPU}
+
+
+# --- skip, heads
+
+
+def test_a_skipped_matmul_names_the_pattern():
+    plan = step(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(16, 32), skip=["1"])
+    assert reasons(plan, "1") == {"skip='1'"}
+    assert reasons(plan, "0") == {"every matmul that can run"}
+
+
+class Language(nn.Module):
+    def __init__(self, head: str = "lm_head", tied: bool = False):
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(64, 32), nn.Linear(32, 32)
+        self.add_module(head, nn.Linear(32, 64, bias=False))
+        self.head_name = head
+        if tied:
+            getattr(self, head).weight = self.embed.weight
+
+    def forward(self, tokens):
+        return getattr(self, self.head_name)(self.fc(self.embed(tokens)))
+
+
+TOKENS = torch.arange(32).reshape(2, 16)
+
+
+def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
+
+
+@pytest.mark.parametrize("name", ["lm_head", "head", "classifier", "embed_out", "score"])
+def test_a_head_is_known_by_its_name(name):
+    plan = step(Language(name), TOKENS)
+    assert reasons(plan, name) == {HEAD}
+    assert {m.role for m in plan.matmuls if m.path == name} == {"output", "grad_input", "grad_weight"}
+    assert reasons(plan, "fc") == {"every matmul that can run"}
+
+
+def test_a_head_is_known_by_the_embedding_that_it_shares():
+    plan = step(Language("last", tied=True), TOKENS)
+    assert reasons(plan, "last") == {HEAD}
+
+
+def test_a_head_is_known_by_the_cross_entropy_that_it_feeds():
+    model = module(lambda self, tokens: cross_entropy(self.inner(tokens)), inner=Language("last"))
+    plan = step(model, TOKENS, loss=lambda out: out)
+    assert reasons(plan, "inner.last") == {HEAD}
+    assert reasons(plan, "inner.fc") == {"every matmul that can run"}
+
+
+def test_a_last_linear_of_another_name_is_no_head():
+    assert reasons(step(Language("last"), TOKENS), "last") == {"every matmul that can run"}
+
+
+def test_a_layer_called_output_in_the_middle_is_no_head():
+    plan = step(nn.Sequential(nn.ModuleDict({"output": nn.Linear(32, 32)})["output"], nn.Linear(32, 32)), torch.randn(16, 32))
+    assert reasons(plan) == {"every matmul that can run"}
+    model = module(lambda self, x: self.fc(self.output(x)), output=nn.Linear(32, 32), fc=nn.Linear(32, 32))
+    assert reasons(step(model, torch.randn(16, 32)), "output") == {"every matmul that can run"}
+
+
+def test_lm_head_true_converts_the_head():
+    plan = step(Language(), TOKENS, lm_head=True)
+    assert [m.decision for m in plan.matmuls if m.path == "lm_head"] == ["fp8"] * 3
+
+
+# --- devices
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+def test_a_cpu_converts_nothing_unless_asked_to_emulate():
+    plan = step(nn.Linear(32, 32), torch.randn(16, 32), select="profitable")
+    assert reasons(plan) == {CPU}
+    assert plan.device == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+@pytest.mark.parametrize("select", ["profitable", "all"])
+def test_a_device_without_fp8_units_says_so(monkeypatch, select):
+    why = "NVIDIA A100 has no FP8 matmul units (compute capability 8.0)"
+    monkeypatch.setattr(devices, "describe", lambda _: devices.Device("NVIDIA A100", False, why_not=why))
+    assert reasons(step(nn.Linear(32, 32), torch.randn(16, 32), select=select)) == {why}
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+def test_a_device_without_blockwise_matmuls_says_so(monkeypatch):
+    monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE["B200"])
+    plan = step(nn.Linear(32, 32), torch.randn(16, 32), recipe="blockwise")
+    assert reasons(plan) == {"B200 has no block-wise FP8 matmul"}
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+def test_a_matmul_without_elements():
+    plan = step(nn.Linear(32, 32), torch.randn(0, 32))
+    assert reasons(plan) == {"a matmul without elements"}
+
+
+# --- the cost model, on graphs of fake tensors
+
+
+def decide(
+    m: int, n: int, k: int, device: str = "H200", dtype: torch.dtype = torch.bfloat16, select: str = "profitable",
+    recipe: str = "mixed", call=lambda x, w: x @ w.t(),
+) -> list[Matmul]:  # fmt: skip
+    """The plan's rows for `call` of an activation [m, k] and a weight [n, k] on a device of the table."""
+    with FakeTensorMode():
+        graph = make_fx(call)(torch.empty(m, k, dtype=dtype), torch.empty(n, k, dtype=dtype)).graph
+    x, w = (node.name for node in graph.find_nodes(op="placeholder"))
+    c = Compilation(graph, Options.parse({"select": select, "recipe": recipe}), devices.TABLE[device], Plan())
+    c.inputs = {x: Input(False), w: Input(True, "w")}
+    canonicalize.run(c)
+    select_matmuls.run(c)
+    return c.plan.matmuls
+
+
+def milliseconds(m: int, n: int, k: int, fp8_rate: float = 1190, readers: int = 1) -> tuple[float, float]:
+    """BF16 and FP8 time of x [m, k] @ w [n, k]ᵀ on an H200 in `mixed`, BF16 operands, from the documented formula."""
+    n_padded, k_padded = -(-n // 16) * 16, -(-k // 16) * 16
+    cast_x = m * k_padded * (2 + 1) / readers  # a row scale: one read, one write
+    cast_w = n_padded * k_padded * (2 * 2 + 1)  # a tensor scale: two reads, one write
+    bf16 = 2 * m * n * k / 730e12 * 1e3
+    fp8 = 2 * m * n_padded * k_padded / (fp8_rate * 1e12) * 1e3 + (cast_x + cast_w) / 4.3e12 * 1e3 + 2 * 4e-3
+    return bf16, fp8
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(16384, 4096, 4096), (16384, 14336, 4096), (8192, 1024, 4096), (4096, 4096, 4096), (4096, 8200, 8200)]
+)
+def test_a_large_matmul_pays(m, n, k):
+    bf16, fp8 = milliseconds(m, n, k)
+    assert fp8 < bf16
+    (row,) = decide(m, n, k)
+    assert (row.decision, row.reason) == ("fp8", "faster by the cost model")
+    assert (row.m, row.n, row.k) == (m, n, k)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 16, 16), (1024, 1024, 1024), (128, 4096, 4096), (16384, 128, 4096)])
+def test_a_small_matmul_does_not_pay(m, n, k):
+    bf16, fp8 = milliseconds(m, n, k)
+    assert fp8 > bf16
+    (row,) = decide(m, n, k)
+    assert (row.decision, row.reason) == ("bf16", "too small: casts would cost more than the FP8 matmul saves")
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "which"), [(1000, 1024, "N = 1000"), (1024, 1000, "K = 1000"), (1000, 1001, "N = 1000 and K = 1001")]
+)
+def test_padding_that_does_not_pay_names_the_sizes_and_the_price(n, k, which):
+    bf16, fp8 = milliseconds(1024, n, k)
+    (row,) = decide(1024, n, k)
+    assert row.reason == f"{which}: not a multiple of 16, and padding does not pay ({fp8 / bf16:.1f}x BF16)"
+
+
+def test_select_all_does_not_ask_the_cost_model():
+    (row,) = decide(16, 16, 16, select="all")
+    assert (row.decision, row.reason) == ("fp8", "every matmul that can run")
+
+
+def test_a_cast_shared_by_several_matmuls_costs_each_less():
+    m, n, k = 4096, 2048, 2048
+    sizes = [s for s in range(256, 4096, 16) if milliseconds(m, s, k)[1] > milliseconds(m, s, k)[0]]
+    n = max(sizes)  # the widest that does not pay alone
+    assert milliseconds(m, n, k, readers=2)[1] < milliseconds(m, n, k, readers=2)[0]
+    assert [r.decision for r in decide(m, n, k)] == ["bf16"]
+
+    def twice(x, w):
+        return x @ w.t(), x @ w.t().neg()
+
+    assert [r.decision for r in decide(m, n, k, call=twice)] == ["fp8", "fp8"]
+
+
+def test_the_same_matmul_pays_on_one_device_and_not_on_another():
+    # for cubes of size s: an L4 saves 1.05e-14·s³ s of matmul and pays 8 s² bytes at 0.25 TB/s for the casts: s > 3100;
+    # an H200 saves 1.06e-15·s³ and pays 8 s² bytes at 4.3 TB/s and 8 µs of launches: s > 2700
+    assert decide(2880, 2880, 2880, "H200")[0].decision == "fp8"
+    assert decide(2880, 2880, 2880, "L4")[0].decision == "bf16"
+    assert decide(4096, 4096, 4096, "L4")[0].decision == "fp8"
+
+
+# --- convolutions
+
+
+@pytest.mark.parametrize(
+    ("convolution", "reason"),
+    [
+        (nn.Conv2d(16, 32, 3, padding=1), "a convolution with padding or dilation is not a matmul"),
+        (nn.Conv2d(16, 32, 3), "a convolution whose 3×3 patches overlap or leave gaps is not a matmul"),
+        (nn.Conv2d(16, 32, 2, stride=3), "a convolution whose 2×2 patches overlap or leave gaps is not a matmul"),
+        (nn.Conv2d(16, 32, 2, stride=2, dilation=2), "a convolution with padding or dilation is not a matmul"),
+        (nn.Conv2d(16, 32, 2, stride=2, groups=4), "a convolution in 4 groups is not one matmul"),
+        (nn.Conv2d(16, 16, 1, groups=16), "a convolution in 16 groups is not one matmul"),
+        (nn.ConvTranspose2d(16, 32, 2, stride=2), "a transposed convolution is not a matmul"),
+        (nn.Conv2d(16, 32, 5, stride=5), "the input 8×8 does not divide into 5×5 patches"),
+        (nn.Conv1d(16, 32, 4, stride=2), "a convolution whose 4 patches overlap or leave gaps is not a matmul"),
+    ],
+    ids=str,
+)
+def test_a_convolution_that_is_no_matmul_says_why(convolution, reason):
+    model = nn.Sequential(nn.Conv2d(3, 16, 1) if convolution.weight.dim() == 4 else nn.Conv1d(3, 16, 1), convolution)
+    shape = (2, 3, 8, 8) if convolution.weight.dim() == 4 else (2, 3, 8)
+    plan = step(model, torch.randn(shape))
+    assert reasons(plan, "1") == {reason}
+    assert {m.kind for m in plan.matmuls if m.path == "1"} == {"convolution"}
+    assert {m.decision for m in plan.matmuls if m.path == "0"} == {"fp8"}
+
+
+# --- sizes that need padding
+
+
+def fake(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """x rounded to E4M3 with a scale for each slice along `dim` (None: for all), in float64."""
+    amax = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = amax.float() / 448.0
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale.double()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("recipe", ["mixed", "rowwise"])
+@pytest.mark.parametrize(("m", "n", "k"), [(7, 10, 20), (16, 32, 20), (5, 10, 32), (33, 17, 47)])
+def test_unaligned_sizes_are_padded_without_a_trace_in_the_values(m, n, k, recipe, with_bias):
+    linear = nn.Linear(k, n, bias=with_bias)
+    x, gradient = torch.randn(m, k, requires_grad=True), torch.randn(m, n)
+    out = torch.compile(linear, backend="fp8", options={**EAGER, "recipe": recipe})(x)
+    out.backward(gradient)
+    plan = fp8compile.last_compile()
+    assert [r.decision for r in plan.matmuls] == ["fp8"] * 3
+
+    row = (lambda dim: dim) if recipe == "rowwise" else (lambda dim: None)
+    w = linear.weight.detach()
+    bias = linear.bias.detach().double() if with_bias else 0.0
+    wanted = {
+        "output": fake(x.detach(), 1) @ fake(w, row(1)).T + bias,
+        "grad_input": fake(gradient, row(1)) @ fake(w, row(0)),
+        "grad_weight": fake(gradient, row(0)).T @ fake(x.detach(), row(0)),
+    }
+    got = {"output": out, "grad_input": x.grad, "grad_weight": linear.weight.grad}
+    for name, value in wanted.items():
+        # FP32 sums of at most 47 products, each of them below 20: 47·2^-24·20 < 6e-5, and less where it matters
+        torch.testing.assert_close(got[name].detach().double(), value, rtol=1e-5, atol=6e-5, msg=lambda m: f"{name}: {m}")
+        assert got[name].shape == value.shape
+    if with_bias:
+        torch.testing.assert_close(linear.bias.grad, gradient.sum(0))
+
+
+def test_the_plan_names_what_was_padded():
+    linear = nn.Linear(20, 10, bias=False)
+    plan = step(linear, torch.randn(7, 20, requires_grad=True))
+    rows = {m.role: m.padded for m in plan.matmuls}
+    assert rows == {
+        "output": ("K 20 to a multiple of 16", "N 10 to a multiple of 16"),
+        "grad_input": ("K 10 to a multiple of 16", "N 20 to a multiple of 16"),
+        "grad_weight": ("K 7 to a multiple of 16", "N 20 to a multiple of 16"),
+    }
+
+
+def test_aligned_sizes_are_not_padded():
+    plan = step(nn.Linear(32, 48), torch.randn(16, 32, requires_grad=True))
+    assert {m.padded for m in plan.matmuls} == {()}
+
+
+def test_symbolic_sizes_are_padded_as_the_batch_needs():
+    linear = nn.Linear(32, 32)
+    compiled = torch.compile(linear, backend="fp8", options=EAGER, dynamic=True)
+    for m in (16, 23, 40):
+        x, gradient = torch.randn(m, 32), torch.randn(m, 32)
+        linear.weight.grad = None
+        out = compiled(x)
+        out.backward(gradient)
+        wanted = fake(gradient, None).T @ fake(x, None)
+        torch.testing.assert_close(linear.weight.grad.double(), wanted, rtol=1e-5, atol=6e-5)
+    assert len(fp8compile.compiles()) == 1
+    (row,) = [r for r in fp8compile.last_compile().matmuls if r.role == "grad_weight"]
+    assert isinstance(row.k, str)
+    assert row.padded == (f"K {row.k} to a multiple of 16",)

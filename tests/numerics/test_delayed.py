@@ -1,0 +1,318 @@
+"""Delayed scaling: what enters the history, what comes out of it, and that a checkpoint carries it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile
+from fp8compile import delayed, ops
+from fp8compile.errors import Fp8Error
+
+CAST = {"delayed": {"history": 3}}
+ROLE = {"left": CAST, "right": CAST}
+RECIPE = {"base": "tensorwise", "output": ROLE, "grad_input": ROLE, "grad_weight": ROLE}
+OPTIONS = {"recipe": RECIPE, "select": "all", "executor": "eager", "strict": True}
+INF, NAN = float("inf"), float("nan")
+
+
+def scales(amaxes: list[float], history: int = 3, margin: int = 0, power_of_two: bool = False) -> list[float]:
+    """The scales of a tensor whose amaxes come one a step."""
+    return [
+        ops.delayed_scale(torch.tensor(a), "key", "e4m3", history, margin, power_of_two).item() for a in amaxes
+    ]
+
+
+def history(key: str = "key") -> list[float]:
+    return delayed.state_dict()[key].tolist()
+
+
+# --- one history
+
+
+def test_the_scale_is_the_maximum_of_the_history_over_the_format_max():
+    # step 1 has no history: current. Then max of the last three, all of which are at least this step's amax
+    assert scales([448.0, 44.8, 4.48, 0.448]) == [1.0, 1.0, 1.0, 1.0]
+    # now 448 has left the history: 44.8 is the largest of the last three
+    assert scales([0.448]) == [pytest.approx(0.1)]
+    assert history() == pytest.approx([0.448, 0.448, 4.48])
+
+
+def test_the_history_holds_the_newest_first():
+    scales([1.0, 2.0, 3.0, 4.0])
+    assert history() == [4.0, 3.0, 2.0]
+
+
+def test_the_guard_takes_the_current_amax_where_the_history_would_saturate():
+    assert scales([448.0, 896.0]) == [1.0, 2.0]
+    assert scales([895.0]) == [2.0]  # 895 < 896: the history serves
+
+
+def test_an_amax_equal_to_the_history_does_not_need_the_guard_and_does_not_saturate():
+    (first, second) = scales([3.3, 3.3])
+    assert first == second
+    data = ops.quantize(torch.tensor([[3.3, -3.3]]), torch.tensor(second), "e4m3", "tensor")
+    assert data.float().tolist() == [[448.0, -448.0]]
+
+
+@pytest.mark.parametrize(("margin", "wanted"), [(0, 1.0), (1, 2.0), (3, 8.0), (-1, 0.5)])
+def test_the_margin_doubles_the_scale_of_the_history(margin, wanted):
+    # the current scale of a first step has no margin; -1 halves, as long as 100 stays below 224
+    assert scales([448.0, 100.0], margin=margin) == [1.0, wanted]
+
+
+def test_a_power_of_two_scale_is_rounded_up():
+    assert scales([448.0 * 3, 1.0], power_of_two=True) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_a_non_finite_amax_is_not_recorded_but_seen(bad):
+    scales([448.0, 44.8])
+    (scale,) = scales([bad])
+    assert not torch.isfinite(torch.tensor(scale))
+    assert history() == pytest.approx([44.8, 448.0, 0.0])
+    assert scales([1.0]) == [1.0]
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_a_first_step_that_overflows_leaves_an_empty_history(bad):
+    (scale,) = scales([bad])
+    assert not torch.isfinite(torch.tensor(scale))
+    assert history() == [0.0, 0.0, 0.0]
+
+
+def test_zeros_have_scale_one():
+    assert scales([0.0, 0.0]) == [1.0, 1.0]
+
+
+def test_keys_have_separate_histories():
+    for key, amax in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
+        ops.delayed_scale(torch.tensor(amax), key, "e4m3", 2, 0)
+    assert {k: v.tolist() for k, v in delayed.state_dict().items()} == {"a": [3.0, 1.0], "b": [2.0, 0.0]}
+
+
+@pytest.mark.parametrize(("length", "kept"), [(2, [4.0, 3.0]), (5, [4.0, 3.0, 2.0, 0.0, 0.0])])
+def test_a_history_of_another_length_keeps_its_newest_entries(length, kept):
+    scales([1.0, 2.0, 3.0, 4.0])
+    scales([INF], history=length)  # records nothing
+    assert history() == kept
+
+
+def test_state_dict_is_a_copy():
+    scales([1.0])
+    state = delayed.state_dict()
+    scales([2.0])
+    assert state["key"].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_load_state_dict_copies_and_keeps_the_tensor_in_use():
+    scales([1.0])
+    state = {"key": torch.tensor([5.0, 4.0, 3.0]), "other": torch.tensor([1.0])}
+    delayed.load_state_dict(state)
+    scales([2.0])
+    assert history() == [2.0, 5.0, 4.0]
+    assert state["key"].tolist() == [5.0, 4.0, 3.0]
+    assert history("other") == [1.0]
+
+
+@pytest.mark.parametrize("wrong", [3.0, torch.ones(2, 2), torch.ones(3, dtype=torch.int64), None])
+def test_load_state_dict_refuses_what_is_no_history(wrong):
+    scales([1.0])
+    with pytest.raises(Fp8Error, match=r"'bad' is not an amax history \(a 1-D float tensor\)"):
+        delayed.load_state_dict({"key": torch.ones(3), "bad": wrong})
+    assert history() == [1.0, 0.0, 0.0]  # nothing was loaded by halves
+
+
+def test_reset_forgets_everything():
+    scales([1.0])
+    delayed.reset()
+    assert delayed.state_dict() == {}
+
+
+# --- in a model
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Losses of the steps, on batches that the step number seeds and makes larger."""
+    losses = []
+    for i in steps:
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(i)) * (1 + i)
+        loss = (net(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(steps: int, seed: int = 0) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, list[float]]:
+    plain = model(seed)
+    compiled = torch.compile(plain, backend="fp8", options=OPTIONS)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
+    return plain, compiled, optimizer, train(compiled, optimizer, range(steps))
+
+
+def test_every_operand_of_every_matmul_has_a_history_under_its_path():
+    trained(1)
+    roles = {"0": ("output", "grad_weight"), "2": ("output", "grad_input", "grad_weight")}
+    assert set(delayed.state_dict()) == {
+        f"model0/{path}/{role}/{side}" for path in roles for role in roles[path] for side in ("left", "right")
+    }
+    assert {str(m.left) for m in fp8compile.last_compile().converted} == {"e4m3 tensor delayed(3)", "e5m2 tensor delayed(3)"}
+
+
+def test_every_step_records_the_amax_of_the_tensor():
+    plain, *_ = trained(2)
+    amaxes = [
+        torch.randn(16, 32, generator=torch.Generator().manual_seed(i)).mul(1 + i).abs().max().item() for i in (1, 0)
+    ]
+    assert history("model0/0/output/left") == [*amaxes, 0.0]
+    assert history("model0/0/output/right")[0] != plain[0].weight.abs().max().item()  # the weight before its update
+
+
+def test_the_scale_in_the_model_is_that_of_the_history():
+    plain = nn.Sequential(nn.Linear(32, 48))
+    compiled = torch.compile(plain, backend="fp8", options=OPTIONS)
+    compiled(torch.randn(16, 32)).sum().backward()
+    x = torch.randn(16, 32) / 4
+    amax_x = history("model0/0/output/left")[0]
+    assert amax_x > 2 * x.abs().max()
+    got = compiled(x).detach()
+
+    def fake(t, amax):
+        s = torch.tensor(amax) / 448.0
+        return (t.detach() / s).to(torch.float8_e4m3fn).double() * s.double()
+
+    bias = plain[0].bias.detach().double()
+    wanted = fake(x, amax_x) @ fake(plain[0].weight, plain[0].weight.abs().max().item()).T + bias
+    # FP32 sums of 32 products below 1/4: 32·2^-24 each at worst, with room for the scales and the bias
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=32 * 2.0**-24)
+    current = fake(x, x.abs().max().item()) @ fake(plain[0].weight, plain[0].weight.abs().max().item()).T + bias
+    assert (got.double() - current).abs().max() > 1e-3
+
+
+def test_training_follows_current_scaling():
+    *_, losses = trained(6)
+    delayed.reset()
+    plain = model()
+    options = {**OPTIONS, "recipe": "tensorwise"}
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
+    current = train(torch.compile(plain, backend="fp8", options=options), optimizer, range(6))
+    # E4M3 rounds to 2^-4 at worst; a loss averages 512 such errors of 32 products: well below a twentieth
+    assert losses == pytest.approx(current, rel=0.05)
+    assert losses[0] == current[0]  # the first step has no history
+    assert losses != current
+
+
+def test_a_checkpoint_continues_bitwise():
+    plain, compiled, optimizer, _ = trained(3)
+    saved = copy.deepcopy((plain.state_dict(), optimizer.state_dict(), delayed.state_dict()))
+    wanted = train(compiled, optimizer, range(3, 7))
+    end = delayed.state_dict()
+
+    plain.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    delayed.load_state_dict(saved[2])
+    assert train(compiled, optimizer, range(3, 7)) == wanted
+    assert all(torch.equal(end[k], v) for k, v in delayed.state_dict().items())
+
+
+def test_a_checkpoint_continues_bitwise_in_a_fresh_process(tmp_path):
+    plain, compiled, optimizer, _ = trained(3)
+    state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "fp8": delayed.state_dict()}
+    torch.save(state, tmp_path / "checkpoint.pt")
+    wanted = train(compiled, optimizer, range(3, 7))
+
+    torch.compiler.reset()  # as a fresh process: nothing compiled, no history
+    delayed.reset()
+    fresh = model(seed=1)
+    fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.01, momentum=0.9)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    fresh.load_state_dict(state["model"])
+    fresh_optimizer.load_state_dict(state["optimizer"])
+    delayed.load_state_dict(state["fp8"])
+    assert train(torch.compile(fresh, backend="fp8", options=OPTIONS), fresh_optimizer, range(3, 7)) == wanted
+
+
+def test_without_the_histories_training_continues_otherwise():
+    plain, compiled, optimizer, _ = trained(3)
+    saved = copy.deepcopy((plain.state_dict(), optimizer.state_dict()))
+    wanted = train(compiled, optimizer, range(3, 7))
+    plain.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    delayed.load_state_dict({k: torch.zeros_like(v) for k, v in delayed.state_dict().items()})
+    assert train(compiled, optimizer, range(3, 7)) != wanted
+
+
+def test_two_models_have_separate_histories():
+    _a, _, _, alone = trained(3, seed=0)
+    first = delayed.state_dict()
+    _b, compiled_b, optimizer_b, _ = trained(2, seed=1)
+    both = delayed.state_dict()
+    assert {k.split("/")[0] for k in both} == {"model0", "model1"}
+    assert all(torch.equal(both[k], v) for k, v in first.items())
+    assert len(both) == 2 * len(first)
+    del compiled_b, optimizer_b
+    gc.collect()
+    assert alone  # the first model is alive to here
+
+
+def test_a_recompilation_keeps_the_history():
+    plain, compiled, optimizer, _ = trained(2)
+    before = delayed.state_dict()
+    (compiled(torch.full((24, 32), 1e-3)) - 1).square().mean().backward()  # another batch size
+    after = delayed.state_dict()
+    assert set(after) == set(before)
+    assert after["model0/0/output/left"].tolist() == [pytest.approx(1e-3), *before["model0/0/output/left"].tolist()[:2]]
+
+
+def test_inference_does_not_touch_the_history():
+    _, compiled, _, _ = trained(2)
+    before = delayed.state_dict()
+    with torch.no_grad():
+        out = compiled(torch.full((16, 32), 1e6))
+    plan = fp8compile.last_compile()
+    assert plan.graph == "inference"
+    assert {m.left.history for m in plan.converted} == {0}
+    assert torch.isfinite(out).all()
+    assert all(torch.equal(before[k], v) for k, v in delayed.state_dict().items())
+
+
+def test_an_overflow_leaves_the_history_untouched():
+    plain, compiled, _, _ = trained(2)
+    before = delayed.state_dict()
+    loss = compiled(torch.full((16, 32), INF)).square().mean()
+    loss.backward()
+    assert not torch.isfinite(loss)
+    activations = ("model0/0/output/left", "model0/2/output/left", "model0/2/grad_input/left")
+    after = delayed.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in activations)
+
+
+def test_a_module_called_twice_in_a_step_is_recorded_without_saturating():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.fc(self.fc(x) * 100)
+
+    plain = Twice()
+    compiled = torch.compile(plain, backend="fp8", options=OPTIONS)
+    for _ in range(3):
+        out = compiled(torch.randn(16, 32))
+        out.sum().backward()
+    # both calls share the key of their module: six records in three steps, of which three are kept
+    assert torch.isfinite(out).all()
+    small, large = sorted(history("model0/fc/output/left")[:2])
+    assert large > 10 * small
