@@ -48,8 +48,8 @@ def fp8(
         "joint_custom_pre_pass": joint,
         "post_grad_custom_post_pass": LoweringPass(),
     }
-    extra = {"inner_compile": _run_eagerly} if parsed.executor == "eager" else {}
-    compiled = compile_fx(gm, example_inputs, config_patches=settings, **extra)
+    executor: dict[str, Any] = {"inner_compile": _run_eagerly} if parsed.executor == "eager" else {}
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=settings, **executor)
     plans.remember(plans.key(gm, example_inputs, joint.uuid()), joint.plans, parsed)
     return compiled
 
@@ -64,6 +64,7 @@ class JointPass(CustomGraphPass):
     plans: list[Plan] = field(default_factory=list)
 
     def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite `graph` in place, or leave it as it was when a pass fails."""
         c = self._compilation(graph)
         backup = _copy(graph)
         try:
@@ -71,7 +72,8 @@ class JointPass(CustomGraphPass):
         except Exception as error:
             if self.options.strict:
                 raise
-            graph.owning_module.graph = backup
+            module: Any = graph.owning_module
+            module.graph = backup
             failures.warn(error, backup, self.options)
             c.plan = Plan(c.plan.graph, c.plan.recipe, c.plan.device, failure=f"{type(error).__name__}: {error}")
         self.plans.append(c.plan)
@@ -86,6 +88,7 @@ class JointPass(CustomGraphPass):
         return c
 
     def uuid(self) -> str:
+        """Everything that decides what this pass does, as a key for the compile caches."""
         text = repr((source_digest(), self.options, self.inputs, self.namespace, torch.__version__))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -94,9 +97,11 @@ class LoweringPass(CustomGraphPass):
     """Turns the cast markers of a forward, backward or inference graph into what Inductor compiles."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite `graph` in place."""
         lower_markers(graph)
 
     def uuid(self) -> str:
+        """The source alone decides what this pass does."""
         return f"lower-{source_digest()}"
 
 

@@ -26,7 +26,7 @@ _models: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
 
 def scale(amax: Tensor, key: str, format: str, history: int, margin: int, power_of_two: bool = False) -> Tensor:
-    """The scale of this step (FP32, shape of `amax`, which must be []), from the history under `key`; records `amax`."""
+    """The scale of this step (FP32 []), from the history under `key`; records `amax` (FP32 [])."""
     past = _history(key, history, amax.device)
     expected = past.amax() * 2.0**margin
     usable = (amax <= expected) & torch.isfinite(amax)  # FP32 division rounds amax/expected ≤ 1 to ≤ 1: no saturation

@@ -19,9 +19,10 @@ from fp8compile.passes.graph_text import graph_text
 def warn(error: Exception, graph: fx.Graph, options: Options) -> None:
     """Write a report on `error` and warn with its path; `graph` is the graph before any pass."""
     path = _write(error, graph, options)
+    first_line = str(error).splitlines()[0] if str(error) else ""
     warnings.warn(
-        f"fp8: a pass failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}). "
-        f"This graph is compiled without FP8. A bug report is ready at {path}; options={{'strict': True}} raises instead.",
+        f"fp8: a pass failed ({type(error).__name__}: {first_line}). This graph is compiled without FP8. "
+        f"A bug report is ready at {path}; options={{'strict': True}} raises instead.",
         Fp8Warning,
         stacklevel=2,
     )

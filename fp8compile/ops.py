@@ -9,7 +9,7 @@
 
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
 maximised over merged operands or reduced over ranks, a scale can be shared by two layouts, and no node has a tuple.
-`transpose` means: of xᵀ. `row_multiple`, `col_multiple` append zeros, so that padding needs no symbolic sizes in graphs.
+`transpose` means: of xᵀ. `row_multiple` and `col_multiple` append zeros: padding needs no symbolic sizes in graphs.
 
 Their meaning is `kernels/reference.py`; on CUDA, `scaled_mm` is `kernels/matmul.py`. Inductor never sees the first
 four on its way to code: `passes/lower_markers.py` replaces them.

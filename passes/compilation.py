@@ -67,7 +67,7 @@ class Compilation:
 
         `contiguous` passes memory_format=torch.contiguous_format, as a clone needs to be one.
         """
-        kwargs = {"memory_format": torch.contiguous_format} if contiguous else {}
+        kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format} if contiguous else {}
         place = before or like
         assert not place._erased, f"cannot place a node before {place}, which is no longer in the graph"
         with self.graph.inserting_before(place):

@@ -225,9 +225,8 @@ def _record(c: Compilation, merged: list[Site], product: fx.Node, **sizes: Any) 
     )  # fmt: skip
     for key in members:
         del c.sites[key]
-    left, right, bias = sizes.get("left", first.left), sizes.get("right", first.right), None
-    if product.target is aten.addmm.default:
-        bias = product.args[0]
+    left, right = sizes.get("left", first.left), sizes.get("right", first.right)
+    bias: Any = product.args[0] if product.target is aten.addmm.default else None
     c.sites[product.name] = Site(
         product, product.name, "mm" if bias is None else "addmm", left, right, bias,
         changes.get("m", first.m), changes.get("n", first.n), changes.get("k", first.k),

@@ -67,16 +67,9 @@ def run(c: Compilation) -> None:
 
 
 def _row(site: Site) -> Matmul:
+    m, n, k, batch = map(_plain, (site.m, site.n, site.k, site.batch))
     dtype = str(_dtype(site)).removeprefix("torch.")
-    return Matmul(
-        site.key,
-        site.path,
-        site.source,
-        site.kind,
-        site.role,
-        *map(_plain, (site.m, site.n, site.k, site.batch)),
-        dtype,
-    )
+    return Matmul(site.key, site.path, site.source, site.kind, site.role, m, n, k, batch, dtype)
 
 
 def _plain(size: Any) -> int | str:
