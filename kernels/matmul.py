@@ -1,13 +1,13 @@
 """FP8 matmuls on a CUDA GPU, through torch's cuBLAS and CUTLASS kernels.
 
 Both operands arrive contiguous along the contracted dimension (a [M, K], b [N, K]): the only form Hopper's FP8 units
-take. What each kernel wants beyond that (layout of scales, output dtype) is settled here and nowhere else; where a kernel
-has no output in the dtype asked for, its BF16 result is converted.
+take. What each kernel wants beyond that (layout of scales, output dtype) is settled here and nowhere else; where a
+kernel has no output in the dtype asked for, its BF16 result is converted.
 
 | granularity of a × b | kernel | output |
 |---|---|---|
 | tensor × tensor | cuBLAS, one scale each | BF16, FP16, FP32 |
-| row × row, row × tensor, tensor × row | row-wise; a tensor scale is repeated per row | as above on Hopper, CUDA ≥ 12.9 |
+| row × row, row × tensor, tensor × row | row-wise; tensor scales repeated | as above on Hopper, CUDA ≥ 12.9 |
 | group(128) or block(128) × the same, not both block | cuBLAS block-wise (Hopper only) | BF16 |
 """
 

@@ -96,7 +96,7 @@ def quantize(
     row_multiple: int = 1,
     col_multiple: int = 1,
 ) -> Tensor:
-    """Data of x, or of its transpose, zero-padded to the multiples; contiguous, shape [..., R, C], dtype of `format`."""
+    """Data of x, or of its transpose, zero-padded to the multiples: contiguous [..., R, C] in the dtype of `format`."""
     fmt = FORMATS[format]
     x = oriented(x, transpose, row_multiple, col_multiple)
     scaled = x.float() / expand_scale(scale, parse_granularity(granularity), x.shape)

@@ -70,7 +70,7 @@ def _split_baddbmm(c: Compilation, node: fx.Node) -> None:
 
 def _drop_batch(c: Compilation, node: fx.Node) -> None:
     a, b = node.args
-    batch, m, _ = value(a).shape  # type: ignore[arg-type]
+    batch = value(a).shape[0]  # type: ignore[arg-type]
     if isinstance(batch, int) and batch == 1:
         product = c.emit(aten.mm.default, *(c.emit(aten.squeeze.dim, x, 0, like=node) for x in (a, b)), like=node)
         replace_value(c, node, c.emit(aten.unsqueeze.default, product, 0, like=node))

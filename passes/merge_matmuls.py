@@ -74,7 +74,8 @@ def _independent(sites: list[Site], order: dict[fx.Node, int]) -> bool:
 def _aligned(sites: list[Site], c: Compilation) -> bool:
     """No part may need padding, or end inside a 128×128 block."""
     row = c.plan.row(sites[0].key)
-    assert row is not None and row.right is not None
+    assert row is not None
+    assert row.right is not None
     multiple = 128 if "128" in row.right.granularity else 16
     weights = {s.right for s in sites}
     return len(weights) == len(sites) and all(isinstance(s.n, int) and s.n % multiple == 0 for s in sites)

@@ -40,7 +40,7 @@ PIPELINE = (
 
 
 def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = None) -> None:
-    """Run all passes on `c`; verify after each. `observe(stage, text)` sees the graph before the first and after each."""
+    """Run all passes on `c`, verifying after each. `observe(stage, text)` sees the graph first and after each."""
     outputs = signature(c.graph)
     if observe:
         observe("input", graph_text(c.graph))

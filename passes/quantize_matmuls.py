@@ -59,7 +59,10 @@ def run(c: Compilation) -> None:
 
 
 def _rewrite(c: Compilation, row: Matmul, site: Site) -> None:
-    assert row.left is not None and row.right is not None and site.left is not None and site.right is not None
+    assert row.left is not None
+    assert row.right is not None
+    assert site.left is not None
+    assert site.right is not None
     node = site.node
     cols = 1 if divides(ALIGNMENT, site.k) else ALIGNMENT
     n_rows = 1 if divides(ALIGNMENT, site.n) else ALIGNMENT

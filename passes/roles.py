@@ -5,9 +5,9 @@
     grad_weight  gradientᵀ @ activation         }
     other        no weight on either side (attention, state-space scans), or an operator that is no plain matmul
 
-A weight is what is computed from parameters alone: a parameter, its cast, its transpose, a product of two of them. Which
-matmul a gradient belongs to is read off the graph: its second operand is a view of an operand of that matmul, and the
-sizes agree; where several agree, the sequence number that autograd gave both decides.
+A weight is what is computed from parameters alone: a parameter, its cast, its transpose, a product of two of them.
+Which matmul a gradient belongs to is read off the graph: its second operand is a view of an operand of that matmul,
+and the sizes agree; where several agree, the sequence number that autograd gave both decides.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ from fp8compile.passes.compilation import (
 
 MATMULS = {aten.mm.default: "mm", aten.addmm.default: "addmm", aten.bmm.default: "bmm"}
 CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
-FOREIGN = {"_grouped_mm": "grouped matmul", "grouped_mm": "grouped matmul", "_scaled_mm": "scaled matmul",
-           "_scaled_mm_v2": "scaled matmul", "_int_mm": "integer matmul", "_addmm_activation": "matmul with activation"}  # fmt: skip
+FOREIGN = {
+    "_grouped_mm": "grouped matmul",
+    "_scaled_mm": "scaled matmul",
+    "_scaled_mm_v2": "scaled matmul",
+    "_int_mm": "integer matmul",
+    "_addmm_activation": "matmul with activation",
+}
 
 
 @dataclass

@@ -143,13 +143,15 @@ def _pays(x: Candidate, c: Compilation) -> str:
         return ""
     unaligned = [f"{d} = {s}" for d, s in (("N", n), ("K", k)) if s % ALIGNMENT]
     if unaligned:
-        return f"{' and '.join(unaligned)}: not a multiple of {ALIGNMENT}, and padding does not pay ({fp8 / bf16:.1f}x BF16)"
+        return f"{' and '.join(unaligned)}: not a multiple of {ALIGNMENT}, and padding does not pay"
     return "too small: casts would cost more than the FP8 matmul saves"
 
 
 def _milliseconds(x: Candidate, c: Compilation, m: int, n: int, k: int, batch: int) -> tuple[float, float]:
     """Estimated milliseconds of this matmul in BF16 and in FP8, casts included."""
-    assert x.role is not None and x.site.left is not None and x.site.right is not None
+    assert x.role is not None
+    assert x.site.left is not None
+    assert x.site.right is not None
     d = c.device
     kp, np_ = round_up(k, ALIGNMENT), round_up(n, ALIGNMENT)
     coarser = "tensor" if {x.role.left.granularity.kind, x.role.right.granularity.kind} == {"tensor"} else "row"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -244,34 +246,39 @@ def test_a_matmul_without_elements():
 
 # --- the cost model, on graphs of fake tensors
 
+BF16_RATE, TENSOR_RATE, ROW_RATE, BLOCK_RATE, CASTS, LAUNCH = 700.0, 1200.0, 1150.0, 1000.0, 2.0, 4.0
+DEVICE = devices.Device(
+    "test", True, bf16=BF16_RATE, fp8_tensor=TENSOR_RATE, fp8_row=ROW_RATE, fp8_block=BLOCK_RATE, casts=CASTS,
+    launch=LAUNCH, blockwise=True,
+)  # fmt: skip
+
 
 def decide(
-    m: int, n: int, k: int, device: str = "H200", dtype: torch.dtype = torch.bfloat16, select: str = "profitable",
-    recipe: str = "mixed", call=lambda x, w: x @ w.t(),
+    m: int, n: int, k: int, device: devices.Device = DEVICE, select: str = "profitable", recipe: str = "mixed",
+    call=lambda x, w: x @ w.t(),
 ) -> list[Matmul]:  # fmt: skip
-    """The plan's rows for `call` of an activation [m, k] and a weight [n, k] on a device of the table."""
+    """The plan's rows for `call` of a BF16 activation [m, k] and weight [n, k], of which nothing is allocated."""
     with FakeTensorMode():
-        graph = make_fx(call)(torch.empty(m, k, dtype=dtype), torch.empty(n, k, dtype=dtype)).graph
+        graph = make_fx(call)(*(torch.empty(rows, k, dtype=torch.bfloat16) for rows in (m, n))).graph
     x, w = (node.name for node in graph.find_nodes(op="placeholder"))
-    c = Compilation(graph, Options.parse({"select": select, "recipe": recipe}), devices.TABLE[device], Plan())
+    c = Compilation(graph, Options.parse({"select": select, "recipe": recipe}), device, Plan())
     c.inputs = {x: Input(False), w: Input(True, "w")}
     canonicalize.run(c)
     select_matmuls.run(c)
     return c.plan.matmuls
 
 
-def milliseconds(m: int, n: int, k: int, fp8_rate: float = 1190, readers: int = 1) -> tuple[float, float]:
-    """BF16 and FP8 time of x [m, k] @ w [n, k]ᵀ on an H200 in `mixed`, BF16 operands, from the documented formula."""
+def milliseconds(m: int, n: int, k: int, rate: float = ROW_RATE, readers: int = 1) -> tuple[float, float]:
+    """BF16 and FP8 time of x [m, k] @ w [n, k]ᵀ from the documented formula; `readers` share both casts."""
     n_padded, k_padded = -(-n // 16) * 16, -(-k // 16) * 16
-    cast_x = m * k_padded * (2 + 1) / readers  # a row scale: one read, one write
-    cast_w = n_padded * k_padded * (2 * 2 + 1)  # a tensor scale: two reads, one write
-    bf16 = 2 * m * n * k / 730e12 * 1e3
-    fp8 = 2 * m * n_padded * k_padded / (fp8_rate * 1e12) * 1e3 + (cast_x + cast_w) / 4.3e12 * 1e3 + 2 * 4e-3
+    casts = (m + n_padded) * k_padded * (2 * 2 + 1) / readers  # two reads in BF16 (amax, data), one write in FP8
+    bf16 = 2 * m * n * k / (BF16_RATE * 1e12) * 1e3
+    fp8 = 2 * m * n_padded * k_padded / (rate * 1e12) * 1e3 + casts / (CASTS * 1e12) * 1e3 + 2 * LAUNCH * 1e-3
     return bf16, fp8
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(16384, 4096, 4096), (16384, 14336, 4096), (8192, 1024, 4096), (4096, 4096, 4096), (4096, 8200, 8200)]
+    ("m", "n", "k"), [(16384, 4096, 4096), (16384, 14336, 4096), (8192, 8192, 8192), (16384, 8200, 8200), (8192, 8192, 4090)]
 )
 def test_a_large_matmul_pays(m, n, k):
     bf16, fp8 = milliseconds(m, n, k)
@@ -303,25 +310,43 @@ def test_select_all_does_not_ask_the_cost_model():
     assert (row.decision, row.reason) == ("fp8", "every matmul that can run")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "rate"), [("tensorwise", TENSOR_RATE), ("mixed", ROW_RATE), ("rowwise", ROW_RATE), ("blockwise", BLOCK_RATE)]
+)
+def test_the_rate_is_that_of_the_coarser_granularity(recipe, rate):
+    pays = [s for s in range(2048, 10240, 64) if (times := milliseconds(s, s, s, rate))[1] < times[0]]
+    assert pays[0] > 2048
+    assert decide(pays[0], pays[0], pays[0], recipe=recipe)[0].decision == "fp8"
+    less = pays[0] - 64
+    assert decide(less, less, less, recipe=recipe)[0].decision == "bf16"
+
+
 def test_a_cast_shared_by_several_matmuls_costs_each_less():
-    m, n, k = 4096, 2048, 2048
-    sizes = [s for s in range(256, 4096, 16) if milliseconds(m, s, k)[1] > milliseconds(m, s, k)[0]]
-    n = max(sizes)  # the widest that does not pay alone
-    assert milliseconds(m, n, k, readers=2)[1] < milliseconds(m, n, k, readers=2)[0]
+    m = k = 4096
+
+    def pays(n: int, readers: int) -> bool:
+        bf16, fp8 = milliseconds(m, n, k, readers=readers)
+        return fp8 < bf16
+
+    n = next(n for n in range(256, 8192, 16) if pays(n, 2))
+    assert not pays(n, 1)
     assert [r.decision for r in decide(m, n, k)] == ["bf16"]
-
-    def twice(x, w):
-        return x @ w.t(), x @ w.t().neg()
-
-    assert [r.decision for r in decide(m, n, k, call=twice)] == ["fp8", "fp8"]
+    assert [r.decision for r in decide(m, n, k, call=lambda x, w: (x @ w.t(), x @ w.t()))] == ["fp8", "fp8"]
 
 
 def test_the_same_matmul_pays_on_one_device_and_not_on_another():
-    # for cubes of size s: an L4 saves 1.05e-14·s³ s of matmul and pays 8 s² bytes at 0.25 TB/s for the casts: s > 3100;
-    # an H200 saves 1.06e-15·s³ and pays 8 s² bytes at 4.3 TB/s and 8 µs of launches: s > 2700
-    assert decide(2880, 2880, 2880, "H200")[0].decision == "fp8"
-    assert decide(2880, 2880, 2880, "L4")[0].decision == "bf16"
-    assert decide(4096, 4096, 4096, "L4")[0].decision == "fp8"
+    slow = dataclasses.replace(DEVICE, casts=CASTS / 10)
+    assert decide(8192, 8192, 8192)[0].decision == "fp8"
+    assert decide(8192, 8192, 8192, slow)[0].decision == "bf16"
+
+
+def test_every_device_of_the_table_has_what_the_cost_model_needs():
+    for device in devices.TABLE.values():
+        assert device.has_fp8
+        assert 0 < device.bf16 < device.fp8_block <= device.fp8_row <= device.fp8_tensor
+        assert device.casts > 0
+        assert device.launch > 0
+        assert decide(16384, 16384, 16384, device)[0].decision == "fp8"
 
 
 # --- convolutions

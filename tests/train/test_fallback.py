@@ -1,0 +1,76 @@
+"""When a pass fails: the graph is compiled in its own precision with a warning and a report, or raises if strict."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile
+from fp8compile.errors import Fp8Warning
+from fp8compile.passes import pipeline
+from fp8compile.passes.compilation import Compilation, aten
+
+
+def _break_and_raise(c: Compilation) -> None:
+    for node in c.graph.nodes:
+        if node.target is aten.addmm.default:
+            node.args = node.args[::-1]  # a half-done rewrite must not survive
+    raise NotImplementedError("no such operator")
+
+
+def _lose_a_scale(c: Compilation) -> None:
+    """A wrong rewrite that only the verifier can see."""
+    for node in c.graph.nodes:
+        if node.target is torch.ops.fp8.quantize.default:
+            node.replace_all_uses_with(c.emit(aten.neg.default, node.args[0], like=node), lambda user: True)
+            return
+
+
+@pytest.fixture(params=[_break_and_raise, _lose_a_scale])
+def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = list(pipeline.PIPELINE)
+    steps[-1] = dataclasses.replace(steps[-1], run=request.param)
+    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
+
+
+def _step(model: nn.Module, x: torch.Tensor, **options: object) -> list[torch.Tensor]:
+    compiled = torch.compile(model, backend="fp8", options={"select": "all", "executor": "eager", **options})
+    out = compiled(x)
+    out.sum().backward()
+    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def _model() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)).bfloat16(), torch.randn(16, 32).bfloat16()
+
+
+@pytest.mark.usefixtures("broken")
+def test_graph_is_compiled_as_it_was() -> None:
+    model, x = _model()
+    with pytest.warns(Fp8Warning, match="compiled without FP8") as caught:
+        actual = _step(model, x)
+    model, x = _model()
+    out = torch.compile(model, backend="aot_eager")(x)
+    out.sum().backward()
+    expected = [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+    report = re.search(r"ready at (\S+);", str(caught[0].message))
+    assert report is not None
+    text = Path(report[1]).read_text()
+    assert "Traceback" in text
+    assert "addmm" in text
+    assert fp8compile.last_compile().failure
+
+
+@pytest.mark.usefixtures("broken")
+def test_strict_raises() -> None:
+    model, x = _model()
+    with pytest.raises(Exception, match=r"no such operator|VerificationError|not FP8|needs|after share_casts"):
+        _step(model, x, strict=True)
