@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale's history belongs to one model
 from torch._inductor import list_mode_options  # `mode` reaches a backend untranslated
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
@@ -43,6 +44,8 @@ def fp8(
     `Fp8Warning`, unless `strict`.
     """
     parsed = Options.parse(options, mode)
+    if parsed.recipe.is_delayed:
+        _guard_identity(gm, example_inputs)
     joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), _namespace(example_inputs))
     settings = _inductor_settings(parsed) | {
         "joint_custom_pre_pass": joint,
@@ -103,6 +106,14 @@ class LoweringPass(CustomGraphPass):
     def uuid(self) -> str:
         """The source alone decides what this pass does."""
         return f"lower-{source_digest()}"
+
+
+def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Let no other model run this graph: its delayed scales know the histories of this one only."""
+    for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+        if isinstance(x, torch.nn.Parameter):
+            install_guard(node._dynamo_source.make_guard(GuardBuilder.ID_MATCH))
+            return
 
 
 def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Input]:

@@ -12,6 +12,7 @@ from fp8compile.recipe import RECIPES, Recipe
 
 EXECUTORS = ("inductor", "eager")
 SELECTIONS = ("profitable", "all")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,11 @@ class Options:
         if "skip" in given:
             given["skip"] = _patterns(given["skip"])
         if "inductor" in given:
-            given["inductor"] = tuple(sorted(dict(given["inductor"]).items()))
+            if not isinstance(given["inductor"], Mapping):
+                raise OptionError(
+                    f"option 'inductor' maps torch._inductor.config names, and is not {given['inductor']!r}"
+                )
+            given["inductor"] = tuple(sorted(given["inductor"].items()))
         parsed = Options(**given)
         parsed._check()
         return parsed
@@ -63,6 +68,8 @@ class Options:
         for name, value, valid in (("select", self.select, SELECTIONS), ("executor", self.executor, EXECUTORS)):
             if value not in valid:
                 raise unknown_name(name, value, valid)
+        if self.mode is not None and self.mode not in MODES:
+            raise unknown_name("mode", self.mode, MODES)
         for name in ("lm_head", "strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name!r} is True or False, not {getattr(self, name)!r}")
@@ -76,6 +83,8 @@ class Options:
 
 
 def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(value, (str, Sequence)):
+        raise OptionError(f"option 'skip' takes module path patterns (strings), not {value!r}")
     patterns = (value,) if isinstance(value, str) else tuple(value)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:

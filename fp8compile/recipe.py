@@ -143,6 +143,12 @@ class Recipe:
             changed[name] = _changed_role(getattr(self, name), change)
         return dataclasses.replace(self, name=f"{self.name}*" if changed else self.name, **changed)  # type: ignore[arg-type]
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether any operand takes its scale from a history."""
+        roles = [r for r in (self.output, self.grad_input, self.grad_weight) if r is not None]
+        return any(cast.delayed for r in roles for cast in (r.left, r.right))
+
     def role(self, name: str) -> Role | None:
         """The `Role` called `name`; None where that matmul stays BF16."""
         return getattr(self, name)
@@ -161,7 +167,7 @@ def _changed_role(role: Role | None, change: Mapping[str, Any] | Role | None) ->
         if name in ("left", "right"):
             fields[name] = _changed_cast(getattr(role or Role(), name), value)
         elif name == "fast_accumulation":
-            fields[name] = bool(value)
+            fields[name] = _flag(name, value)
         else:
             raise unknown_name("field of a role", name, ("left", "right", "fast_accumulation"))
     return dataclasses.replace(role or Role(), **fields)
@@ -179,12 +185,30 @@ def _changed_cast(cast: Cast, change: Mapping[str, Any] | Cast) -> Cast:
         elif name == "format":
             fields[name] = parse_format(value)
         elif name == "power_of_two":
-            fields[name] = bool(value)
+            fields[name] = _flag(name, value)
         elif name == "delayed":
-            fields[name] = Delayed(**value) if isinstance(value, Mapping) else (Delayed() if value is True else value)
+            fields[name] = _delayed(value)
         else:
             raise unknown_name("field of an operand", name, ("granularity", "format", "power_of_two", "delayed"))
     return dataclasses.replace(cast, **fields)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is True or False, not {value!r}")
+    return value
+
+
+def _delayed(value: Any) -> Delayed | None:
+    """From True, None or False, a `Delayed`, or a mapping of its fields."""
+    if isinstance(value, Mapping):
+        for name in value:
+            if name not in ("history", "margin"):
+                raise unknown_name("field of delayed scaling", name, ("history", "margin"))
+        return Delayed(**value)
+    if value is None or isinstance(value, (bool, Delayed)):
+        return Delayed() if value is True else (value or None)
+    raise OptionError(f"delayed scaling is True, None, or a mapping of history and margin, not {value!r}")
 
 
 def _recipes() -> dict[str, Recipe]:

@@ -19,7 +19,7 @@ from fp8compile.plan import Plan
 
 aten = torch.ops.aten
 VIEWS = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.t.default,
+    aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.t.default,
     aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
     aten.expand.default, aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
 }  # fmt: skip
@@ -125,8 +125,12 @@ def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
     """Let every user of `old` use `new`, which has the same shape and dtype but perhaps other strides.
 
     Strides travel on through views only; where a view cannot be taken of the new strides, or a graph output would show
-    them, a contiguous copy is put in between.
+    them, a contiguous copy is put in between. Sites that read `old` read `new` from now on.
     """
+    for site in c.sites.values():
+        for operand in ("left", "right", "bias"):
+            if getattr(site, operand) is old:
+                setattr(site, operand, new)
     wanted = value(old).stride()
     users = list(old.users)
     old.replace_all_uses_with(new)
@@ -141,7 +145,7 @@ def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
             if user.op == "output":
                 raise RuntimeError
             update_value(user)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # a view that cannot be: fake tensors raise either
             copy = c.emit(aten.clone.default, source, like=source, before=user, contiguous=True)
             user.replace_input_with(source, copy)
             continue
@@ -262,7 +266,7 @@ def reshape(c: Compilation, node: fx.Node, shape: Sequence[Any], like: fx.Node) 
         return node
     try:
         return c.emit(aten.view.default, node, list(shape), like=like)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # a view that cannot be: fake tensors raise either
         return c.emit(
             aten.view.default, c.emit(aten.clone.default, node, like=like, contiguous=True), list(shape), like=like
         )

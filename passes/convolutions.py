@@ -24,8 +24,8 @@ def run(c: Compilation) -> None:
     chosen = {row.node for row in c.plan.converted if row.kind == "convolution"}
     done: set[fx.Node] = set()
     for key in list(c.sites):
-        site = c.sites[key]
-        if key not in chosen or site.node in done:
+        site = c.sites.get(key)  # None: it was renamed with the rewrite of another site of its node
+        if site is None or key not in chosen or site.node in done:
             continue
         done.add(site.node)
         if site.node.target is aten.convolution.default:

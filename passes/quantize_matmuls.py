@@ -18,6 +18,7 @@ from functools import reduce
 from typing import Any
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
 from fp8compile.formats import Granularity, parse_granularity
@@ -150,9 +151,12 @@ class _Cast:
         o = self.operand
         if not o.history:
             return self.c.emit(ops.scale, amax, o.format, o.power_of_two, like=self.like)
-        return self.c.emit(
+        scale = self.c.emit(
             ops.delayed_scale, amax, self.key, o.format, o.history, o.margin, o.power_of_two, like=self.like
         )
+        if "recompute" in scale.meta:  # in a checkpointed region: computed again, it would be recorded again
+            scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return scale
 
     def _data(self, source: fx.Node, scale: fx.Node, layout: Layout) -> fx.Node:
         o = self.operand

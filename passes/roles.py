@@ -131,7 +131,7 @@ def _sites_of(node: fx.Node) -> list[Site]:
     name = getattr(node.target, "__name__", "").split(".")[0]
     if name in FOREIGN or getattr(node.target, "_opname", "") in FOREIGN or "grouped_mm" in name:
         kind = FOREIGN.get(name, "grouped matmul")
-        return [Site(node, node.name, kind, None, None, None, 0, 0, 0, why_other=f"a {kind} is left as it is")]
+        return [Site(node, node.name, kind, None, None, None, 0, 0, 0, why_other=f"{kind}: left as it is")]
     return []
 
 

@@ -81,6 +81,9 @@ def _dtype(site: Site) -> torch.dtype | None:
 
 
 def _decide(candidate: Candidate, c: Compilation) -> Matmul:
+    if candidate.role is not None and c.device.has_fp8:
+        bf16, fp8 = _milliseconds(candidate, c)
+        candidate.row = replace(candidate.row, milliseconds_bf16=bf16, milliseconds_fp8=fp8)
     for rule in RULES:
         reason = rule(candidate, c)
         if reason:
@@ -136,22 +139,22 @@ def _has_work(x: Candidate, c: Compilation) -> str:
 def _pays(x: Candidate, c: Compilation) -> str:
     if c.options.select == "all":
         return ""
-    m, n, k, batch = (_hint(s) for s in (x.site.m, x.site.n, x.site.k, x.site.batch))
-    assert x.role is not None
-    bf16, fp8 = _milliseconds(x, c, m, n, k, batch)
+    bf16, fp8 = _milliseconds(x, c)
     if fp8 < bf16:
         return ""
+    n, k = _hint(x.site.n), _hint(x.site.k)
     unaligned = [f"{d} = {s}" for d, s in (("N", n), ("K", k)) if s % ALIGNMENT]
     if unaligned:
         return f"{' and '.join(unaligned)}: not a multiple of {ALIGNMENT}, and padding does not pay"
     return "too small: casts would cost more than the FP8 matmul saves"
 
 
-def _milliseconds(x: Candidate, c: Compilation, m: int, n: int, k: int, batch: int) -> tuple[float, float]:
+def _milliseconds(x: Candidate, c: Compilation) -> tuple[float, float]:
     """Estimated milliseconds of this matmul in BF16 and in FP8, casts included."""
     assert x.role is not None
     assert x.site.left is not None
     assert x.site.right is not None
+    m, n, k, batch = (_hint(s) for s in (x.site.m, x.site.n, x.site.k, x.site.batch))
     d = c.device
     kp, np_ = round_up(k, ALIGNMENT), round_up(n, ALIGNMENT)
     coarser = "tensor" if {x.role.left.granularity.kind, x.role.right.granularity.kind} == {"tensor"} else "row"

@@ -29,11 +29,12 @@ Signature = list[tuple[str, list[str]] | None]
 
 def signature(graph: fx.Graph) -> Signature:
     """Dtypes and shapes of the graph's outputs."""
-    return [_type(a) for a in graph.output_node().all_input_nodes]
+    outputs = graph.output_node().args[0]
+    return [_type(a) for a in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
 
 
-def _type(node: fx.Node) -> tuple[str, list[str]] | None:
-    val = node.meta.get("val")
+def _type(node: Any) -> tuple[str, list[str]] | None:
+    val = node.meta.get("val") if isinstance(node, fx.Node) else None
     return (str(val.dtype), [str(s) for s in val.shape]) if isinstance(val, torch.Tensor) else None
 
 

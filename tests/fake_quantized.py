@@ -24,13 +24,14 @@ from torch import Tensor, nn
 E4M3 = (torch.float8_e4m3fn, 448.0)
 E5M2 = (torch.float8_e5m2, 57344.0)
 
-# recipe -> the casts of (output: x, w), (grad_input: g, w), (grad_weight: g, x), as (granularity, format)
+# recipe -> the casts of (output: x, w), (grad_input: g, w), (grad_weight: g, x): (granularity, format), or None
 TENSOR, ROW, GROUP, BLOCK = ("tensor", E4M3), ("row", E4M3), ("group", E4M3), ("block", E4M3)
 TENSOR_E5M2 = ("tensor", E5M2)
 RECIPES = {
     "mixed": ((ROW, TENSOR), (TENSOR, TENSOR), (TENSOR, TENSOR)),
     "tensorwise": ((TENSOR, TENSOR), (TENSOR_E5M2, TENSOR), (TENSOR_E5M2, TENSOR)),
     "rowwise": ((ROW, ROW), (ROW, ROW), (ROW, ROW)),
+    "rowwise_with_gw_hp": ((ROW, ROW), (ROW, ROW), (None, None)),
     "blockwise": ((GROUP, BLOCK), (GROUP, BLOCK), (GROUP, GROUP)),
 }
 
@@ -44,14 +45,16 @@ def sqnr(reference: Tensor, x: Tensor) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
 
 
-def fake_quantize(x: Tensor, cast: tuple[str, tuple[torch.dtype, float]], headroom: float = 1.0) -> Tensor:
+def fake_quantize(x: Tensor, cast: tuple[str, tuple[torch.dtype, float]] | None, headroom: float = 1.0) -> Tensor:
     """x [R, C], C contracted, rounded to FP8 and back, in FP32; 128 is the size of groups and blocks.
 
     `headroom` makes the scale larger by this factor. Below two it costs a floating-point format nothing, but falls on
     other roundings: another draw of the same noise.
     """
-    granularity, (dtype, largest) = cast
     x = x.float()
+    if cast is None:
+        return x
+    granularity, (dtype, largest) = cast
     if granularity == "tensor":
         amax = x.abs().max()
     elif granularity == "row":
@@ -103,8 +106,9 @@ def fake_quantized(recipe: str, leave: Collection[nn.Parameter] = (), headroom: 
 
     def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         seen.append(f"{list(x.shape)} @ {list(w.shape)}")
-        if torch.is_autocast_enabled("cpu"):
-            x, w, b = (t if t is None else t.to(torch.get_autocast_dtype("cpu")) for t in (x, w, b))
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, w, b = (t if t is None else t.to(dtype) for t in (x, w, b))
         out = _Linear.apply(x.reshape(-1, x.shape[-1]), w, b, recipe, headroom)
         return out.reshape(*x.shape[:-1], w.shape[0])
 

@@ -52,7 +52,11 @@ FORMS = {
     "1×1 convolution": ((2, 32, 4, 4), (48, 32, 1, 1), lambda x, w: nn.functional.conv2d(x, w)),
     "patch convolution": ((2, 4, 16, 16), (48, 4, 4, 4), lambda x, w: nn.functional.conv2d(x, w, stride=4)),
     "patch convolution, 1-d": ((2, 8, 64), (48, 8, 4), lambda x, w: nn.functional.conv1d(x, w, stride=4)),
-    "patch convolution, 3-d": ((2, 2, 4, 8, 8), (32, 2, 2, 2, 4), lambda x, w: nn.functional.conv3d(x, w, stride=(2, 2, 4))),
+    "patch convolution, 3-d": (
+        (2, 2, 4, 8, 8),
+        (32, 2, 2, 2, 4),
+        lambda x, w: nn.functional.conv3d(x, w, stride=(2, 2, 4)),
+    ),
 }
 WITH_BIAS = {
     "linear with bias": ((4, 16, 32), (48, 32), (48,), nn.functional.linear),
@@ -63,7 +67,12 @@ WITH_BIAS = {
     "baddbmm": ((4, 16, 32), (4, 32, 48), (4, 16, 48), lambda x, w, b: torch.baddbmm(b, x, w)),
     "baddbmm with a batch of one": ((1, 16, 32), (1, 32, 48), (1, 1, 48), lambda x, w, b: torch.baddbmm(b, x, w)),
     "baddbmm with a broadcast bias": ((4, 16, 32), (4, 32, 48), (48,), lambda x, w, b: torch.baddbmm(b, x, w)),
-    "patch convolution with bias": ((2, 4, 16, 16), (48, 4, 4, 4), (48,), lambda x, w, b: nn.functional.conv2d(x, w, b, 4)),
+    "patch convolution with bias": (
+        (2, 4, 16, 16),
+        (48, 4, 4, 4),
+        (48,),
+        lambda x, w, b: nn.functional.conv2d(x, w, b, 4),
+    ),
 }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ run_pipeline = backend.run_pipeline
 
 
 @pytest.fixture(params=CASES)
-def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Recorder]]:
+def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Recorder]:
     recorder = Recorder()
     monkeypatch.setattr(backend, "run_pipeline", recorder)
     make, shape = CASES[request.param]
@@ -82,7 +81,7 @@ def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     options = {"select": "all", "executor": "eager", "strict": True}
     x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(model, backend="fp8", options=options)(x).sum().backward()
-    yield request.param, recorder
+    return request.param, recorder
 
 
 def test_graphs_are_as_expected(recorded: tuple[str, Recorder]) -> None:
@@ -97,7 +96,7 @@ def test_graphs_are_as_expected(recorded: tuple[str, Recorder]) -> None:
 
 
 def test_first_and_last_graph_compute_the_same(recorded: tuple[str, Recorder]) -> None:
-    """Bound: E4M3 rounds by up to 2^-4 of a value, 0.026 RMS; a matmul of two such operands is 0.037 off, and a gradient
+    """Bound: E4M3 rounds by up to 2^-4 of a value, 0.026 RMS; a matmul of two such operands is 0.037 off, a gradient
     passes up to nine of them: √9 · 0.037 = 0.11. The softmax's backward subtracts what it has in common, which costs up
     to 4 dB more: 15 dB in all, the bar for every parameter gradient of `mixed`."""
     _, recorder = recorded
@@ -105,7 +104,9 @@ def test_first_and_last_graph_compute_the_same(recorded: tuple[str, Recorder]) -
     assert recorder.after is not None
     torch.manual_seed(1)
     inputs = [torch.randn(f.shape, dtype=torch.float32).mul(0.1).to(f.dtype) for f in recorder.fakes]
-    first, last = (fx.Interpreter(g).run(*inputs, enable_io_processing=False) for g in (recorder.before, recorder.after))
+    first, last = (
+        fx.Interpreter(g).run(*inputs, enable_io_processing=False) for g in (recorder.before, recorder.after)
+    )
     for expected, actual in zip(first, last, strict=True):
         if expected is not None and expected.is_floating_point():
             error = (expected.float() - actual.float()).pow(2).sum()

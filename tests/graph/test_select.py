@@ -1,4 +1,4 @@
-"""Selecting matmuls: every rule's exact reason, the cost model against a formula of its own, padding with right values."""
+"""Selecting matmuls: every rule's exact reason, the cost model against its formula, padding with right values."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_addmm_that_scales_its_terms():
         b=nn.Parameter(torch.zeros(32)),
         w=nn.Parameter(torch.randn(32, 32)),
     )
-    plan = step(module(lambda self, x: self.fc(self.scaled(x)), scaled=model, fc=nn.Linear(32, 32)), torch.randn(16, 32))
+    plan = step(
+        module(lambda self, x: self.fc(self.scaled(x)), scaled=model, fc=nn.Linear(32, 32)), torch.randn(16, 32)
+    )
     (row,) = [m for m in plan.matmuls if m.kind == "addmm" and m.path == "scaled"]
     assert row.reason == "addmm with alpha or beta other than 1"
 
@@ -106,7 +108,7 @@ def test_a_foreign_matmul_is_left():
     plan = step(model, torch.randn(16, 32), torch.ones(32, 32, dtype=torch.int8))
     (row,) = [m for m in plan.matmuls if m.role == "other"]
     assert row.kind == "integer matmul"
-    assert row.reason.endswith("integer matmul is left as it is")
+    assert row.reason.endswith("integer matmul: left as it is")
 
 
 # --- dtypes
@@ -202,7 +204,9 @@ def test_a_last_linear_of_another_name_is_no_head():
 
 
 def test_a_layer_called_output_in_the_middle_is_no_head():
-    plan = step(nn.Sequential(nn.ModuleDict({"output": nn.Linear(32, 32)})["output"], nn.Linear(32, 32)), torch.randn(16, 32))
+    plan = step(
+        nn.Sequential(nn.ModuleDict({"output": nn.Linear(32, 32)})["output"], nn.Linear(32, 32)), torch.randn(16, 32)
+    )
     assert reasons(plan) == {"every matmul that can run"}
     model = module(lambda self, x: self.fc(self.output(x)), output=nn.Linear(32, 32), fc=nn.Linear(32, 32))
     assert reasons(step(model, torch.randn(16, 32)), "output") == {"every matmul that can run"}
@@ -278,7 +282,8 @@ def milliseconds(m: int, n: int, k: int, rate: float = ROW_RATE, readers: int = 
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(16384, 4096, 4096), (16384, 14336, 4096), (8192, 8192, 8192), (16384, 8200, 8200), (8192, 8192, 4090)]
+    ("m", "n", "k"),
+    [(16384, 4096, 4096), (16384, 14336, 4096), (8192, 8192, 8192), (16384, 8200, 8200), (8192, 8192, 4090)],
 )
 def test_a_large_matmul_pays(m, n, k):
     bf16, fp8 = milliseconds(m, n, k)
@@ -299,10 +304,11 @@ def test_a_small_matmul_does_not_pay(m, n, k):
 @pytest.mark.parametrize(
     ("n", "k", "which"), [(1000, 1024, "N = 1000"), (1024, 1000, "K = 1000"), (1000, 1001, "N = 1000 and K = 1001")]
 )
-def test_padding_that_does_not_pay_names_the_sizes_and_the_price(n, k, which):
+def test_padding_that_does_not_pay_names_the_sizes(n, k, which):
     bf16, fp8 = milliseconds(1024, n, k)
+    assert fp8 > bf16
     (row,) = decide(1024, n, k)
-    assert row.reason == f"{which}: not a multiple of 16, and padding does not pay ({fp8 / bf16:.1f}x BF16)"
+    assert row.reason == f"{which}: not a multiple of 16, and padding does not pay"
 
 
 def test_select_all_does_not_ask_the_cost_model():
@@ -311,7 +317,8 @@ def test_select_all_does_not_ask_the_cost_model():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rate"), [("tensorwise", TENSOR_RATE), ("mixed", ROW_RATE), ("rowwise", ROW_RATE), ("blockwise", BLOCK_RATE)]
+    ("recipe", "rate"),
+    [("tensorwise", TENSOR_RATE), ("mixed", ROW_RATE), ("rowwise", ROW_RATE), ("blockwise", BLOCK_RATE)],
 )
 def test_the_rate_is_that_of_the_coarser_granularity(recipe, rate):
     pays = [s for s in range(2048, 10240, 64) if (times := milliseconds(s, s, s, rate))[1] < times[0]]
@@ -408,7 +415,7 @@ def test_unaligned_sizes_are_padded_without_a_trace_in_the_values(m, n, k, recip
     got = {"output": out, "grad_input": x.grad, "grad_weight": linear.weight.grad}
     for name, value in wanted.items():
         # FP32 sums of at most 47 products, each of them below 20: 47·2^-24·20 < 6e-5, and less where it matters
-        torch.testing.assert_close(got[name].detach().double(), value, rtol=1e-5, atol=6e-5, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(got[name].detach().double(), value, rtol=1e-5, atol=6e-5)
         assert got[name].shape == value.shape
     if with_bias:
         torch.testing.assert_close(linear.bias.grad, gradient.sum(0))

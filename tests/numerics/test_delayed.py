@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile import delayed, ops
@@ -22,9 +23,7 @@ INF, NAN = float("inf"), float("nan")
 
 def scales(amaxes: list[float], history: int = 3, margin: int = 0, power_of_two: bool = False) -> list[float]:
     """The scales of a tensor whose amaxes come one a step."""
-    return [
-        ops.delayed_scale(torch.tensor(a), "key", "e4m3", history, margin, power_of_two).item() for a in amaxes
-    ]
+    return [ops.delayed_scale(torch.tensor(a), "key", "e4m3", history, margin, power_of_two).item() for a in amaxes]
 
 
 def history(key: str = "key") -> list[float]:
@@ -167,7 +166,10 @@ def test_every_operand_of_every_matmul_has_a_history_under_its_path():
     assert set(delayed.state_dict()) == {
         f"model0/{path}/{role}/{side}" for path in roles for role in roles[path] for side in ("left", "right")
     }
-    assert {str(m.left) for m in fp8compile.last_compile().converted} == {"e4m3 tensor delayed(3)", "e5m2 tensor delayed(3)"}
+    assert {str(m.left) for m in fp8compile.last_compile().converted} == {
+        "e4m3 tensor delayed(3)",
+        "e5m2 tensor delayed(3)",
+    }
 
 
 def test_every_step_records_the_amax_of_the_tensor():
@@ -267,7 +269,7 @@ def test_two_models_have_separate_histories():
 
 
 def test_a_recompilation_keeps_the_history():
-    plain, compiled, optimizer, _ = trained(2)
+    _, compiled, _, _ = trained(2)
     before = delayed.state_dict()
     (compiled(torch.full((24, 32), 1e-3)) - 1).square().mean().backward()  # another batch size
     after = delayed.state_dict()
@@ -288,7 +290,7 @@ def test_inference_does_not_touch_the_history():
 
 
 def test_an_overflow_leaves_the_history_untouched():
-    plain, compiled, _, _ = trained(2)
+    _, compiled, _, _ = trained(2)
     before = delayed.state_dict()
     loss = compiled(torch.full((16, 32), INF)).square().mean()
     loss.backward()
@@ -296,6 +298,19 @@ def test_an_overflow_leaves_the_history_untouched():
     activations = ("model0/0/output/left", "model0/2/output/left", "model0/2/grad_input/left")
     after = delayed.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in activations)
+
+
+def test_a_checkpointed_region_is_recorded_once_a_step():
+    plain = model()
+    compiled = torch.compile(
+        lambda x: checkpoint(lambda y: plain(y), x, use_reentrant=False), backend="fp8", options=OPTIONS
+    )
+    for i in range(2):
+        compiled(torch.full((16, 32), 1.0 + i)).sum().backward()
+    records = {k: v.tolist() for k, v in delayed.state_dict().items()}
+    # the input, as left operand of the output and as right operand of the weight gradient
+    assert [v for v in records.values() if v[0] == 2.0] == [[2.0, 1.0, 0.0]] * 2
+    assert [k for k, v in records.items() if v[2] != 0.0] == []
 
 
 def test_a_module_called_twice_in_a_step_is_recorded_without_saturating():

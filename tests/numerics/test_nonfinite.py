@@ -1,4 +1,4 @@
-"""Non-finite in, non-finite out: an overflow in a batch or in a gradient reaches the loss, the gradients and GradScaler."""
+"""Non-finite in, non-finite out: an overflow in a batch or in a gradient reaches every gradient, and GradScaler."""
 
 from __future__ import annotations
 

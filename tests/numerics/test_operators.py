@@ -195,6 +195,4 @@ def test_operators_on_a_cpu_are_their_references():
     assert same_bits(ops.scale(ops.amax(x, "row"), "e4m3"), scale)
     assert same_bits(ops.quantize(x, scale, "e4m3", "row"), reference.quantize(x, scale, "e4m3", "row"))
     args = operands()
-    assert same_bits(
-        ops.scaled_mm(*args, None, torch.bfloat16), reference.scaled_mm(*args, None, torch.bfloat16)
-    )
+    assert same_bits(ops.scaled_mm(*args, None, torch.bfloat16), reference.scaled_mm(*args, None, torch.bfloat16))

@@ -51,9 +51,7 @@ def amax_by_loops(x: np.ndarray, granularity: str) -> np.ndarray:
     high, wide = {"tensor": (rows, cols), "row": (1, cols)}.get(
         how.kind, (how.size if how.kind == "block" else 1, how.size)
     )
-    tall = [
-        [np.abs(x[r : r + high, c : c + wide]).max() for c in range(0, cols, wide)] for r in range(0, rows, high)
-    ]
+    tall = [[np.abs(x[r : r + high, c : c + wide]).max() for c in range(0, cols, wide)] for r in range(0, rows, high)]
     return np.array(tall, dtype=np.float32)
 
 
