@@ -1,4 +1,4 @@
-"""The constants of the cost model, measured: FP8 and BF16 matmul rates, and the rate of casts as Inductor compiles them.
+"""The constants of the cost model, measured: FP8 and BF16 matmul rates, and that of casts as Inductor compiles them.
 
     python benchmarks/casts_and_matmuls.py [--json FILE]          # one GPU with FP8, about a minute
 

@@ -28,7 +28,6 @@ from fp8compile.passes.compilation import (
     depends_on,
     is_transpose_of,
     replace_value,
-    reshape,
     same_sizes,
     sort_topologically,
     value,
@@ -133,25 +132,28 @@ def _merge_grad_inputs(c: Compilation, sites: list[Site]) -> None:
     tree = _sum_of(sites)
     if tree is None:
         return
-    root, rest = tree
+    root, shape, rest = tree
     last = sites[-1].node
     weights = _cat(c, [s.right for s in sites], 0, last)  # type: ignore[misc]
     product = c.emit(aten.mm.default, _cat(c, [s.left for s in sites], 1, last), weights, like=last)  # type: ignore[misc]
     _record(c, sites, product, k=sum(s.k for s in sites), left=product.args[0], right=weights)
-    total = reshape(c, product, list(value(root).shape), root)
+    total = product if shape is None else c.emit(aten.view.default, product, shape, like=root)
     for term in rest:
         total = c.emit(aten.add.Tensor, total, term, like=root)
     replace_value(c, root, total)
 
 
-def _sum_of(sites: list[Site]) -> tuple[fx.Node, list[fx.Node]] | None:
-    """The sum whose terms the matmuls are, seen through views: its last addition and its other terms."""
+def _sum_of(sites: list[Site]) -> tuple[fx.Node, Any, list[fx.Node]] | None:
+    """The sum whose terms the matmuls are, seen through views: its last addition, the shape (as a view's argument, None:
+    no view) in which they enter it, and its other terms."""
     wanted = {s.node for s in sites}
     climbing: fx.Node | None = sites[0].node
     while climbing is not None:
         terms = _terms(climbing)
         if wanted <= {t for t, _ in terms}:
-            return climbing, [shown for t, shown in terms if t not in wanted]
+            entry = next(shown for t, shown in terms if t in wanted)
+            shape = None if entry in wanted else entry.args[1]
+            return climbing, shape, [shown for t, shown in terms if t not in wanted]
         climbing = _next_addition(climbing)
     return None
 

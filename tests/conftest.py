@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import fp8compile
+from fp8compile import delayed, plans
 
 
 @pytest.fixture(autouse=True)
@@ -22,5 +22,5 @@ def clean_state() -> Iterator[None]:
 
 def _forget() -> None:
     torch.compiler.reset()  # Dynamo's code, Inductor's state
-    fp8compile.plans.reset()
-    fp8compile.delayed.reset()
+    plans.reset()
+    delayed.reset()

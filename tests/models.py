@@ -103,7 +103,7 @@ def language_model(config: transformers.PretrainedConfig, kind: Callable[..., nn
     return Case(model, {"input_ids": tokens()}, next_token(tokens(seed=3)), matmuls, heads=("lm_head",))
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
     "intermediate_size": INNER,

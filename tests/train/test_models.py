@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from fake_quantized import RECIPES, fake_quantized, sqnr
-from models import BATCH, LENGTH, WIDTH, ZOO, Case, blocks, next_token, noise, squared_error, tokens
+from models import BATCH, LENGTH, WIDTH, ZOO, Blocks, Case, blocks, next_token, noise, squared_error, tokens
 from torch import Tensor, nn
 
 import fp8compile
+from fp8compile import plans
 
 # dB, of every gradient and of the output. A cast to E4M3 keeps about 31 dB and one to E5M2 25 dB; a matmul has two, and
 # a gradient of these models has passed some ten matmuls, whose noise adds up: 31 - 10 log10(20) = 18; 3 are for what
@@ -98,7 +99,7 @@ def _exact_step(case: Case) -> Step:
     inputs = {k: v.float() if v.is_floating_point() else v for k, v in case.inputs.items()}
     exact = Case(copy.deepcopy(case.model).float(), inputs, case.loss, 0)
     for module in exact.model.modules():
-        if hasattr(module, "autocast"):
+        if isinstance(module, Blocks):
             module.autocast = False
     return train_step(exact, exact.model)
 
@@ -180,7 +181,7 @@ def test_graph_break_changes_no_bit_and_loses_no_matmul() -> None:
     whole, broken = blocks(), blocks(broken=True)
     a = train_step(whole, compiled(whole.model))
     assert len([p for p in fp8compile.compiles() if p.converted]) == 1
-    fp8compile.plans.reset()
+    plans.reset()
     b = train_step(broken, compiled(broken.model))
     assert [len(p.converted) for p in fp8compile.compiles() if p.converted] == [6, 6]  # one block each: two linears
     assert same_bits(a, b)
@@ -216,7 +217,9 @@ def test_no_stale_weight_after_a_step(recipe: str) -> None:
     before = train_step(case, run)
     optimizer.step()
     with torch.no_grad():
-        case.model.blocks[0].up.weight.mul_(4)  # with its old scale, three quarters of it would saturate
+        case.model.get_parameter("blocks.0.up.weight").mul_(
+            4
+        )  # with its old scale, three quarters of it would saturate
     after = train_step(case, run)
     assert converted() == case.matmuls  # nothing was compiled again
     torch.compiler.reset()
