@@ -22,8 +22,9 @@ from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
 from fp8compile.plan import Plan
 
+BY_DEFAULT = ("the output head", "recipe ")  # left on purpose by everybody: a graph of nothing else is no surprise
 _compiled: list[Plan] = []
-_matched: set[str] = set()
+_matched: set[str] = set()  # skip patterns that have matched, or of which was said that they have not
 
 
 def last_compile() -> Plan:
@@ -76,7 +77,7 @@ def _write(file: Path, text: str) -> None:
 
 def _warn(plans: list[Plan], options: Options) -> None:
     matmuls = [m for plan in plans for m in plan.matmuls]
-    candidates = [m for m in matmuls if m.role != "other"]
+    candidates = [m for m in matmuls if m.role != "other" and not m.reason.startswith(BY_DEFAULT)]
     if candidates and not any(m.decision == "fp8" for m in matmuls):
         reasons: dict[str, int] = {}
         for m in candidates:
@@ -87,6 +88,7 @@ def _warn(plans: list[Plan], options: Options) -> None:
     _matched.update(p for p in options.skip for m in matmuls if _names(p, m.path))
     for pattern in options.skip:
         if candidates and pattern not in _matched:
+            _matched.add(pattern)  # said once; a later graph, after a graph break, may still match it
             paths = sorted({m.path for m in candidates})
             shown = ", ".join(paths[:6]) + (", …" if len(paths) > 6 else "")
             _say(f"fp8: skip pattern {pattern!r} matches no matmul of this graph. Paths here: {shown}.")

@@ -1,7 +1,8 @@
 """The verifier: what must hold of a graph between any two passes.
 
 - the graph is well-formed, and its outputs have the shapes and dtypes that they had before the first pass
-- every node carries its value; a marker's value is what the operator says of its arguments
+- every node carries its value, and its arguments hold symbolic sizes as nodes, never raw; a marker's value is what the
+  operator says of its arguments
 - FP8 data comes from fp8.quantize (or views and concatenations of such data); it is contiguous along the contracted
   dimension where a matmul reads it, and its contracted dimension is a multiple of 16
 - FP8 data is read only by fp8.scaled_mm and fp8.dequantize (or passes through views, concatenations, graph outputs)
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves  # arguments of nodes nest
 
 from fp8compile import ops
 from fp8compile.errors import VerificationError
@@ -53,8 +55,10 @@ def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None) -> Non
 
 
 def _broken_rule(node: fx.Node) -> str:
-    if node.op == "call_function" and "val" not in node.meta:
+    if node.op == "call_function" and "val" not in node.meta and _returns(node):
         return "carries no value"
+    if any(isinstance(a, torch.SymInt) for a in tree_leaves((node.args, node.kwargs))):
+        return "has a raw symbolic size among its arguments"
     if node.target in ops.MARKERS:
         why = _wrong_marker(node)
         if why:
@@ -62,6 +66,11 @@ def _broken_rule(node: fx.Node) -> str:
     if isinstance(node.meta.get("val"), torch.Tensor) and value(node).dtype in FP8_DTYPES and _is_ours(node):
         return _wrong_users(node)
     return ""
+
+
+def _returns(node: fx.Node) -> bool:
+    """Whether an operator has a result at all (an assertion has none)."""
+    return not (isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns)
 
 
 def _is_ours(node: fx.Node) -> bool:

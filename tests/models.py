@@ -194,7 +194,7 @@ def t5() -> Case:
 @_case
 def bert() -> Case:
     config = transformers.BertConfig(
-        **(SIZES | {"tie_word_embeddings": True}), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        **dict(SIZES, tie_word_embeddings=True), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         max_position_embeddings=LENGTH,
     )  # fmt: skip
     case = language_model(config, transformers.BertForMaskedLM)

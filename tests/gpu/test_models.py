@@ -56,6 +56,12 @@ def profiled(case: Case, run: Any) -> tuple[dict[str, torch.Tensor], list[str], 
     return got, kernels, asked
 
 
+def recomputed(name: str) -> int:
+    """How many output matmuls may run a second time in backward: those of a checkpointed model."""
+    rows = [row for plan in fp8compile.compiles() for row in plan.converted]
+    return sum(row.role == "output" for row in rows) if name == "checkpoint" else 0
+
+
 def check(case: Case, got: dict[str, torch.Tensor], recipe: str) -> None:
     reference = Reference.of(case)
     found = {name: sqnr(reference.bf16[name], got[name]) for name in reference.noise}
@@ -76,7 +82,7 @@ def test_eager_executor(name: str, recipe: str) -> None:
     train_step(case, step)
     got, kernels, asked = profiled(case, step)
     matmuls = sum(int(row.batch) for plan in fp8compile.compiles() for row in plan.converted)
-    assert asked == matmuls
+    assert matmuls <= asked <= matmuls + recomputed(name)
     assert len(kernels) >= matmuls
     check(case, got, recipe)
 
@@ -87,7 +93,8 @@ def test_inductor(name: str) -> None:
     step = compiled(case, "mixed")
     train_step(case, step)
     got, kernels, asked = profiled(case, step)
-    assert asked == sum(int(row.batch) for plan in fp8compile.compiles() for row in plan.converted)
+    matmuls = sum(int(row.batch) for plan in fp8compile.compiles() for row in plan.converted)
+    assert matmuls <= asked <= matmuls + recomputed(name)
     assert len(kernels) >= asked
     check(case, got, "mixed")
 
