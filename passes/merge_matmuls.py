@@ -144,8 +144,8 @@ def _merge_grad_inputs(c: Compilation, sites: list[Site]) -> None:
 
 
 def _sum_of(sites: list[Site]) -> tuple[fx.Node, Any, list[fx.Node]] | None:
-    """The sum whose terms the matmuls are, seen through views: its last addition, the shape in which they enter it (as a
-    view's argument; None without a view), and its other terms."""
+    """The sum whose terms the matmuls are, seen through views: its last addition, the shape in which they enter it
+    (as a view's argument; None without a view), and its other terms."""
     wanted = {s.node for s in sites}
     climbing: fx.Node | None = sites[0].node
     while climbing is not None:
