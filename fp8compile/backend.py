@@ -19,6 +19,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale'
 from torch._inductor import list_mode_options  # `mode` reaches a backend untranslated
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
+from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
 from fp8compile import delayed, devices, failures, plans
 from fp8compile.options import Options
@@ -85,7 +86,9 @@ class JointPass(CustomGraphPass):
         tensors = [v for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
         device = devices.describe(next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu")))
         placeholders = list(graph.find_nodes(op="placeholder"))
-        inputs = {n.name: self.inputs[i] for n in placeholders if (i := _input_index(n)) is not None}
+        inputs = {
+            n.name: self.inputs[i] for n in placeholders if (i := _input_index(n)) is not None and i < len(self.inputs)
+        }
         c = Compilation(graph, self.options, device, Plan(), inputs, self.namespace)
         c.plan = Plan("training" if c.is_training else "inference", self.options.recipe.name, device.name)
         return c
@@ -117,8 +120,11 @@ def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Input]:
-    names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
-    return [Input(isinstance(x, torch.nn.Parameter), name) for name, x in zip(names, example_inputs, strict=False)]
+    inputs = []
+    for node, given in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+        is_buffer = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+        inputs += [Input(isinstance(x, torch.nn.Parameter), is_buffer, node.name) for x in tree_leaves(given)]
+    return inputs
 
 
 def _input_index(placeholder: fx.Node) -> int | None:
@@ -135,6 +141,8 @@ def _namespace(example_inputs: Sequence[Any]) -> str:
 
 def _inductor_settings(options: Options) -> dict[str, Any]:
     settings = dict(list_mode_options(options.mode)) if options.mode else {}
+    if options.executor == "eager":  # Inductor's own random operators ignore their seed when run eagerly
+        settings["fallback_random"] = True
     return settings | dict(options.inductor)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torch._inductor import config as inductor_config  # to check the names of settings that are passed on
+
 from fp8compile.errors import OptionError, unknown_name
 from fp8compile.recipe import RECIPES, Recipe
 
@@ -59,6 +61,10 @@ class Options:
                 raise OptionError(
                     f"option 'inductor' maps torch._inductor.config names, and is not {given['inductor']!r}"
                 )
+            known = inductor_config.get_config_copy()  # type: ignore[attr-defined]
+            for name in given["inductor"]:
+                if name not in known:
+                    raise unknown_name("setting of torch._inductor.config", name, known)
             given["inductor"] = tuple(sorted(given["inductor"].items()))
         parsed = Options(**given)
         parsed._check()

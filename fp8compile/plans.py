@@ -20,7 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live
 
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
-from fp8compile.plan import Plan
+from fp8compile.plan import Matmul, Plan
 
 BY_DEFAULT = ("the output head", "recipe ")  # left on purpose by everybody: a graph of nothing else is no surprise
 _compiled: list[Plan] = []
@@ -77,7 +77,7 @@ def _write(file: Path, text: str) -> None:
 
 def _warn(plans: list[Plan], options: Options) -> None:
     matmuls = [m for plan in plans for m in plan.matmuls]
-    candidates = [m for m in matmuls if m.role != "other" and not m.reason.startswith(BY_DEFAULT)]
+    candidates = [m for m in matmuls if _could_be(m)]
     if candidates and not any(m.decision == "fp8" for m in matmuls):
         reasons: dict[str, int] = {}
         for m in candidates:
@@ -89,9 +89,14 @@ def _warn(plans: list[Plan], options: Options) -> None:
     for pattern in options.skip:
         if candidates and pattern not in _matched:
             _matched.add(pattern)  # said once; a later graph, after a graph break, may still match it
-            paths = sorted({m.path for m in candidates})
+            paths = sorted({m.path or "(the model itself)" for m in candidates})
             shown = ", ".join(paths[:6]) + (", …" if len(paths) > 6 else "")
             _say(f"fp8: skip pattern {pattern!r} matches no matmul of this graph. Paths here: {shown}.")
+
+
+def _could_be(matmul: Matmul) -> bool:
+    """Whether leaving this matmul may surprise its user: attention (bmm) and what everybody's default leaves do not."""
+    return (matmul.role != "other" or matmul.kind in ("mm", "addmm")) and not matmul.reason.startswith(BY_DEFAULT)
 
 
 def _names(pattern: str, path: str) -> bool:

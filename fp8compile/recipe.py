@@ -124,8 +124,8 @@ class Recipe:
         if isinstance(value, str):
             return Recipe.named(value)
         if isinstance(value, Mapping):
-            changes = dict(value)
-            return Recipe.named(changes.pop("base", "mixed")).override(**changes)
+            changes = {str(key): change for key, change in value.items()}
+            return Recipe.parse(changes.pop("base", "mixed")).override(**changes)
         raise OptionError(f"recipe must be a name, a Recipe or a mapping, not {type(value).__name__}")
 
     def override(self, **roles: Mapping[str, Any] | Role | None) -> Recipe:

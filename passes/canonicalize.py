@@ -21,7 +21,16 @@ import math
 import torch
 from torch import fx
 
-from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, replace_value, same_sizes, value
+from fp8compile.passes.compilation import (
+    VIEWS,
+    Compilation,
+    aten,
+    base,
+    replace_value,
+    same_sizes,
+    sort_topologically,
+    value,
+)
 
 
 def run(c: Compilation) -> None:
@@ -36,6 +45,7 @@ def run(c: Compilation) -> None:
     for node in list(c.graph.nodes):
         if node.target is aten.bmm.default:
             _drop_batch(c, node)
+    sort_topologically(c.graph)  # a transpose may have been taken from further down
     _merge_equal_views(c)
 
 
@@ -108,7 +118,7 @@ def _rows_collapse(node: object) -> bool:
 
 def _fold_batch_of_gradient(c: Compilation, node: fx.Node) -> None:
     """sum over the batch of bmm(xᵀ, dy), the gradient of a broadcast weight, as one mm."""
-    product, dims = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    product, dims = node.args[0], list(node.args[1] or [])  # type: ignore[arg-type]  # None: over all
     keep = len(node.args) > 2 and bool(node.args[2])
     if not isinstance(product, fx.Node) or product.target is not aten.bmm.default or len(product.users) != 1:
         return

@@ -32,10 +32,11 @@ INHERITED = (
 
 @dataclass(frozen=True)
 class Input:
-    """A graph input in the user's terms: is it a parameter, and its path in the model ("" if unknown)."""
+    """A graph input in the user's terms: a parameter, a buffer, or neither (it comes with the batch)."""
 
     is_parameter: bool
-    path: str = ""
+    is_buffer: bool = False
+    name: str = ""
 
 
 @dataclass
@@ -135,22 +136,53 @@ def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
     users = list(old.users)
     old.replace_all_uses_with(new)
     c.graph.erase_node(old)
+    if _is_restrided(new):
+        copy = c.emit(aten.clone.default, new, like=new, before=new.next, contiguous=True)
+        new.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+        new = copy  # as_strided reads memory as the old node laid it out, from its beginning
     if same_sizes(value(new).stride(), wanted):
         return
+    shown: dict[fx.Node, Any] = {new: wanted}  # the strides that a node had before: a graph output must keep them
     stale = [(new, user) for user in users]
     while stale:
         source, user = stale.pop()
         before = _strides(user.meta.get("val"))
+        if is_tensor(user):
+            shown.setdefault(user, value(user).stride())
         try:
             if user.op == "output":
                 raise RuntimeError
             update_value(user)
         except (RuntimeError, ValueError):  # a view that cannot be: fake tensors raise either
-            copy = c.emit(aten.clone.default, source, like=source, before=user, contiguous=True)
+            copy = _in_order(c, source, shown.get(source), user) if user.op == "output" else None
+            copy = copy or c.emit(aten.clone.default, source, like=source, before=user, contiguous=True)
             user.replace_input_with(source, copy)
             continue
         if _strides(user.meta["val"]) != before:
             stale += [(user, next_user) for next_user in user.users]
+
+
+def _is_restrided(node: fx.Node) -> bool:
+    """Whether some view of `node` is taken by its memory, not by its elements."""
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user.target is aten.as_strided.default:
+                return True
+            if user.target in VIEWS:
+                stack.append(user)
+    return False
+
+
+def _in_order(c: Compilation, source: fx.Node, strides: Any, before: fx.Node) -> fx.Node | None:
+    """A copy of `source` with these dense strides; None where they are not known or no permutation makes them."""
+    if strides is None or not all(isinstance(s, int) for s in strides):
+        return None
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    moved = c.emit(aten.permute.default, source, order, like=source, before=before)
+    copy = c.emit(aten.clone.default, moved, like=source, before=before, contiguous=True)
+    back = c.emit(aten.permute.default, copy, [order.index(d) for d in range(len(order))], like=source, before=before)
+    return back if same_sizes(value(back).stride(), strides) else None
 
 
 def _strides(val: Any) -> Any:

@@ -62,7 +62,7 @@ def _groups(c: Compilation) -> list[list[Site]]:
 
 
 def _wide_bias(site: Site) -> bool:
-    return site.bias is not None and value(site.bias).dim() != 1
+    return site.bias is not None and not same_sizes(value(site.bias).shape, [site.n])
 
 
 def _independent(sites: list[Site], order: dict[fx.Node, int]) -> bool:
@@ -203,7 +203,8 @@ def _merge_grad_weights(c: Compilation, sites: list[Site]) -> None:
 
 
 def _is_transposed(node: fx.Node | None) -> bool:
-    return node is not None and isinstance(node.args[0], fx.Node) and is_transpose_of(node, node.args[0])
+    source = node.args[0] if node is not None and node.args else None
+    return node is not None and isinstance(source, fx.Node) and is_transpose_of(node, source)
 
 
 def _cat(c: Compilation, parts: list[fx.Node], dim: int, like: fx.Node) -> fx.Node:

@@ -13,6 +13,7 @@ then cut off.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -28,6 +29,7 @@ from fp8compile.passes.compilation import (
     divides,
     is_transpose_of,
     replace_value,
+    same_sizes,
     sort_topologically,
     value,
 )
@@ -54,12 +56,16 @@ class Layout:
 
 def run(c: Compilation) -> None:
     """Replace every matmul that the plan converts."""
+    seen: Counter[str] = Counter()
     for row in c.plan.converted:
-        _rewrite(c, row, c.sites[row.node])
+        key = f"{c.namespace}/{row.path}/{row.role}"
+        nth = seen[key]  # a module may hold several matmuls, or be called several times: each has its own history
+        seen[key] += 1
+        _rewrite(c, row, c.sites[row.node], f"{key}#{nth}" if nth else key)
     sort_topologically(c.graph)
 
 
-def _rewrite(c: Compilation, row: Matmul, site: Site) -> None:
+def _rewrite(c: Compilation, row: Matmul, site: Site, key: str) -> None:
     assert row.left is not None
     assert row.right is not None
     assert site.left is not None
@@ -69,10 +75,10 @@ def _rewrite(c: Compilation, row: Matmul, site: Site) -> None:
     n_rows = 1 if divides(ALIGNMENT, site.n) else ALIGNMENT
     grouped = parse_granularity(row.left.granularity).kind == "group"
     m_rows = GROUP_ROWS if grouped and not divides(GROUP_ROWS, site.m) else 1
-    key = f"{c.namespace}/{row.path}/{row.role}"
     left = _operand(c, site.left, True, row.left, f"{key}/left", m_rows, cols, node)
     right = _operand(c, site.right, False, row.right, f"{key}/right", n_rows, cols, node)
-    bias = site.bias if site.bias is not None and value(site.bias).dim() == 1 and n_rows == m_rows == 1 else None
+    fits = site.bias is not None and same_sizes(value(site.bias).shape, [site.n]) and n_rows == m_rows == 1
+    bias = site.bias if fits else None
     out = c.emit(
         ops.scaled_mm, *left, row.left.granularity, *right, row.right.granularity, bias,
         value(node).dtype, row.fast_accumulation, like=node,

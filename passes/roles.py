@@ -5,7 +5,9 @@
     grad_weight  gradientᵀ @ activation         }
     other        no weight on either side (attention, state-space scans), or an operator that is no plain matmul
 
-A weight is what is computed from parameters alone: a parameter, its cast, its transpose, a product of two of them.
+A weight is what is computed from parameters (and buffers and constants) alone: a parameter, its cast, its transpose,
+its normalised form, the sum of it and a low-rank product. Two weights have no role: their product keeps the precision
+of weights. What else has been through a matmul is no weight: attention to learned queries is attention.
 Which matmul a gradient belongs to is read off the graph: its second operand is a view of an operand of that matmul,
 and the sizes agree; where several agree, the sequence number that autograd gave both decides.
 """
@@ -26,12 +28,14 @@ from fp8compile.passes.compilation import (
     getitems,
     is_tangent,
     module_path,
+    same_sizes,
     source_line,
     value,
 )
 
 MATMULS = {aten.mm.default: "mm", aten.addmm.default: "addmm", aten.bmm.default: "bmm"}
 CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
+SIZES = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 FOREIGN = {
     "_grouped_mm": "grouped matmul",
     "_scaled_mm": "scaled matmul",
@@ -101,22 +105,18 @@ def find_sites(c: Compilation) -> list[Site]:
 
 
 def weight_nodes(c: Compilation) -> set[fx.Node]:
-    """Nodes computed from parameters alone."""
-    found: set[fx.Node] = set()
+    """Nodes computed from a parameter, and beside it from parameters, buffers and constants alone."""
+    static: dict[fx.Node, bool] = {}  # node -> whether a parameter is in it
     for node in c.graph.nodes:
         if node.op == "placeholder":
             known = c.inputs.get(node.name)
-            if known is not None and known.is_parameter:
-                found.add(node)
-        elif node.op == "call_function":
-            tensors = [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), torch.Tensor)]
-            if tensors and all(i in found or _is_constant(i) for i in tensors) and any(i in found for i in tensors):
-                found.add(node)
-    return found
-
-
-def _is_constant(node: fx.Node) -> bool:
-    return node.op == "get_attr" or (node.op == "call_function" and not node.all_input_nodes)
+            if known is not None and (known.is_parameter or known.is_buffer):
+                static[node] = known.is_parameter
+        elif node.op in ("get_attr", "call_function"):
+            tensors = [i for i in node.all_input_nodes if not isinstance(i.meta.get("val"), SIZES)]
+            if all(i in static for i in tensors):
+                static[node] = any(static[i] for i in tensors)
+    return {node for node, has_parameter in static.items() if has_parameter}
 
 
 def _sites_of(node: fx.Node) -> list[Site]:
@@ -202,12 +202,39 @@ def not_a_matmul(node: fx.Node) -> str:
 def _assign_forward_role(site: Site, weights: set[fx.Node]) -> None:
     if site.why_other:
         return
-    if site.right in weights:
-        site.role = "output"
-    elif site.left in weights:
-        site.role, site.weight_on_left = "output", True
+    left, right = (_is_weight(operand, weights) for operand in (site.left, site.right))
+    if left and right:
+        site.why_other = "both operands are weights"
+    elif not (left or right):
+        site.why_other = "neither operand comes from an nn.Parameter"
     else:
-        site.why_other = "both operands are activations"
+        site.role, site.weight_on_left = "output", left
+
+
+def _is_weight(operand: fx.Node | None, weights: set[fx.Node]) -> bool:
+    return operand is not None and operand in weights and (not _has_matmul(operand) or _is_updated_weight(operand))
+
+
+def _is_updated_weight(node: fx.Node) -> bool:
+    """Whether `node` is a weight plus something of its shape that a matmul made, as a low-rank update is."""
+    while len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    shape = value(node).shape
+    terms = [i for i in node.all_input_nodes if same_sizes(value(i).shape, shape)]
+    return node.target is aten.add.Tensor and len(terms) == 2 and not all(map(_has_matmul, terms))
+
+
+def _has_matmul(node: fx.Node) -> bool:
+    """Whether a matmul takes part in what `node` computes; asked of weights only, whose history is short."""
+    stack, seen = [node], {node}
+    while stack:
+        current = stack.pop()
+        if current.target in MATMULS:
+            return True
+        fresh = [i for i in current.all_input_nodes if i not in seen]
+        seen.update(fresh)
+        stack += fresh
+    return False
 
 
 def _assign_backward_role(

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fp8compile.formats import round_up
-from fp8compile.passes.compilation import Compilation, aten, base, dependents, is_tangent, value
+from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, is_tangent, value
 from fp8compile.passes.roles import Site, find_sites
 from fp8compile.plan import BF16, FP8, Matmul
 from fp8compile.recipe import Role
@@ -193,7 +193,7 @@ def _heads(c: Compilation, sites: list[Site]) -> list[Site]:
     """The output matmuls that make the model's logits.
 
     One whose weight is also an embedding table; or that no later matmul of the forward half reads and that either is
-    called like a head or feeds a cross-entropy.
+    called like a head (and is not the last layer of a residual block) or feeds a cross-entropy.
     """
     embeddings = {base(n.args[0]) for n in c.graph.nodes if n.target is aten.embedding.default}  # type: ignore[arg-type]
     forward = [s for s in sites if s.role == "output"]
@@ -204,7 +204,7 @@ def _heads(c: Compilation, sites: list[Site]) -> list[Site]:
         if site.weight is not None and _root(site.weight) in embeddings:
             found.append(site)
             continue
-        named = bool(HEADS.search(site.path))
+        named = bool(HEADS.search(site.path)) and not _enters_residual(site.node)
         later = dependents(c.graph, [site.node]) - {site.node} if named or _feeds_loss(site.node) else None
         if later is not None and not (later & consumers) - backward:
             found.append(site)
@@ -216,6 +216,19 @@ def _root(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
+
+
+def _enters_residual(node: fx.Node) -> bool:
+    """Whether what `node` computes is added to another activation of its shape, as the last layer of a block is."""
+    for user in node.users:
+        if user.target in VIEWS or user.target is torch.ops.prims.convert_element_type.default:
+            if _enters_residual(user):
+                return True
+        elif user.target is aten.add.Tensor:
+            shapes = [list(map(str, value(a).shape)) for a in user.args if isinstance(a, fx.Node)]
+            if len(shapes) == 2 and shapes[0] == shapes[1]:
+                return True
+    return False
 
 
 def _feeds_loss(node: fx.Node) -> bool:

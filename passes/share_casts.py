@@ -2,7 +2,7 @@
 
 Before      %a1 = fp8.amax(%x, row)   %a2 = fp8.amax(%x, row)      After   %a1 = fp8.amax(%x, row)
             %q1 = fp8.quantize(…)     %q2 = fp8.quantize(…)                %q1 = fp8.quantize(…)
-            %a3 = fp8.amax(%x, tensor)                                     %a3 = amax(%a1)
+            %a3 = fp8.amax(%x, tensor)                                     %a3 = fp8.amax(%a1, tensor)
 
 Markers are pure functions, so equal arguments give equal results; delayed scales are not, and stay. A tensor's amax
 is the maximum of its rows' amaxes (COAT's "group scaling", arXiv 2410.19313 §4): no second read of the tensor.
@@ -31,7 +31,7 @@ def run(c: Compilation) -> None:
     for node in list(c.graph.nodes):
         if node.target is ops.amax and node.args[1] == "tensor" and node.args[0] in finer:
             source = finer[node.args[0]]
-            replace_value(c, node, c.emit(aten.amax.default, source, like=node))
+            replace_value(c, node, c.emit(ops.amax, source, "tensor", like=node))
     _unify(c)
     sort_topologically(c.graph)
 
@@ -39,16 +39,12 @@ def run(c: Compilation) -> None:
 def _unify(c: Compilation) -> None:
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(c.graph.nodes):
-        if node.target not in PURE and not _reduces_amax(node):
+        if node.target not in PURE:
             continue
         same = known.setdefault((node.target, _key(node)), node)
         if same is not node:
             node.replace_all_uses_with(same)
             c.graph.erase_node(node)
-
-
-def _reduces_amax(node: fx.Node) -> bool:
-    return node.target is aten.amax.default and getattr(node.args[0], "target", None) is ops.amax
 
 
 def _key(node: fx.Node) -> Any:

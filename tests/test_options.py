@@ -53,11 +53,12 @@ def test_the_defaults():
 
 def test_options_are_parsed_into_their_types():
     parsed = Options.parse(
-        {"recipe": "rowwise", "skip": "lm_head", "inductor": {"b": 2, "a": 1}, "select": "all"}, mode="max-autotune"
+        {"recipe": "rowwise", "skip": "lm_head", "inductor": {"max_fusion_size": 2, "debug": True}, "select": "all"},
+        mode="max-autotune",
     )
     assert parsed.recipe is RECIPES["rowwise"]
     assert parsed.skip == ("lm_head",)
-    assert parsed.inductor == (("a", 1), ("b", 2))
+    assert parsed.inductor == (("debug", True), ("max_fusion_size", 2))
     assert parsed.mode == "max-autotune"
     assert Options.parse({"skip": ["a", "b"]}).skip == ("a", "b")
     hash(parsed)  # it enters cache keys
@@ -81,6 +82,11 @@ def test_options_are_parsed_into_their_types():
         ({"skip": ""}, r"option 'skip' takes module path patterns \(strings\), not ''"),
         ({"skip": 3}, "skip"),
         ({"inductor": "max_autotune"}, "inductor"),
+        (
+            {"inductor": {"max_autotun": True}},
+            r"unknown setting of torch._inductor.config .*Did you mean 'max_autotune'",
+        ),
+        ({"recipe": {"base": ["mixed"]}}, "recipe must be a name"),
         ({"mode": "max-autotun"}, "max-autotune"),
     ],
     ids=str,

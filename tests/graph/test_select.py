@@ -61,7 +61,7 @@ def test_attention_is_no_matmul_with_a_weight():
     plan = step(Attention(), torch.randn(2, 16, 32))
     others = [m for m in plan.matmuls if m.role == "other"]
     assert {(m.kind, m.decision, m.reason, m.batch) for m in others} == {
-        ("bmm", "bf16", "both operands are activations", 2)
+        ("bmm", "bf16", "neither operand comes from an nn.Parameter", 2)
     }
     assert len(others) == 6  # two in forward, two gradients each
     assert [m.path for m in plan.converted] == ["qkv", "out", "out", "out", "qkv"]

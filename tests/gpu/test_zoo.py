@@ -131,7 +131,7 @@ def test_default_selection_converts_large_matmuls() -> None:
 LOSSES = """
 import sys; sys.path[:0] = [{tests!r}, {gpu!r}]
 import torch, fp8compile
-from test_models import compiled, on_gpu, train_step
+from test_zoo import compiled, on_gpu, train_step
 from torch._dynamo.utils import counters
 torch.manual_seed(0)
 case = on_gpu("llama")

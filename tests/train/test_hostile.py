@@ -1,0 +1,214 @@
+"""Uses that once gave wrong numbers, crashed or lied, kept as they were found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_quantized import sqnr
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8compile
+
+LEAST = 20.0  # dB: one or two matmuls of E4M3 operands (31 dB a cast) keep 25 or more
+
+
+def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(fn, backend="fp8", options={"select": "all", "executor": "eager", "strict": True, **options})
+
+
+def linear(n: int = 64, **kwargs: Any) -> nn.Linear:
+    return nn.Linear(32, n, **kwargs).bfloat16()
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+class Holder(nn.Module):
+    """A module that runs a function of itself."""
+
+    def __init__(self, run: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(self, *args)
+
+
+def test_as_strided_of_a_merged_part_reads_its_own_memory() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        left, right = m.a(x), m.b(x)
+        return torch.as_strided(left, (8, 8), (64, 1)) + torch.as_strided(right.view(64, 64), (8, 8), (64, 1))
+
+    model, x = Holder(run, a=linear(), b=linear()), noise(64, 32)
+    assert sqnr(model(x), compiled(model)(x)) > LEAST
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda y: y.flatten(2).transpose(1, 2), lambda y: y.permute(0, 2, 3, 1), lambda y: y],
+    ids=["patches", "channels_last", "plain"],
+)
+def test_outputs_keep_their_strides(view: Callable[[Tensor], Tensor]) -> None:
+    model, x = Holder(lambda m, x: view(m.conv(x)), conv=nn.Conv2d(16, 32, 4, 4).bfloat16()), noise(2, 16, 16, 16)
+    expected, actual = model(x), compiled(model)(x)
+    assert actual.stride() == torch.compile(model, backend="aot_eager")(x).stride()
+    assert sqnr(expected, actual) > LEAST
+
+
+def test_merged_outputs_keep_their_strides() -> None:
+    model = Holder(lambda m, x: (m.a(x).permute(2, 0, 1), m.b(x)), a=linear(), b=linear())
+    x = noise(2, 16, 32)
+    for expected, actual in zip(model(x), compiled(model)(x), strict=True):
+        assert actual.stride() == expected.stride()
+
+
+def test_dropout_in_a_checkpoint_has_one_mask() -> None:
+    model = Holder(lambda m, x: checkpoint(lambda x: F.dropout(m.a(x), 0.5), x, use_reentrant=False), a=linear())
+    out = compiled(model)(noise(16, 32).requires_grad_())
+    out.sum().backward()
+    kept = 2.0 * (out != 0).sum(0)  # the bias's gradient counts what forward kept, scaled by 1 / (1 - p)
+    assert torch.equal(model.a.bias.grad.float(), kept.float())
+
+
+def test_norms_and_whole_sums_compile() -> None:
+    model, x = Holder(lambda m, x: m.a(x).float().norm() + m.a(x).sum(), a=linear()), noise(16, 32)
+    assert sqnr(model(x), compiled(model)(x)) > LEAST
+    assert fp8compile.last_compile().converted
+
+
+def test_transposed_outputs_whose_gradients_are_tangents() -> None:
+    model = Holder(lambda m, x: (m.a(x).t(), m.b(x).t()), a=linear(), b=linear())
+    x = noise(16, 32)
+    for out, plain in zip(compiled(model)(x), model(x), strict=True):
+        assert sqnr(plain, out) > LEAST
+    sum(o.sum() for o in compiled(model)(x)).backward()
+    assert model.a.weight.grad.isfinite().all()
+
+
+def test_addmm_with_one_bias_for_all() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(noise(32, 48) / 6) for _ in range(2))
+            self.bias = nn.Parameter(noise(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x, self.a) * torch.addmm(self.bias, x, self.b)
+
+    model, x = Shared(), noise(16, 32)
+    assert sqnr(model(x), compiled(model)(x)) > LEAST
+
+
+def test_two_matmuls_of_a_module_have_two_histories() -> None:
+    model = Holder(lambda m, x: m.a(m.a(x) * 1e-5) * 1e5, a=nn.Linear(32, 32, bias=False).bfloat16())
+    recipe = {"base": "tensorwise", "output": {"left": {"delayed": True}}}
+    step, x = compiled(model, recipe=recipe), noise(16, 32)
+    for _ in range(3):
+        out = step(x.requires_grad_())
+        out.sum().backward()
+    assert sqnr(model(x), out) > LEAST
+
+
+def test_compiled_autograd() -> None:
+    model, x = nn.Sequential(linear(), nn.SiLU()), noise(16, 32)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).float().square().sum()
+        loss.backward()
+        return loss
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        loss = compiled(step)(x)
+    assert sqnr(model(x).float().square().sum(), loss) > LEAST
+    assert model[0].weight.grad.isfinite().all()
+
+
+def test_learned_queries_attend_in_bf16_and_products_of_weights_stay() -> None:
+    class Perceiver(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(noise(1, 16, 32))
+            self.q, self.k = linear(32), linear(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(self.queries).expand(x.shape[0], -1, -1)
+            return (q @ self.k(x).transpose(1, 2)).softmax(-1)
+
+    compiled(Perceiver())(noise(4, 16, 32).requires_grad_()).sum().backward()
+    rows = {(r.path, r.role, r.decision, r.reason) for r in fp8compile.last_compile().matmuls if r.role != "grad_input"}
+    assert ("k", "output", "fp8", "every matmul that can run") in rows
+    assert ("q", "other", "bf16", "both operands are weights") in rows
+    assert not [r for r in fp8compile.last_compile().converted if r.kind == "bmm"]
+
+
+def test_a_low_rank_update_of_a_weight_is_a_weight() -> None:
+    class Lora(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(noise(64, 32) / 6, requires_grad=False)
+            self.a, self.b = nn.Parameter(noise(16, 32) / 6), nn.Parameter(noise(64, 16) / 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight + 0.5 * (self.b @ self.a))
+
+    model, x = Lora(), noise(16, 32)
+    out = compiled(model)(x)
+    assert sqnr(model(x), out) > LEAST
+    out.sum().backward()
+    rows = [(r.role, r.decision) for r in fp8compile.last_compile().matmuls]
+    assert rows[:2] == [("other", "bf16"), ("output", "fp8")]
+
+
+def test_the_last_layer_of_a_block_is_no_head() -> None:
+    model = Holder(lambda m, x: x + m.output(F.gelu(m.fc(x))), fc=linear(), output=nn.Linear(64, 32).bfloat16())
+    compiled(model)(noise(16, 32))
+    assert {r.path: r.decision for r in fp8compile.last_compile().matmuls} == {"fc": "fp8", "output": "fp8"}
+
+
+def test_a_weight_that_also_depends_on_buffers_is_a_weight() -> None:
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 64))
+    compiled(model)(torch.randn(16, 32)).sum().backward()
+    assert [r.role for r in fp8compile.last_compile().converted] == ["output", "grad_weight"]
+
+
+def test_plain_tensors_as_weights_are_said_to_be_left() -> None:
+    w = noise(32, 64).requires_grad_()
+    with pytest.warns(fp8compile.Fp8Warning, match=r"NOTHING was converted.*nn\.Parameter"):
+        compiled(lambda x: x @ w)(noise(16, 32)).sum().backward()
+
+
+def test_an_expert_without_tokens() -> None:
+    experts = nn.ModuleList([nn.Linear(32, 32).bfloat16() for _ in range(2)])
+
+    def run(m: Any, x: Tensor, choice: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(m.experts):
+            index = torch.where(choice == i)[0]
+            out = out.index_add(0, index, expert(x[index]))
+        return out
+
+    model, x = Holder(run, experts=experts), noise(32, 32)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        step = compiled(model)
+        for choice in (torch.arange(32) % 2, torch.zeros(32, dtype=torch.int64)):  # the second expert gets none
+            out = step(x, choice)
+            out.sum().backward()
+            assert sqnr(model(x, choice), out) > LEAST
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_optimizer_steps_and_models_without_matmuls_are_quiet() -> None:
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(16, 32)).sum().backward()
+    before = model.weight.detach().clone()
+    torch.compile(optimizer.step, backend="fp8", options={"executor": "eager", "strict": True})()
+    assert not torch.equal(before, model.weight)
