@@ -57,7 +57,7 @@ def test_rows_are_found_changed_and_counted():
     plan = a_plan()
     assert [m.node for m in plan.converted] == ["mm"]
     assert [m.node for m in plan.kept] == ["mm_1", "mm_2", "bmm"]
-    assert plan.reasons() == {"skip='head'": 2, "neither operand comes from an nn.Parameter": 1}
+    assert plan.reasons() == {"skip='head'": 2, "neither is a weight": 1}
     assert plan.row("mm_1").path == "head"
     assert plan.row("nothing") is None
     plan.update("mm_1", node="renamed", decision=FP8)
