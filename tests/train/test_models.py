@@ -163,6 +163,9 @@ def test_every_matmul_that_is_left_has_its_reason(name: str) -> None:
     expected = dict(case.kept)
     expected |= {f"skip={pattern!r}": 3 * _matching(case.model, pattern) for pattern in case.skip}
     expected |= {HEAD: 3} if case.heads else {}
+    if torch.__version__ < "2.13":  # there a scan over time stays as many small matmuls as it has steps
+        scans = "neither operand comes from an nn.Parameter"
+        assert reasons.pop(scans, 0) >= expected.pop(scans, 0)
     assert reasons == expected
 
 
