@@ -26,11 +26,11 @@ from fp8compile.passes.compilation import (
     Compilation,
     aten,
     base,
-    replace_value,
     same_sizes,
     sort_topologically,
     value,
 )
+from fp8compile.passes.replace import replace_value
 
 
 def run(c: Compilation) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,74 +121,6 @@ def update_value(node: fx.Node) -> None:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
-    """Let every user of `old` use `new`, which has the same shape and dtype but perhaps other strides.
-
-    Strides travel on through views only; where a view cannot be taken of the new strides, or a graph output would show
-    them, a contiguous copy is put in between. Sites that read `old` read `new` from now on.
-    """
-    for site in c.sites.values():
-        for operand in ("left", "right", "bias"):
-            if getattr(site, operand) is old:
-                setattr(site, operand, new)
-    wanted = value(old).stride()
-    users = list(old.users)
-    old.replace_all_uses_with(new)
-    c.graph.erase_node(old)
-    if _is_restrided(new):
-        copy = c.emit(aten.clone.default, new, like=new, before=new.next, contiguous=True)
-        new.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-        new = copy  # as_strided reads memory as the old node laid it out, from its beginning
-    if same_sizes(value(new).stride(), wanted):
-        return
-    shown: dict[fx.Node, Any] = {new: wanted}  # the strides that a node had before: a graph output must keep them
-    stale = [(new, user) for user in users]
-    while stale:
-        source, user = stale.pop()
-        before = _strides(user.meta.get("val"))
-        if is_tensor(user):
-            shown.setdefault(user, value(user).stride())
-        try:
-            if user.op == "output":
-                raise RuntimeError
-            update_value(user)
-        except (RuntimeError, ValueError):  # a view that cannot be: fake tensors raise either
-            copy = _in_order(c, source, shown.get(source), user) if user.op == "output" else None
-            copy = copy or c.emit(aten.clone.default, source, like=source, before=user, contiguous=True)
-            user.replace_input_with(source, copy)
-            continue
-        if _strides(user.meta["val"]) != before:
-            stale += [(user, next_user) for next_user in user.users]
-
-
-def _is_restrided(node: fx.Node) -> bool:
-    """Whether some view of `node` is taken by its memory, not by its elements."""
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if user.target is aten.as_strided.default:
-                return True
-            if user.target in VIEWS:
-                stack.append(user)
-    return False
-
-
-def _in_order(c: Compilation, source: fx.Node, strides: Any, before: fx.Node) -> fx.Node | None:
-    """A copy of `source` with these dense strides; None where they are not known or no permutation makes them."""
-    if strides is None or not all(isinstance(s, int) for s in strides):
-        return None
-    order = sorted(range(len(strides)), key=lambda d: -strides[d])
-    moved = c.emit(aten.permute.default, source, order, like=source, before=before)
-    copy = c.emit(aten.clone.default, moved, like=source, before=before, contiguous=True)
-    back = c.emit(aten.permute.default, copy, [order.index(d) for d in range(len(order))], like=source, before=before)
-    return back if same_sizes(value(back).stride(), strides) else None
-
-
-def _strides(val: Any) -> Any:
-    vals = val if isinstance(val, (tuple, list)) else (val,)
-    return [[str(s) for s in v.stride()] for v in vals if isinstance(v, torch.Tensor)]
-
-
 def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
     """Whether two tuples of sizes or strides are equal, symbol by symbol, without adding guards."""
     return [str(x) for x in a] == [str(x) for x in b]
@@ -254,30 +185,6 @@ def sort_topologically(graph: fx.Graph) -> None:
         pending += reversed(waiting.pop(node, []))
     if waiting:
         raise RuntimeError("the graph has a cycle")
-
-
-def module_path(node: fx.Node) -> str:
-    """The path of the module whose forward made `node`, as model.named_modules() spells it; "" if unknown."""
-    stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack")
-    return clean_path(next(reversed(stack.values()))[0]) if stack else ""
-
-
-def clean_path(path: str) -> str:
-    """A module path without the compiler's decoration: "L['self'].layers[0].fc" → "layers.0.fc"."""
-    path = re.sub(r"""^[LG]\[['"][^\]]*['"]\]""", "", path)
-    path = re.sub(r"""\[['"]?([^'"\]]+)['"]?\]""", r".\1", path)
-    path = re.sub(r"\._modules\b|\._parameters\b|\b_orig_mod\.|\b_checkpoint_wrapped_module\.", "", path)
-    return path.strip(".")
-
-
-def source_line(node: fx.Node) -> str:
-    """The user's line that made `node`, "file:line  code"; "" if unknown."""
-    trace = node.meta.get("stack_trace") or ""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*([^\n]+)', trace)
-    if not frames:
-        return ""
-    file, line, code = frames[-1]
-    return f"{file.rsplit('/', 1)[-1]}:{line}  {code.strip()}"
 
 
 def getitems(node: fx.Node) -> dict[int, fx.Node]:

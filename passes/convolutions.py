@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from fp8compile.passes.compilation import Compilation, aten, getitems, replace_value, reshape, value
+from fp8compile.passes.compilation import Compilation, aten, getitems, reshape, value
+from fp8compile.passes.replace import replace_value
 from fp8compile.passes.roles import Site
 
 

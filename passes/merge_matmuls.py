@@ -27,11 +27,11 @@ from fp8compile.passes.compilation import (
     aten,
     depends_on,
     is_transpose_of,
-    replace_value,
     same_sizes,
     sort_topologically,
     value,
 )
+from fp8compile.passes.replace import replace_value
 from fp8compile.passes.roles import Site
 from fp8compile.plan import FP8
 

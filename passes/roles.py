@@ -27,11 +27,10 @@ from fp8compile.passes.compilation import (
     dependents,
     getitems,
     is_tangent,
-    module_path,
     same_sizes,
-    source_line,
     value,
 )
+from fp8compile.passes.origin import module_path, source_line
 
 MATMULS = {aten.mm.default: "mm", aten.addmm.default: "addmm", aten.bmm.default: "bmm"}
 CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}

@@ -16,7 +16,8 @@ from typing import Any
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.passes.compilation import Compilation, aten, replace_value, sort_topologically
+from fp8compile.passes.compilation import Compilation, aten, sort_topologically
+from fp8compile.passes.replace import replace_value
 
 PURE = {*ops.CASTS, aten.cat.default, aten.maximum.default}
 

@@ -70,6 +70,21 @@ def test_merged_outputs_keep_their_strides() -> None:
         assert actual.stride() == expected.stride()
 
 
+@torch.library.custom_op("fp8compile_test::flat_sum", mutates_args=())
+def flat_sum(x: Tensor) -> Tensor:
+    """An operator whose kernel takes its input to be contiguous, as many do."""
+    return torch.as_strided(x, (x.numel(),), (1,)).float().sum().reshape(1)
+
+
+flat_sum.register_fake(lambda x: x.new_empty(1, dtype=torch.float32))
+
+
+def test_an_operator_of_the_users_sees_the_strides_it_saw() -> None:
+    model = Holder(lambda m, x: (flat_sum(m.a(x).detach()), m.b(x)), a=linear(), b=linear())
+    x = noise(16, 32)
+    assert sqnr(model(x)[0], compiled(model)(x)[0]) > LEAST
+
+
 def test_dropout_in_a_checkpoint_has_one_mask() -> None:
     model = Holder(lambda m, x: checkpoint(lambda x: F.dropout(m.a(x), 0.5), x, use_reentrant=False), a=linear())
     out = compiled(model)(noise(16, 32).requires_grad_())

@@ -1,0 +1,95 @@
+"""Replace a value by an equal one whose strides may differ, and keep everybody right who looks at strides.
+
+Strides travel on through views, and end at operators that compute. Three kinds of users must see the old ones: a graph
+output, an operator that is not aten's (a kernel of the user's may have its strides compiled in), and `as_strided`,
+which reads memory instead of elements. They get a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile.passes.compilation import VIEWS, Compilation, aten, is_tensor, same_sizes, update_value, value
+
+STRIDE_BLIND = ("aten", "prims", "fp8")  # operators that take any strides for the same values
+
+
+def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
+    """Let every user of `old` use `new`, which has the same shape and dtype but perhaps other strides; `old` is erased.
+
+    Sites that read `old` read `new` from now on. A view that cannot be taken of the new strides is taken of a copy.
+    """
+    for site in c.sites.values():
+        for operand in ("left", "right", "bias"):
+            if getattr(site, operand) is old:
+                setattr(site, operand, new)
+    wanted = value(old).stride()
+    users = list(old.users)
+    old.replace_all_uses_with(new)
+    c.graph.erase_node(old)
+    if _is_restrided(new):
+        copy = c.emit(aten.clone.default, new, like=new, before=new.next, contiguous=True)
+        new.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+        new = copy
+    if not same_sizes(value(new).stride(), wanted):
+        _restride(c, new, wanted, users)
+
+
+def _restride(c: Compilation, new: fx.Node, wanted: Any, users: list[fx.Node]) -> None:
+    """Carry the new strides of `new` on to its users, as far as they go."""
+    shown: dict[fx.Node, Any] = {new: wanted}  # the strides that each node had
+    stale = [(new, user) for user in users]
+    while stale:
+        source, user = stale.pop()
+        before = _strides(user.meta.get("val"))
+        if is_tensor(user):
+            shown.setdefault(user, value(user).stride())
+        if _sees_strides(user):
+            user.replace_input_with(source, _in_order(c, source, shown.get(source), user))
+            continue
+        try:
+            update_value(user)
+        except (RuntimeError, ValueError):  # a view that cannot be: fake tensors raise either
+            copy = c.emit(aten.clone.default, source, like=source, before=user, contiguous=True)
+            user.replace_input_with(source, copy)
+            continue
+        if _strides(user.meta["val"]) != before:
+            stale += [(user, next_user) for next_user in user.users]
+
+
+def _sees_strides(user: fx.Node) -> bool:
+    if user.op != "call_function":
+        return True
+    return (
+        isinstance(user.target, torch._ops.OperatorBase) and getattr(user.target, "namespace", "") not in STRIDE_BLIND
+    )
+
+
+def _is_restrided(node: fx.Node) -> bool:
+    """Whether some view of `node` is taken by its memory, not by its elements."""
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user.target is aten.as_strided.default:
+                return True
+            if user.target in VIEWS:
+                stack.append(user)
+    return False
+
+
+def _in_order(c: Compilation, source: fx.Node, strides: Any, before: fx.Node) -> fx.Node:
+    """A copy of `source` with these dense strides; a contiguous one where they are unknown or symbolic."""
+    if strides is None or not all(isinstance(s, int) for s in strides):
+        return c.emit(aten.clone.default, source, like=source, before=before, contiguous=True)
+    order = sorted(range(len(strides)), key=lambda d: -strides[d])
+    moved = c.emit(aten.permute.default, source, order, like=source, before=before)
+    copy = c.emit(aten.clone.default, moved, like=source, before=before, contiguous=True)
+    return c.emit(aten.permute.default, copy, [order.index(d) for d in range(len(order))], like=source, before=before)
+
+
+def _strides(val: Any) -> Any:
+    vals = val if isinstance(val, (tuple, list)) else (val,)
+    return [[str(s) for s in v.stride()] for v in vals if isinstance(v, torch.Tensor)]
