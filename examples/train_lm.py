@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+import fp8compile
 from comparison import save, table
 from corpus import load_corpus
 from llama import LlamaConfig
@@ -88,6 +89,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
         "executor": arguments.executor or ("inductor" if on_gpu else "eager"),
         "strict": True,  # a graph that fell back to BF16 unnoticed would make the comparison a lie
     }
+    fp8compile.Options.parse(options)  # a misspelt recipe is said now, not after the first run
     return Job(
         size=size,
         corpus=load_corpus(arguments.text, size.seq).to(device),
