@@ -29,7 +29,7 @@ from fp8compile.recipe import Role
 
 HEADS = re.compile(
     r"(^|\.)(lm_head|head|heads|output|output_layer|output_projection|classifier|score|scores|embed_out|proj_out"
-    r"|to_logits|logits|cls|decoder|unembed|vocab_proj|generator|qa_outputs)$"
+    r"|to_logits|logits|cls|unembed|vocab_proj|generator|qa_outputs|(predictions|lm_head)\.decoder)$"
 )
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # FP8 units read the contracted dimension, and write the last one, in pieces of 16
