@@ -28,7 +28,7 @@ def oriented(x: Tensor, transpose: bool, row_multiple: int, col_multiple: int) -
         x = x.transpose(-1, -2)
     rows, cols = x.shape[-2], x.shape[-1]
     pad_rows, pad_cols = round_up(rows, row_multiple) - rows, round_up(cols, col_multiple) - cols
-    if (row_multiple == 1 and col_multiple == 1) or (pad_rows == 0 and pad_cols == 0):
+    if all(isinstance(pad, int) and pad == 0 for pad in (pad_rows, pad_cols)):  # a symbolic pad may be anything
         return x
     return torch.nn.functional.pad(x, (0, pad_cols, 0, pad_rows))
 
@@ -37,19 +37,41 @@ def amax(x: Tensor, granularity: str, transpose: bool = False, row_multiple: int
     """Largest magnitude of what shares a scale; FP32, in the shape of the scale (`Granularity.scale_shape`)."""
     how = parse_granularity(granularity)
     if how.kind == "tensor":
-        return torch.zeros((), device=x.device) if _is_empty(x) else x.abs().amax().float()
+        return torch.zeros((), device=x.device) if _is_empty(x) else _largest(x.abs()).float()
     x = oriented(x, transpose, row_multiple, col_multiple)
     shape = how.scale_shape(x.shape)
     if _is_empty(x):
         return torch.zeros(shape, device=x.device)
     if how.kind == "row":
-        return x.abs().amax(-1, keepdim=True).float()
+        return _largest_along(x.abs(), -1).unsqueeze(-1).float()
     *batch, rows, cols = shape
     if how.kind == "group":
         x = oriented(x, False, 1, how.size)
         return x.abs().reshape(*batch, rows, cols, how.size).amax(-1).float()
     x = oriented(x, False, how.size, how.size)
     return x.abs().reshape(*batch, rows, how.size, cols, how.size).amax((-1, -3)).float()
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The maximum of x, which holds no negative values; 0 if it turns out to be empty."""
+    if not any(map(_is_unbacked, x.shape)):
+        return x.amax()
+    while x.dim():
+        x = _largest_along(x, -1)
+    return x
+
+
+def _largest_along(x: Tensor, dim: int) -> Tensor:
+    """The maxima along `dim` of x, which holds no negative values; 0 where a size that only the data knows is 0."""
+    if _is_unbacked(x.shape[dim]):
+        one = list(x.shape)
+        one[dim] = 1
+        x = torch.cat([x, x.new_zeros(one)], dim)
+    return x.amax(dim)
+
+
+def _is_unbacked(size: int | torch.SymInt) -> bool:
+    return isinstance(size, torch.SymInt) and not size.node.has_hint()
 
 
 def _is_empty(x: Tensor) -> bool:

@@ -200,7 +200,8 @@ def test_plain_tensors_as_weights_are_said_to_be_left() -> None:
         compiled(lambda x: x @ w)(noise(16, 32)).sum().backward()
 
 
-def test_an_expert_without_tokens() -> None:
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_an_expert_without_tokens(executor: str) -> None:
     experts = nn.ModuleList([nn.Linear(32, 32).bfloat16() for _ in range(2)])
 
     def run(m: Any, x: Tensor, choice: Tensor) -> Tensor:
@@ -212,7 +213,7 @@ def test_an_expert_without_tokens() -> None:
 
     model, x = Holder(run, experts=experts), noise(32, 32)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        step = compiled(model)
+        step = compiled(model, executor=executor)
         for choice in (torch.arange(32) % 2, torch.zeros(32, dtype=torch.int64)):  # the second expert gets none
             out = step(x, choice)
             out.sum().backward()
