@@ -79,6 +79,7 @@ class Granularity:
         return [*batch, ceil_div(rows, self.size), ceil_div(cols, self.size)]
 
 
+ALIGNMENT = 16  # FP8 units read the contracted dimension, and write the last one, in pieces of 16
 KINDS = ("tensor", "row", "group", "block")
 GRANULARITY_NAMES = ("tensor", "row", "group(16)", "group(32)", "group(64)", "group(128)", "block(128)")
 TENSOR = Granularity("tensor")

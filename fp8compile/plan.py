@@ -64,13 +64,12 @@ class Matmul:
 
 @dataclass
 class Plan:
-    """Rows for every matmul of one graph; `graph` says which (training or inference), `warnings` what went undone."""
+    """Rows for every matmul of one graph; `graph` says which (training or inference), `failure` why no pass ran."""
 
     graph: str = "training"
     recipe: str = ""
     device: str = ""
     matmuls: list[Matmul] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
     failure: str = ""
 
     def row(self, node: str) -> Matmul | None:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,7 @@ def _warn(plans: list[Plan], options: Options) -> None:
     matmuls = [m for plan in plans for m in plan.matmuls]
     candidates = [m for m in matmuls if _could_be(m)]
     if candidates and not any(m.decision == "fp8" for m in matmuls):
-        reasons: dict[str, int] = {}
-        for m in candidates:
-            reasons[m.reason] = reasons.get(m.reason, 0) + 1
-        main = sorted(reasons.items(), key=lambda r: -r[1])[:3]
+        main = Counter(m.reason for m in candidates).most_common(3)
         listed = "; ".join(f"{count}× {reason}" for reason, count in main)
         _say(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.")
     _matched.update(p for p in options.skip for m in matmuls if _names(p, m.path))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8compile.formats import ceil_div, round_up
+from fp8compile.formats import round_up
 
 BLOCKWISE = {"group(128)": "BlockWise1x128", "block(128)": "BlockWise128x128"}
 
@@ -113,6 +113,3 @@ def _blockwise_scale(scale: Tensor, granularity: str) -> Tensor:
         return scale.t().contiguous().t()
     blocks = scale.shape[1]
     return F.pad(scale, (0, round_up(blocks, 4) - blocks)).t()
-
-
-__all__ = ["ceil_div", "scaled_mm"]

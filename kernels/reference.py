@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8compile.formats import FORMATS, Granularity, ceil_div, parse_granularity, round_up
+from fp8compile.formats import FORMATS, Granularity, parse_granularity, round_up
 
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
@@ -157,6 +157,3 @@ def scaled_mm(
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
-
-
-__all__ = ["amax", "ceil_div", "dequantize", "expand_scale", "oriented", "quantize", "scale", "scaled_mm"]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8compile.formats import ALIGNMENT
 from fp8compile.passes.compilation import (
     VIEWS,
     Compilation,
@@ -75,7 +76,7 @@ def _aligned(sites: list[Site], c: Compilation) -> bool:
     row = c.plan.row(sites[0].key)
     assert row is not None
     assert row.right is not None
-    multiple = 128 if "128" in row.right.granularity else 16
+    multiple = 128 if "128" in row.right.granularity else ALIGNMENT
     weights = {s.right for s in sites}
     return len(weights) == len(sites) and all(isinstance(s.n, int) and s.n % multiple == 0 for s in sites)
 

@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
-from fp8compile.formats import Granularity, parse_granularity
+from fp8compile.formats import ALIGNMENT, Granularity, parse_granularity
 from fp8compile.passes.compilation import (
     Compilation,
     aten,
@@ -36,7 +36,6 @@ from fp8compile.passes.replace import replace_value
 from fp8compile.passes.roles import Site
 from fp8compile.plan import Matmul, Operand
 
-ALIGNMENT = 16
 GROUP_ROWS = 4  # cuBLAS reads the scales of grouped rows in pieces of four
 
 

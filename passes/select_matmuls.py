@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8compile.formats import round_up
+from fp8compile.formats import ALIGNMENT, round_up
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, is_tangent, value
 from fp8compile.passes.roles import Site, find_sites
 from fp8compile.plan import BF16, FP8, Matmul
@@ -32,7 +32,6 @@ HEADS = re.compile(
     r"|to_logits|logits|cls|unembed|vocab_proj|generator|qa_outputs|(predictions|lm_head)\.decoder)$"
 )
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-ALIGNMENT = 16  # FP8 units read the contracted dimension, and write the last one, in pieces of 16
 
 
 Sharing = Counter[tuple[fx.Node, str]]  # how many matmuls of a role read one tensor

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves  # arguments of nodes nest
 
 from fp8compile import ops
 from fp8compile.errors import VerificationError
-from fp8compile.formats import FP8_DTYPES, parse_granularity
+from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
 from fp8compile.passes.compilation import VIEWS, aten, divides, same_sizes, value
 from fp8compile.passes.graph_text import graph_text
 
@@ -124,8 +124,8 @@ def _wrong_scaled_mm(node: fx.Node) -> str:
     k_a, k_b = value(a).shape[-1], value(b).shape[-1]  # type: ignore[arg-type]
     if not same_sizes([k_a], [k_b]):
         return f"contracts {k_a} with {k_b} elements"
-    if not divides(16, k_a) or not divides(16, value(b).shape[-2]):  # type: ignore[arg-type]
-        return f"K {k_a} or N {value(b).shape[-2]} is not a multiple of 16"  # type: ignore[arg-type]
+    if not divides(ALIGNMENT, k_a) or not divides(ALIGNMENT, value(b).shape[-2]):  # type: ignore[arg-type]
+        return f"K {k_a} or N {value(b).shape[-2]} is not a multiple of {ALIGNMENT}"  # type: ignore[arg-type]
     return ""
 
 

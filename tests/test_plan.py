@@ -29,7 +29,6 @@ def a_plan() -> Plan:
             Matmul("mm_2", "gate", role="output", decision=BF16, reason="skip='head'", **common),
             Matmul("bmm", "attention", role="other", reason="neither is a weight", batch="s1", **common),
         ],
-        warnings=["a warning"],
         failure="",
     )  # fmt: skip
 
