@@ -1,6 +1,6 @@
 """The backend: `torch.compile(model, backend="fp8", options={…})`.
 
-    Dynamo graph → AOTAutograd joint graph → passes/pipeline.py → Inductor (or the eager executor)
+    Dynamo graph → AOTAutograd joint graph → passes/pipeline.py → forward, backward → Inductor (or the eager executor)
 
 The driver only: it parses options, hands torch its hooks, and keeps the plan. All private API of torch that the driver
 needs is imported here: compile_fx and its pass hooks (the only way in between AOTAutograd and Inductor).
@@ -8,6 +8,7 @@ needs is imported here: compile_fx and its pass hooks (the only way in between A
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,7 @@ from torch.utils._pytree import tree_leaves  # under compiled autograd an input 
 from fp8compile import delayed, devices, failures, plans
 from fp8compile.options import Options
 from fp8compile.passes.compilation import Compilation, Input
-from fp8compile.passes.lower_markers import lower_markers
-from fp8compile.passes.pipeline import run_pipeline
+from fp8compile.passes.pipeline import run_after_cut, run_pipeline
 from fp8compile.plan import Plan
 from fp8compile.sources import source_digest
 
@@ -50,9 +50,10 @@ def fp8(
     joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), _namespace(example_inputs))
     settings = _inductor_settings(parsed) | {
         "joint_custom_pre_pass": joint,
-        "post_grad_custom_post_pass": LoweringPass(),
+        "post_grad_custom_post_pass": LoweringPass(parsed),
     }
-    executor: dict[str, Any] = {"inner_compile": _run_eagerly} if parsed.executor == "eager" else {}
+    eagerly = functools.partial(_run_eagerly, options=parsed)
+    executor: dict[str, Any] = {"inner_compile": eagerly} if parsed.executor == "eager" else {}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=settings, **executor)
     plans.remember(plans.key(gm, example_inputs, joint.uuid()), joint.plans, parsed)
     return compiled
@@ -83,8 +84,7 @@ class JointPass(CustomGraphPass):
         self.plans.append(c.plan)
 
     def _compilation(self, graph: fx.Graph) -> Compilation:
-        tensors = [v for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
-        device = devices.describe(next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu")))
+        device = devices.describe(_device(graph))
         placeholders = list(graph.find_nodes(op="placeholder"))
         inputs = {
             n.name: self.inputs[i] for n in placeholders if (i := _input_index(n)) is not None and i < len(self.inputs)
@@ -99,16 +99,49 @@ class JointPass(CustomGraphPass):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+@dataclass
 class LoweringPass(CustomGraphPass):
-    """Turns the cast markers of a forward, backward or inference graph into what Inductor compiles."""
+    """Makes kernels, or what Inductor compiles, of the markers in a forward, backward or inference graph."""
+
+    options: Options
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place."""
-        lower_markers(graph)
+        on_gpu = _device(graph).type == "cuda"
+        _lower(graph, "triton" if on_gpu and self.options.kernels == "generated" else "inductor", self.options)
 
     def uuid(self) -> str:
-        """The source alone decides what this pass does."""
-        return f"lower-{source_digest()}"
+        """The source and the options decide what this pass does."""
+        return hashlib.sha256(repr((source_digest(), self.options)).encode()).hexdigest()
+
+
+def _lower(graph: fx.Graph, executor: str, options: Options) -> None:
+    """Run the passes after the cut; where one fails, Inductor (or the operators) take the markers as they are."""
+    backup = _copy(graph)
+    try:
+        run_after_cut(graph, executor)
+    except Exception as error:
+        if options.strict:
+            raise
+        module: Any = graph.owning_module
+        _restore(graph, backup)
+        failures.warn(error, graph, options, "Its casts are compiled without generated kernels")
+        if executor == "triton":
+            run_after_cut(module.graph, "inductor")
+
+
+def _restore(graph: fx.Graph, backup: fx.Graph) -> None:
+    """Make `graph` what it was; it must stay the same object."""
+    for node in reversed(list(graph.nodes)):
+        graph.erase_node(node)
+    graph.output(graph.graph_copy(backup, env := {}))
+    graph.output_node().meta = dict(backup.output_node().meta)
+    del env
+
+
+def _device(graph: fx.Graph) -> torch.device:
+    tensors = [v for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 
 def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -146,8 +179,11 @@ def _inductor_settings(options: Options) -> dict[str, Any]:
     return settings | dict(options.inductor)
 
 
-def _run_eagerly(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Compiled:
+def _run_eagerly(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Options, **_: Any) -> Compiled:
     """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
+    if options.kernels == "generated":
+        _lower(gm.graph, "operators", options)
+        gm.recompile()
 
     def run(args: list[Any]) -> Any:
         given = list(args)

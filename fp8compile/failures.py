@@ -16,12 +16,14 @@ from fp8compile.options import Options
 from fp8compile.passes.graph_text import graph_text
 
 
-def warn(error: Exception, graph: fx.Graph, options: Options) -> None:
-    """Write a report on `error` and warn with its path; `graph` is the graph before any pass."""
+def warn(
+    error: Exception, graph: fx.Graph, options: Options, consequence: str = "This graph is compiled without FP8"
+) -> None:
+    """Write a report on `error` and warn with its path and the consequence; `graph` is the graph before any pass."""
     path = _write(error, graph, options)
     first_line = str(error).splitlines()[0] if str(error) else ""
     warnings.warn(
-        f"fp8: a pass failed ({type(error).__name__}: {first_line}). This graph is compiled without FP8. "
+        f"fp8: a pass failed ({type(error).__name__}: {first_line}). {consequence}. "
         f"A bug report is ready at {path}; options={{'strict': True}} raises instead.",
         Fp8Warning,
         stacklevel=2,

@@ -6,13 +6,15 @@
     fp8::dequantize(data, scale, granularity, dtype)
     fp8::scaled_mm(a, scale_a, …, b, scale_b, …)    -> (a · scale_a) @ (b · scale_b)ᵀ + bias
     fp8::delayed_scale(amax, key, …)                -> scale from the history kept under `key` (`fp8compile.delayed`)
+    fp8::region(inputs, sizes, spec, schedule)      -> the buffers of a generated kernel (`kernels/spec.py`)
 
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
 maximised over merged operands or reduced over ranks, a scale can be shared by two layouts, and no node has a tuple.
 `transpose` means: of xᵀ. `row_multiple` and `col_multiple` append zeros: padding needs no symbolic sizes in graphs.
 
 Their meaning is `kernels/reference.py`; on CUDA, `scaled_mm` is `kernels/matmul.py`. Inductor never sees the first
-four on its way to code: `passes/lower_markers.py` replaces them.
+four on its way to code: `passes/form_regions.py` makes generated kernels of them, and `passes/lower_markers.py` plain
+operators of what is left.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from fp8compile import delayed
 from fp8compile.formats import FORMATS, parse_granularity, round_up
-from fp8compile.kernels import matmul, reference
+from fp8compile.kernels import generated, matmul, reference, region_reference
 
 NAMESPACE = "fp8"
 _LAYOUT = "bool transpose=False, int row_multiple=1, int col_multiple=1"
@@ -50,6 +52,8 @@ def _oriented_shape(x: Tensor, transpose: bool, row_multiple: int, col_multiple:
 def _fake_amax(
     x: Tensor, granularity: str, transpose: bool = False, row_multiple: int = 1, col_multiple: int = 1
 ) -> Tensor:
+    if granularity == "tensor":
+        return x.new_empty([], dtype=torch.float32)
     shape = _oriented_shape(x, transpose, row_multiple, col_multiple)
     return x.new_empty(parse_granularity(granularity).scale_shape(shape), dtype=torch.float32)
 
@@ -120,6 +124,21 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "delayed_scale": delayed.scale,
 }
 
+
+def _fake_region(inputs: list[Tensor], sizes: list[Any], spec: str, schedule: str) -> list[Tensor]:
+    return generated.empty_buffers(*generated.parse(spec, schedule), sizes, inputs[0])
+
+
+def _region_on_cpu(inputs: list[Tensor], sizes: list[int], spec: str, schedule: str) -> list[Tensor]:
+    region, how = generated.parse(spec, schedule)
+    return region_reference.run(region, how, generated.restrided(region, inputs, sizes), sizes)
+
+
+def _region_on_cuda(inputs: list[Tensor], sizes: list[int], spec: str, schedule: str) -> list[Tensor]:
+    region, how = generated.parse(spec, schedule)
+    return generated.launch(region, how, generated.restrided(region, inputs, sizes), sizes)
+
+
 _library = torch.library.Library(NAMESPACE, "DEF")  # lives as long as the process
 for _name, _schema in SCHEMAS.items():
     # Data must be contiguous along the contracted dimension, whatever layout Inductor would prefer. needs_exact_strides
@@ -128,6 +147,12 @@ for _name, _schema in SCHEMAS.items():
     _library.impl(_name, _IMPLEMENTATIONS[_name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _FAKES[_name], lib=_library)
 _library.impl("scaled_mm", matmul.scaled_mm, "CUDA")
+_library.define(
+    "region(Tensor[] inputs, SymInt[] sizes, str spec, str schedule) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_library.impl("region", _region_on_cpu, "CompositeExplicitAutograd")
+_library.impl("region", _region_on_cuda, "CUDA")
+torch.library.register_fake(f"{NAMESPACE}::region", _fake_region, lib=_library)
 
 amax = torch.ops.fp8.amax.default
 scale = torch.ops.fp8.scale.default
@@ -135,5 +160,6 @@ quantize = torch.ops.fp8.quantize.default
 dequantize = torch.ops.fp8.dequantize.default
 scaled_mm = torch.ops.fp8.scaled_mm.default
 delayed_scale = torch.ops.fp8.delayed_scale.default
+region = torch.ops.fp8.region.default
 MARKERS = (amax, scale, quantize, dequantize, scaled_mm, delayed_scale)
 CASTS = {amax: reference.amax, scale: reference.scale, quantize: reference.quantize, dequantize: reference.dequantize}

@@ -13,6 +13,7 @@ from fp8compile.errors import OptionError, unknown_name
 from fp8compile.recipe import RECIPES, Recipe
 
 EXECUTORS = ("inductor", "eager")
+KERNELS = ("generated", "inductor")
 SELECTIONS = ("profitable", "all")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
 
@@ -26,6 +27,7 @@ class Options:
     skip: patterns of module paths whose matmuls stay BF16: a path, a run of its components, or a glob over them.
     lm_head: convert the output head as well.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
+    kernels: "generated" fuses what is around FP8 casts into Triton kernels of our own; "inductor" leaves it to Inductor.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
@@ -37,6 +39,7 @@ class Options:
     skip: tuple[str, ...] = ()
     lm_head: bool = False
     executor: str = "inductor"
+    kernels: str = "generated"
     strict: bool = False
     verify: bool = True
     mode: str | None = None
@@ -71,7 +74,11 @@ class Options:
         return parsed
 
     def _check(self) -> None:
-        for name, value, valid in (("select", self.select, SELECTIONS), ("executor", self.executor, EXECUTORS)):
+        for name, value, valid in (
+            ("select", self.select, SELECTIONS),
+            ("executor", self.executor, EXECUTORS),
+            ("kernels", self.kernels, KERNELS),
+        ):
             if value not in valid:
                 raise unknown_name(name, value, valid)
         if self.mode is not None and self.mode not in MODES:

@@ -81,7 +81,8 @@ def _is_empty(x: Tensor) -> bool:
 
 def scale(amax: Tensor, format: str, power_of_two: bool = False) -> Tensor:
     """amax / format max in FP32; 1 where amax is 0; with `power_of_two` rounded up to a power of two."""
-    s = torch.where(amax == 0, torch.ones_like(amax), (amax / FORMATS[format].max).clamp_min(FLOAT32_TINY))
+    limit = torch.full((), FORMATS[format].max, device=amax.device)  # CUDA multiplies by the inverse of a plain number
+    s = torch.where(amax == 0, torch.ones_like(amax), (amax / limit).clamp_min(FLOAT32_TINY))
     if not power_of_two:
         return s
     rounded_up = ((s.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)

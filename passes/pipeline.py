@@ -1,14 +1,23 @@
-"""The pipeline: every pass in order. Order is position; each has its reason here and its method in its file."""
+"""The pipeline: every pass in order. Order is position; each has its reason here and its method in its file.
+
+PIPELINE rewrites the joint graph, before the cut into forward and backward. AFTER_CUT makes kernels of each half.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import fx
+
 from fp8compile.passes import (
     assign_scales,
     canonicalize,
+    combine_regions,
     convolutions,
+    form_regions,
+    lower_markers,
+    lower_regions,
     merge_matmuls,
     quantize_matmuls,
     select_matmuls,
@@ -53,3 +62,33 @@ def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = No
             observe(step.name, graph_text(c.graph))
         if step.name == "select_matmuls" and not c.plan.converted:
             return
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """A step after the cut: a name, what it does to a graph, why it stands there, and for which executors it is."""
+
+    name: str
+    run: Callable[[fx.Graph], object]
+    why: str
+    executors: tuple[str, ...]
+
+
+# "operators": the graph is run node by node. "triton", "inductor": Inductor compiles it, with our kernels or without.
+AFTER_CUT = (
+    Lowering("form_regions", form_regions.form_regions, "casts and what is around them", ("operators", "triton")),
+    Lowering("combine_regions", combine_regions.combine_regions, "fewer launches, no copies", ("operators", "triton")),
+    Lowering("lower_regions", lower_regions.lower_regions, "kernels that Inductor launches", ("triton",)),
+    Lowering(
+        "lower_markers", lower_markers.lower_markers, "casts that are left, as plain aten", ("triton", "inductor")
+    ),
+)
+
+
+def run_after_cut(graph: fx.Graph, executor: str, observe: Callable[[str, str], None] | None = None) -> None:
+    """Run the steps for this executor on a forward, backward or inference graph."""
+    for step in AFTER_CUT:
+        if executor in step.executors:
+            step.run(graph)
+            if observe:
+                observe(step.name, graph_text(graph))

@@ -1,0 +1,124 @@
+"""Functions that generated kernels call, written into each file that needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Helper:
+    """Source of a function, and another where Triton's interpreter cannot run the first."""
+
+    source: str
+    interpreted: str = ""
+
+    def for_target(self, target: str) -> str:
+        """The source for "cuda" or "interpreter"."""
+        return ((target == "interpreter" and self.interpreted) or self.source).strip("\n")
+
+
+def _cast(name: str, ptx: str, triton: str, limit: str) -> Helper:
+    """FP32 → FP8. Packed by hand: Triton's own cast, stored in two layouts, is miscompiled for Hopper by ptxas 12.8
+    (triton-lang/triton#11111). satfinite saturates; nan stays nan."""
+    asm = (
+        "{ .reg .b16 lo, hi; "
+        f"cvt.rn.satfinite.{ptx}x2.f32 lo, $2, $1; cvt.rn.satfinite.{ptx}x2.f32 hi, $4, $3; "
+        "mov.b32 $0, {lo, hi}; }"
+    )
+    return Helper(
+        f'''
+@triton.jit
+def to_{name}(x):
+    """Four FP32 to four bytes of {name} at a time: to nearest even, saturated."""
+    return tl.inline_asm_elementwise(
+        "{asm}",
+        "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4,
+    )
+''',
+        f'''
+@triton.jit
+def to_{name}(x):
+    """FP32 to bytes of {name}: to nearest even, saturated."""
+    x = tl.where(x > {limit}, {limit}, tl.where(x < -{limit}, -{limit}, x))
+    return x.to(tl.{triton}).to(tl.uint8, bitcast=True)
+''',
+    )
+
+
+def _cast_of_one(name: str, ptx: str) -> Helper:
+    """FP32 → FP8 for tensors of less than four elements, which cannot be packed."""
+    return Helper(f'''
+@triton.jit
+def to_{name}_singly(x):
+    """FP32 to bytes of {name}, one at a time: to nearest even, saturated."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.satfinite.{ptx}x2.f32 $0, 0f00000000, $1;",
+        "=h,r", [x], dtype=tl.int16, is_pure=True, pack=1,
+    ).to(tl.uint8)
+''')
+
+
+HELPERS = {
+    "to_e4m3_singly": _cast_of_one("e4m3", "e4m3"),
+    "to_e5m2_singly": _cast_of_one("e5m2", "e5m2"),
+    "to_e4m3": _cast("e4m3", "e4m3", "float8e4nv", "448.0"),
+    "to_e5m2": _cast("e5m2", "e5m2", "float8e5", "57344.0"),
+    "magnitude": Helper(
+        '''
+@triton.jit
+def magnitude(x):
+    """Bits of |x|. As integers they are ordered like |x|, with inf above all numbers and nan above inf."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+'''
+    ),
+    "ordered": Helper(
+        '''
+@triton.jit
+def ordered(x, of_nan):
+    """Integers in the order of x, with nan where `of_nan` says."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x != x, of_nan, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+'''
+    ),
+    "from_ordered": Helper(
+        '''
+@triton.jit
+def from_ordered(bits):
+    """What `ordered` made these integers of; the ends of their range are nan."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+'''
+    ),
+    "scale_of": Helper(
+        '''
+@triton.jit
+def scale_of(amax, limit):
+    """amax / limit; 1 where amax is 0; never subnormal; nan and inf pass."""
+    scale = tl.div_rn(amax, limit)
+    return tl.where(amax == 0, 1.0, tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale))
+'''
+    ),
+    "power_of_two": Helper(
+        '''
+@triton.jit
+def power_of_two(scale):
+    """The least power of two that is no smaller; nan and inf pass."""
+    up = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where((scale != scale) | (scale == float("inf")), scale, up)
+'''
+    ),
+    "_maximum": Helper(
+        """
+@triton.jit
+def _maximum(a, b):
+    return tl.where((a != a) | (a > b), a, b)
+"""
+    ),
+    "_minimum": Helper(
+        """
+@triton.jit
+def _minimum(a, b):
+    return tl.where((a != a) | (a < b), a, b)
+"""
+    ),
+}
+NEEDS = {"power_of_two": ("scale_of",)}

@@ -1,0 +1,148 @@
+"""The schedule of a generated kernel: how its parts are cut into tiles and programs, and nothing about what they compute.
+
+Three shapes, one form: a program owns a tile of block_rows × block_cols and walks down the rows in steps of row_programs
+tiles. Whole rows in one tile (block_cols ≥ cols) serve row reductions in a single pass; smaller tiles serve the rest;
+few programs that walk serve what a program accumulates (column sums, amaxes) or needs first (an amax of partials).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fp8compile.formats import ceil_div, round_up
+from fp8compile.kernels.spec import ELEMENT, ROW_REDUCTIONS, Part, Region, Size
+
+MAX_ROW = 16384  # elements of the rows of all inputs that one program can hold in registers
+WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
+PROCESSORS = 132  # programs that walk are made in multiples of this: streaming multiprocessors of an H100 or H200
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a part is cut: tiles of block_rows × block_cols (powers of two), row_programs × col_blocks side by side.
+
+    With `sweeps` a program owns all tiles of its rows, and reads them once for each reduction along the rows.
+    """
+
+    block_rows: int
+    block_cols: int
+    row_programs: int
+    col_blocks: int
+    sweeps: bool = False
+
+    @property
+    def programs(self) -> int:
+        """How many programs the part takes."""
+        return self.row_programs * (1 if self.sweeps else self.col_blocks)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A tiling for each part of a region; all parts run with the same number of warps.
+
+    `stages`: how many tiles ahead a walking program reads (1: none).
+    """
+
+    tilings: tuple[Tiling, ...]
+    warps: int = 4
+    stages: int = 1
+
+    @property
+    def programs(self) -> int:
+        """The size of the launch grid."""
+        return sum(t.programs for t in self.tilings)
+
+    def to_json(self) -> str:
+        """As text, for `from_json`."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+
+def from_json(text: str) -> Schedule:
+    """The `Schedule` written as `text`."""
+    data = json.loads(text)
+    return Schedule(tuple(Tiling(**t) for t in data["tilings"]), data["warps"], data["stages"])
+
+
+def resolve(dim: Any, sizes: dict[str, Any], schedule: Schedule) -> Any:
+    """A dimension of a `Buffer` as a number (or symbolic size)."""
+    if isinstance(dim, int):
+        return dim
+    if isinstance(dim, tuple):
+        return round_up(resolve(dim[0], sizes, schedule), dim[1])
+    if dim.startswith("row_programs"):
+        return schedule.tilings[int(dim.removeprefix("row_programs"))].row_programs
+    if dim.startswith("programs"):
+        return schedule.tilings[int(dim.removeprefix("programs"))].programs
+    return sizes[dim]
+
+
+def choose(region: Region) -> Schedule:
+    """The schedule for `region`, from its shape alone: the same on every machine."""
+    choices = [_choose(part) for part in region.parts]
+    warps = max(choice.warps for choice in choices)
+    stages = max(choice.stages for choice in choices)
+    return Schedule(tuple(choice.tilings[0] for choice in choices), warps, stages)
+
+
+def _choose(part: Part) -> Schedule:
+    """The schedule of a kernel of this part alone. The numbers are the best that were measured on an H200."""
+    ops = {v.op for v in part.values}
+    cols = power_of_two(extent(part)[1])
+    min_rows, min_cols = _least(part)
+    if ops & set(ROW_REDUCTIONS):
+        wide = sum(i.extent == ELEMENT for i in part.inputs) * cols
+        if wide > MAX_ROW and not ops & {"col_sum", "col_amax"}:
+            return _tiled(part, max(1, min_rows), max(2048, min_cols), 8, sweeps=True)
+        block_cols = max(cols, min_cols)
+        block_rows = max(min_rows, min(16, 4096 // block_cols), 1)
+        if ops & set(WALKED):  # tiles are read ahead while others are reduced
+            block_rows = max(min_rows, min(16, 8192 // block_cols), 1)
+            return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32), stages=3)
+        return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32))
+    if any(s.transposed for s in part.stores):
+        return _tiled(part, max(32, min_rows), max(min(64, cols), min_cols), 4)
+    block_cols = max(min(cols, 1024), min_cols)
+    return _tiled(part, max(min_rows, 4096 // block_cols, 1), block_cols, 4)
+
+
+def _least(part: Part) -> tuple[int, int]:
+    """The smallest tile that holds whole groups, and enough elements for packed conversions."""
+    rows = [r for r, _ in part.extents if r > 1]
+    cols = [c for _, c in part.extents if c > 1]
+    return max(rows, default=1), max(cols, default=4)
+
+
+def _warps(elements: int, per_thread: int) -> int:
+    return min(32, max(1, power_of_two(elements // (32 * per_thread))))
+
+
+def _tiled(part: Part, block_rows: int, block_cols: int, warps: int, stages: int = 1, sweeps: bool = False) -> Schedule:
+    rows, cols = extent(part)
+    col_blocks = max(1, ceil_div(cols, block_cols))
+    ops = {v.op for v in part.values}
+    walks = ops & set(WALKED) or ("all_amax" in ops and not ops & set(ROW_REDUCTIONS))
+    resident = PROCESSORS * (1 if stages > 1 else max(1, 32 // warps))  # programs that run at a time, about
+    if isinstance(rows, int):
+        block_rows = min(block_rows, max(power_of_two(rows), _least(part)[0]))
+        row_programs = max(1, ceil_div(rows, block_rows))
+        if walks:
+            row_programs = min(row_programs, max(1, resident // (1 if sweeps else col_blocks)))
+    else:
+        row_programs = max(1, resident // (1 if sweeps else col_blocks))
+    tiling = Tiling(block_rows, block_cols, row_programs, col_blocks, sweeps)
+    return Schedule((tiling,), warps, stages)
+
+
+def extent(part: Part) -> tuple[Size, int]:
+    """Rows and columns to cover, with the zeros that stores append."""
+    row_multiple = max((s.row_multiple for s in part.stores), default=1)
+    col_multiple = max((s.col_multiple for s in part.stores), default=1)
+    rows = round_up(part.rows, row_multiple) if isinstance(part.rows, int) else part.rows
+    return rows, round_up(part.cols, col_multiple)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two ≥ n."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,91 @@
+"""Lower regions: on CUDA each becomes a launch of its generated kernel inside Inductor's own code.
+
+Before      %r = fp8.region([%x], [], spec, schedule)                                   %q = %r[0]
+After       %y0 = empty([…], e4m3)
+            %k = triton_kernel_wrapper_functional(kernel, grid, {x0: %x, y0: %y0})       %q = %k["y0"]
+
+Inductor then plans the memory of the buffers, launches the kernel inline and shows its source; CUDA graphs capture it.
+The wrapper is how torch itself represents kernels that users call in compiled code. Inductor would keep the order of
+strides only; `eager_input_vals` makes it keep the strides themselves, which are written into the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+import triton
+from torch import fx
+from torch._higher_order_ops.triton_kernel_wrap import (  # torch's only form for a Triton kernel in a graph
+    kernel_side_table,
+    triton_kernel_wrapper_functional,
+)
+
+from fp8compile.kernels import emit, generated
+from fp8compile.kernels.schedule import Schedule
+from fp8compile.kernels.spec import Region
+from fp8compile.passes.compilation import aten, getitems
+from fp8compile.passes.region_graph import regions_of, spec_of
+
+
+def lower_regions(graph: fx.Graph) -> None:
+    """Replace every region of `graph` by a launch."""
+    for node in regions_of(graph):
+        _lower(graph, node)
+
+
+def _lower(graph: fx.Graph, node: fx.Node) -> None:
+    region, schedule = spec_of(node)
+    tensors, sizes = node.args[:2]
+    fakes: list[torch.Tensor] = node.meta["val"]
+    names = emit.arguments(region)
+    outputs = [name for name in names if name.startswith("y")]
+    with graph.inserting_before(node):
+        empties = [_empty(graph, fake) for fake in fakes]
+        kwargs = dict(zip(names, [*tensors, *empties, *sizes], strict=True))  # type: ignore[misc]
+        launch: dict[str, Any] = {
+            "kernel_idx": kernel_side_table.add_kernel(_kernel(region, schedule)),
+            "constant_args_idx": kernel_side_table.add_constant_args({}),
+            "grid": [(schedule.programs, 1, 1)],
+            "tma_descriptor_metadata": {},
+            "kwargs": kwargs,
+        }
+        call = graph.call_function(triton_kernel_wrapper_functional, (), {**launch, "tensors_to_clone": outputs})
+        call.meta = {**node.meta, "val": dict(zip(outputs, fakes, strict=True))}
+        call.meta["eager_input_vals"] = fx.map_arg((call.args, call.kwargs), lambda n: n.meta["val"])
+        for index, item in getitems(node).items():
+            out = graph.call_function(operator.getitem, (call, outputs[index]))
+            out.meta = dict(item.meta)
+            item.replace_all_uses_with(out)
+            graph.erase_node(item)
+    graph.erase_node(node)
+
+
+def _empty(graph: fx.Graph, fake: torch.Tensor) -> fx.Node:
+    kwargs = {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
+    node = graph.call_function(aten.empty.memory_format, (_sizes(graph, fake),), kwargs)
+    node.meta["val"] = fake
+    return node
+
+
+def _sizes(graph: fx.Graph, fake: torch.Tensor) -> list[Any]:
+    """The shape of a buffer; symbolic sizes as the nodes that compute them."""
+    found = []
+    for size in fake.shape:
+        if isinstance(size, int):
+            found.append(size)
+            continue
+        node = next((n for n in graph.nodes if str(n.meta.get("val")) == str(size)), None)
+        if node is None:
+            raise RuntimeError(f"no node computes the size {size}")
+        found.append(node)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _kernel(region: Region, schedule: Schedule) -> Any:
+    """The kernel with its number of warps: Inductor takes that from an autotuner with a single configuration."""
+    kernel = generated.kernel_of(region, schedule, "cuda")
+    return triton.autotune(configs=[triton.Config({}, num_warps=schedule.warps)], key=[])(kernel)

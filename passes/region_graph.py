@@ -1,0 +1,159 @@
+"""Regions as nodes of a graph: putting one in, and reading one back.
+
+    %r = fp8.region([%x, %w], [sizes], spec, schedule)        %q = getitem(%r, 0), viewed in the shape it had
+
+What a program of the kernel leaves behind is reduced once more, by an ordinary operator: column sums by aten.sum,
+amaxes by fp8.amax, which a region that needs the amax does by itself (`combine_regions`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fp8compile import ops
+from fp8compile.kernels import generated, schedule as schedules
+from fp8compile.kernels.spec import Region
+from fp8compile.passes import fusible
+from fp8compile.passes.build_region import Refused
+from fp8compile.passes.compilation import INHERITED, aten, depends_on, is_tensor, update_value, value
+from fp8compile.passes.iteration import same
+
+
+class GraphEditor:
+    """Puts regions into `graph`."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self._sizes: dict[str, fx.Node] | None = None
+
+    def waits_for_itself(self, reads: Sequence[fx.Node], makes: Iterable[fx.Node]) -> bool:
+        """Whether one of `reads` is computed from one of `makes`."""
+        order = {node: n for n, node in enumerate(self.graph.nodes)}
+        return depends_on(list(reads), set(makes), order)
+
+    def emit(self, target: Callable[..., Any], *args: Any, before: fx.Node, like: fx.Node) -> fx.Node:
+        """A new call of `target` before a node, with the origin of `like`."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, args)
+        node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
+        update_value(node)
+        return node
+
+    def refresh(self, node: fx.Node) -> None:
+        """Compute the value of `node` again."""
+        update_value(node)
+
+    def insert(
+        self,
+        region: Region,
+        tensors: Sequence[fx.Node],
+        sizes: Sequence[Any],
+        nodes: Sequence[fx.Node],
+        users: Sequence[Iterable[fx.Node]],
+        pieces: bool = True,
+    ) -> fx.Node:
+        """Put in a node for `region`; its n-th buffer takes the place of nodes[n] for users[n].
+
+        `pieces`: reductions over all rows come in pieces, one a program.
+        """
+        readers = [set(u) for u in users]
+        order = {node: n for n, node in enumerate(self.graph.nodes)}
+        like = nodes[0]
+        place = min((u for some in readers for u in some), key=lambda u: order.get(u, 0))
+        named = [self.size_node(s, place, like) for s in sizes]
+        schedule = schedules.choose(region)
+        call = self.emit(
+            ops.region, list(tensors), named, region.to_json(), schedule.to_json(), before=place, like=like
+        )
+        for n, (node, some) in enumerate(zip(nodes, readers, strict=True)):
+            result = self._result(call, n, node, place, pieces)
+            node.replace_all_uses_with(result, delete_user_cb=lambda user, some=some: user in some)
+        return call
+
+    def _result(self, call: fx.Node, n: int, node: fx.Node, place: fx.Node, pieces: bool) -> fx.Node:
+        """The value of `node`, made of the n-th buffer."""
+        out = self.emit(operator.getitem, call, n, before=place, like=node)
+        if not pieces:
+            return self._shaped(out, node, place)
+        if fusible.is_col_sum(node):
+            out = self.emit(aten.sum.dim_IntList, out, [0], before=place, like=node)
+            out = self._shaped(out, node, place)
+            if value(node).dtype != torch.float32:
+                out = self.emit(
+                    fusible.prims.convert_element_type.default, out, value(node).dtype, before=place, like=node
+                )
+            return out
+        if fusible.is_global_amax(node):
+            if node.args[1] == "tensor":
+                return self.emit(ops.amax, out, "tensor", before=place, like=node)
+            out = self.emit(aten.amax.default, out, [0], before=place, like=node)
+        return self._shaped(out, node, place)
+
+    def _shaped(self, out: fx.Node, node: fx.Node, place: fx.Node) -> fx.Node:
+        shape = value(node).shape
+        if len(shape) == value(out).dim() and all(same(a, b) for a, b in zip(shape, value(out).shape, strict=True)):
+            return out
+        dims = [s if isinstance(s, int) else self.size_node(s, place, node) for s in shape]
+        return self.emit(aten.view.default, out, dims, before=place, like=node)
+
+    def size_node(self, size: Any, before: fx.Node, like: fx.Node) -> Any:
+        """A node that computes a symbolic size; raises `Refused` where the graph has nothing to make it of."""
+        if isinstance(size, int):
+            return size
+        if self._sizes is None:
+            self._sizes = self._find_sizes()
+        known = self._sizes.get(str(size))
+        if known is not None:
+            return known
+        node = self._computed(size.node.expr, before, like)
+        self._sizes[str(size)] = node
+        return node
+
+    def _find_sizes(self) -> dict[str, fx.Node]:
+        found: dict[str, fx.Node] = {}
+        for node in self.graph.nodes:
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt):
+                found.setdefault(str(val), node)
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        for node in self.graph.find_nodes(op="placeholder"):
+            for dim, size in enumerate(value(node).shape if is_tensor(node) else ()):
+                if isinstance(size, torch.SymInt) and str(size) not in found:
+                    found[str(size)] = self.emit(aten.sym_size.int, node, dim, before=first, like=node)
+        return found
+
+    def _computed(self, expr: sympy.Expr, before: fx.Node, like: fx.Node) -> Any:
+        """An expression of sizes as nodes; they stand at the front, where everybody may use them."""
+        assert self._sizes is not None
+        if isinstance(expr, sympy.Integer):
+            return int(expr)
+        if str(expr) in self._sizes:
+            return self._sizes[str(expr)]
+        call = {sympy.Mul: operator.mul, sympy.Add: operator.add}.get(type(expr))
+        name = type(expr).__name__
+        if call is None and name in ("FloorDiv", "CleanDiv"):
+            call = operator.floordiv
+        if call is None:
+            raise Refused(f"a size {expr} that the graph does not compute")
+        args = [self._computed(a, before, like) for a in expr.args]
+        node = args[0]
+        for arg in args[1:]:
+            node = self.emit(call, node, arg, before=before, like=like)
+        self._sizes[str(expr)] = node
+        return node
+
+
+def regions_of(graph: fx.Graph) -> list[fx.Node]:
+    """The region nodes of `graph`, in order."""
+    return list(graph.find_nodes(op="call_function", target=ops.region))
+
+
+def spec_of(node: fx.Node) -> tuple[Region, schedules.Schedule]:
+    """Spec and schedule of a region node."""
+    return generated.parse(node.args[2], node.args[3])  # type: ignore[arg-type]
