@@ -16,6 +16,8 @@ from fp8compile.kernels.spec import ELEMENT, ROW_REDUCTIONS, Part, Region, Size
 
 MAX_ROW = 16384  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
+SHARED_MEMORY = 180_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESSORS = 132  # programs that walk are made in multiples of this: streaming multiprocessors of an H100 or H200
 
 
@@ -99,12 +101,20 @@ def _choose(part: Part) -> Schedule:
         block_rows = max(min_rows, min(16, 4096 // block_cols), 1)
         if ops & set(WALKED):  # tiles are read ahead while others are reduced
             block_rows = max(min_rows, min(16, 8192 // block_cols), 1)
-            return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32), stages=3)
+            while block_rows > max(min_rows, 1) and 3 * _read_ahead(part, block_rows * block_cols) > SHARED_MEMORY:
+                block_rows //= 2
+            stages = min(3, SHARED_MEMORY // max(1, _read_ahead(part, block_rows * block_cols)))
+            return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32), max(1, stages))
         return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32))
     if any(s.transposed for s in part.stores):
         return _tiled(part, max(32, min_rows), max(min(64, cols), min_cols), 4)
     block_cols = max(min(cols, 1024), min_cols)
     return _tiled(part, max(min_rows, 4096 // block_cols, 1), block_cols, 4)
+
+
+def _read_ahead(part: Part, elements: int) -> int:
+    """Bytes of one tile of all inputs: what a stage of reading ahead keeps in shared memory."""
+    return elements * sum(DTYPE_BYTES.get(i.dtype, 1) for i in part.inputs if i.extent == ELEMENT)
 
 
 def _least(part: Part) -> tuple[int, int]:

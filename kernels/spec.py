@@ -154,8 +154,10 @@ class Region:
     def sizes(self) -> tuple[str, ...]:
         """Names of the sizes that come with the call, in order."""
         found: dict[str, None] = {}
-        for size in (*(s for part in self.parts for s in _sizes_of(part)), *(s for t in self.strides for s in t)):
-            if isinstance(size, str):
+        shapes = (d[0] if isinstance(d, tuple) else d for b in self.buffers for d in b.shape)
+        strides = (s for tensor in self.strides for s in tensor)
+        for size in (*(s for part in self.parts for s in _sizes_of(part)), *shapes, *strides):
+            if isinstance(size, str) and "programs" not in size:
                 found[size] = None
         return tuple(sorted(found, key=lambda name: int(name[1:])))
 

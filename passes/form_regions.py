@@ -124,6 +124,9 @@ def _single(node: fx.Node, levels: dict[fx.Node, int]) -> Cluster | None:
         return None
     rows = product(shape) // cols
     transposed = False
+    if fusible.is_global_amax(node) and node.args[1] == "row":
+        if len(shape) != 2 or CastLayout.of(node).row_multiple != 1:
+            return None
     if node.target is ops.quantize:
         layout = CastLayout.of(node)
         if layout.transpose and len(shape) != 2:
@@ -472,8 +475,7 @@ def _padded(builder: Builder, multiple: int) -> Any:
 def _stored(builder: Builder, node: fx.Node) -> Sink:
     """The store of a value on the way that others need."""
     x = value(node)
-    dtype = str(x.dtype).removeprefix("torch.")
-    rows = builder.number(builder.rows)
+    buffer = Buffer(tuple(map(builder.number, x.shape)), str(x.dtype).removeprefix("torch."))
     if not all(same(a, b) or same(n, 1) for a, b, n in zip(x.stride(), contiguous(x.shape), x.shape, strict=True)):
         raise Refused("its strides are not row-major")
     if node.target in (ops.amax, ops.scale):
@@ -481,10 +483,10 @@ def _stored(builder: Builder, node: fx.Node) -> Sink:
     total = fusible.elements(node)
     if same(total, builder.rows * builder.cols):
         i = builder.evaluate(node, builder.everything)
-        return Sink(node, Store(0, i, builder.cols), Buffer((rows, builder.cols), dtype))
+        return Sink(node, Store(0, i, builder.cols), buffer)
     if same(total, builder.rows):
         i = builder.evaluate(node, builder.each_row)
-        return Sink(node, Store(0, i), Buffer((rows, 1), dtype))
+        return Sink(node, Store(0, i), buffer)
     raise Refused("it is neither of the region's size nor of its rows")
 
 

@@ -67,7 +67,10 @@ def test_options_are_parsed_into_their_types():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recpie": "mixed"}, r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: executor, inductor, lm_head,"),
+        (
+            {"recpie": "mixed"},
+            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: executor, inductor, kernels, lm_head,",
+        ),
         ({"selct": "all"}, r"unknown option 'selct'\. Did you mean 'select'\?"),
         ({"zzz": 1}, r"unknown option 'zzz'\. Valid: "),
         ({"recipe": "tensorwize"}, r"unknown recipe 'tensorwize'\. Did you mean 'tensorwise'\?"),

@@ -1,0 +1,216 @@
+"""The text of generated kernels: masks and wide offsets only where they are needed, names, headers, files."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import casts
+import interpreter
+import pytest
+import regions
+import torch
+from casts import Cast
+
+from fp8compile.kernels import emit, generated, region_reference, trial
+from fp8compile.kernels import schedule as schedules
+from fp8compile.kernels.schedule import Schedule, Tiling
+from fp8compile.kernels.spec import Buffer, Input, Part, Region, Size, Store, Value
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the files of this test go."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    generated.module_of.cache_clear()
+    return tmp_path / "fp8compile" / "kernels"
+
+
+def copy(rows: Size, cols: int, **kwargs: int) -> Region:
+    """y = x, BF16, contiguous."""
+    where = Input(0, "bfloat16", ((rows, cols),), ((cols, 1),))
+    part = Part(rows, cols, (where,), (Value("load", (), (0,)),), (Store(0, 0, cols),), **kwargs)
+    return Region((part,), (Buffer((rows, cols), "bfloat16"),))
+
+
+def source(region: Region, block_rows: int, block_cols: int) -> str:
+    part = region.parts[0]
+    rows = part.rows if isinstance(part.rows, int) else 4 * block_rows
+    tiling = Tiling(block_rows, block_cols, -(-rows // block_rows), -(-part.cols // block_cols))
+    return emit.kernel_source(region, Schedule((tiling,)), "kernel", "cuda")
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_mask_where_tiles_divide() -> None:
+    assert "mask" not in source(copy(64, 256), 16, 128)
+    assert "<" not in source(copy(64, 256), 16, 128)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "masked"), [(65, 256, {"rows < 65"}), (64, 250, {"cols < 250"}), (3, 5, {"rows < 3", "cols < 5"})]
+)
+def test_mask_where_tiles_do_not(rows: int, cols: int, masked: set[str]) -> None:
+    assert set(re.findall(r"(?:rows|cols) < \d+", source(copy(rows, cols), 16, 128))) == masked
+
+
+def test_symbolic_rows_are_masked_unless_known_to_divide() -> None:
+    assert "rows < n0" in source(copy("n0", 256, row_divisor=8), 16, 128)
+    assert "mask" not in source(copy("n0", 256, row_divisor=16), 16, 128)
+
+
+def test_one_store_pads_and_another_does_not() -> None:
+    """The second must not write the zeros of the first, although the tiles cover them."""
+    part = copy(32, 16).parts[0]
+    padded, exact = Store(0, 0, 64, row_multiple=64, col_multiple=64), Store(1, 0, 16)
+    part = Part(part.rows, part.cols, part.inputs, part.values, (padded, exact))
+    region = Region((part,), (Buffer((64, 64), "bfloat16"), Buffer((32, 16), "bfloat16")))
+    text = emit.kernel_source(region, Schedule((Tiling(16, 16, 4, 4),)), "kernel", "cuda")
+    stores = [line for line in text.splitlines() if "tl.store" in line]
+    assert "mask" not in stores[0]
+    assert "tl.where((rows < 32) & (cols < 16), v0, 0)" in stores[0]
+    assert "rows < 32" in stores[1]
+    assert "cols < 16" in stores[1]
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="runs kernels on the CPU")
+@pytest.mark.parametrize("rows", [0, "n0"])
+def test_no_rows(rows: Size) -> None:
+    """A kernel without rows reads and writes nothing, and what it accumulates is 0."""
+    interpreter.prepare()
+    part = copy(rows, 16).parts[0]
+    values = (*part.values, Value("all_amax", (0,)), Value("col_sum", (0,)))
+    stores = (*part.stores, Store(1, 1), Store(2, 2))
+    part = Part(part.rows, part.cols, part.inputs, values, stores)
+    buffers = (
+        Buffer((rows, 16), "bfloat16"),
+        Buffer(("programs0",), "float32"),
+        Buffer(("row_programs0", 16), "float32"),
+    )
+    region = Region((part,), buffers)
+    schedule = Schedule((Tiling(16, 16, 1, 1),))
+    sizes = [0] if rows == "n0" else []
+    _, amax, total = generated.launch(region, schedule, [torch.ones(0)], sizes, "interpreter")
+    assert (amax == 0).all()
+    assert (total == 0).all()
+
+
+# ---- offsets --------------------------------------------------------------------------------------------------------
+
+
+def test_wide_offsets_only_beyond_2_31_elements() -> None:
+    assert "int64" not in source(copy(2**15, 2**15), 16, 128)
+    assert source(copy(2**16, 2**16), 16, 128).count("rows.to(tl.int64)") == 2
+
+
+def test_wide_offsets_of_columns() -> None:
+    """The rows of a transposed input lie side by side: it is the columns that go far."""
+    rows, cols = 2**16, 2**16
+    part = copy(rows, cols).parts[0]
+    turned = Input(0, "bfloat16", ((rows, 1),), ((cols, rows),))
+    part = Part(rows, cols, (turned,), part.values, (Store(0, 0, rows, transposed=True),))
+    text = source(Region((part,), (Buffer((cols, rows), "bfloat16"),)), 16, 128)
+    assert f"cols.to(tl.int64) * {rows}" in text
+    assert f"cols_t.to(tl.int64) * {rows}" in text
+
+
+def test_wide_offsets_where_sizes_are_unknown() -> None:
+    assert "rows.to(tl.int64)" in source(copy("n0", 256), 16, 128)
+
+
+# ---- names and headers ----------------------------------------------------------------------------------------------
+
+
+def test_equal_regions_have_equal_names() -> None:
+    first, again, other = copy(64, 256), copy(64, 256), copy(64, 128)
+    names = [generated.kernel_name(r, schedules.choose(r)) for r in (first, again, other)]
+    assert names[0] == names[1] != names[2]
+
+
+def test_name_says_what_it_does() -> None:
+    region = Cast("e4m3", "row").region()
+    assert re.fullmatch(r"rows_e4m3_transposed_[0-9a-f]{8}", generated.kernel_name(region, schedules.choose(region)))
+
+
+def test_header() -> None:
+    cast = Cast("e5m2", "group(16)")
+    region = Region(cast.region().parts, cast.region().buffers, ('model.py:12 in forward, "x = self.up(x)"',))
+    text = generated.file_source(region, schedules.choose(region))
+    header = text.split('"""')[1]
+    elements = casts.ROWS * casts.COLS
+    assert 'from     model.py:12 in forward, "x = self.up(x)"' in header
+    assert f"space    128 rows x 256 cols, {4 * elements + 2 * elements + 4 * elements // 16} bytes" in header
+    assert "reads    x0: float32, rows ((128, 256),), cols ((256, 1),)" in header
+    assert "writes   y0: float8_e5m2[128, 256]" in header
+    assert "writes   y1: float8_e5m2[256, 128], transposed" in header
+    assert "libdevice" not in text
+
+
+def test_only_what_is_needed_is_written() -> None:
+    text = generated.file_source(copy(64, 256), schedules.choose(copy(64, 256)))
+    assert text.count("@triton.jit") == 1
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    region = copy(64, 256)
+    schedule = schedules.choose(region)
+    generated.kernel_of(region, schedule)
+    (file,) = folder.iterdir()
+    assert file.name.startswith(generated.kernel_name(region, schedule))
+    generated.module_of.cache_clear()
+    monkeypatch.setattr(generated, "write_atomically", lambda *_: pytest.fail("written again"))
+    assert generated.kernel_of(region, schedule) is not None
+
+
+def _write(arguments: tuple[str, int]) -> int:
+    """In a process of its own: make the same kernels, in another order, and return how many it could import."""
+    folder, start = arguments
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    sizes = [16 * (1 + (start + i) % 8) for i in range(8)]
+    return sum(callable(generated.kernel_of(copy(n, n), schedules.choose(copy(n, n))).__getitem__) for n in sizes)
+
+
+def test_processes_may_write_the_same_files(tmp_path: Path, folder: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        assert pool.map(_write, [(str(tmp_path), i) for i in range(4)], chunksize=1) == [8] * 4
+    files = sorted(folder.iterdir())
+    assert len(files) == 8  # and no temporary file is left
+    for file in files:
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_running_a_file_without_a_gpu_says_so(folder: Path) -> None:
+    region = Cast("e4m3", "row").region()
+    generated.kernel_of(region, schedules.choose(region))
+    (file,) = folder.iterdir()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "needs a GPU" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_sizes_for_a_trial_fit_together() -> None:
+    """n0 rows are n1 batches: what main() picks must be a shape that the reference can evaluate."""
+    for seed in range(100):
+        draw = regions.draw(seed)
+        if not draw.region.sizes:
+            continue
+        names = trial.pick_sizes(draw.region, about=64)
+        sizes = [names[n] for n in draw.region.sizes]
+        inputs = trial.random_inputs(draw.region, sizes, 0, "cpu")
+        for part in draw.region.parts:
+            values = region_reference.Evaluation(part, inputs, names)
+            for store in part.stores:
+                assert values[store.value] is not None
