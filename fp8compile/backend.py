@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves  # under compiled autograd an input 
 
 from fp8compile import delayed, devices, failures, plans
 from fp8compile.options import Options
+from fp8compile.partitioner import Partitioner
 from fp8compile.passes.compilation import Compilation, Input
 from fp8compile.passes.pipeline import run_after_cut, run_pipeline
 from fp8compile.plan import Plan
@@ -50,6 +51,7 @@ def fp8(
     joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), _namespace(example_inputs))
     settings = _inductor_settings(parsed) | {
         "joint_custom_pre_pass": joint,
+        "custom_partitioner_fn": Partitioner(parsed),
         "post_grad_custom_post_pass": LoweringPass(parsed),
     }
     eagerly = functools.partial(_run_eagerly, options=parsed)

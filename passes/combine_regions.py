@@ -23,8 +23,8 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import PARTIALS, ROW_REDUCTIONS, Buffer, Input, Part, Region, Store, Value
-from fp8compile.passes.compilation import aten, depends_on, getitems, sort_topologically, value
-from fp8compile.passes.region_graph import GraphEditor, regions_of, spec_of
+from fp8compile.passes.compilation import aten, depends_on, getitems, value
+from fp8compile.passes.region_graph import GraphEditor, put_in_order, regions_of, spec_of
 
 FEW = 1024  # pieces of an amax that each program of the next kernel may read
 MAX_PARTS = 16
@@ -37,13 +37,13 @@ def combine_regions(graph: fx.Graph) -> None:
     for cat in list(graph.find_nodes(op="call_function", target=aten.cat.default)):
         _write_in_place(editor, cat)
     _finish_amaxes(editor)
-    sort_topologically(graph)
+    put_in_order(graph)
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.target is ops.scaled_mm or node.target is ops.region:
             _combine_producers(editor, node)
     _combine_last(editor)
-    sort_topologically(graph)
+    put_in_order(graph)
     graph.eliminate_dead_code()
 
 

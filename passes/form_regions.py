@@ -31,10 +31,10 @@ from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import ELEMENT, ROW_REDUCTIONS, Buffer, Region, Store
 from fp8compile.passes import fusible
 from fp8compile.passes.build_region import Builder, CastLayout, Refused, Sink
-from fp8compile.passes.compilation import VIEWS, aten, depends_on, is_tensor, sort_topologically, value
+from fp8compile.passes.compilation import VIEWS, aten, depends_on, is_tensor, value
 from fp8compile.passes.iteration import NoAccess, contiguous, divides, product, same
 from fp8compile.passes.origin import source_line
-from fp8compile.passes.region_graph import GraphEditor
+from fp8compile.passes.region_graph import GraphEditor, put_in_order
 
 MAX_ORIGINS = 6
 
@@ -55,12 +55,12 @@ def form_regions(graph: fx.Graph) -> list[str]:
     """Replace clusters of `graph` by regions; returns why some casts are left to Inductor."""
     editor = GraphEditor(graph)
     levels = find_levels(graph)
-    clusters = _delayed(graph, _clusters(graph, levels))
+    clusters = _delayed(graph, _clusters(graph, levels), levels)
     reasons: list[str] = []
     order = sorted(clusters, key=lambda k: (-k.level, not k.transposed))
     for cluster in order:
         reasons += _replace(editor, cluster, levels, clusters)
-    sort_topologically(graph)
+    put_in_order(graph)
     graph.eliminate_dead_code()
     return reasons
 
@@ -237,26 +237,35 @@ def _is_worth_a_kernel(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
     return fp8 or (_reduces_rows(cluster, levels) and any(fusible.is_col_sum(s) for s in cluster.sinks))
 
 
-def _delayed(graph: fx.Graph, clusters: list[Cluster]) -> list[Cluster]:
-    """Let a transposed payload of a lower level wait for a region that reads the same tensors anyway."""
+def _delayed(graph: fx.Graph, clusters: list[Cluster], levels: dict[fx.Node, int]) -> list[Cluster]:
+    """Let a transposed payload of a lower level wait for the next region that loads the same tensors anyway."""
     order = {node: n for n, node in enumerate(graph.nodes)}
+    loads = {id(k): _loads(k, levels) for k in clusters if k.transposed}
     kept: list[Cluster] = []
     for k in sorted(clusters, key=lambda k: -k.level):
-        host = next((h for h in kept if h.level > k.level and _can_wait(k, h, order)), None)
-        if host is None:
-            kept.append(k)
+        hosts = [h for h in reversed(kept) if h.level > k.level and _can_wait(k, h, loads, order)]
+        if hosts:
+            _absorb(hosts[0], k)
         else:
-            _absorb(host, k)
+            kept.append(k)
     return kept
 
 
-def _can_wait(k: Cluster, host: Cluster, order: dict[fx.Node, int]) -> bool:
+def _can_wait(k: Cluster, host: Cluster, loads: dict[int, set[fx.Node]], order: dict[fx.Node, int]) -> bool:
     if not (k.transposed and host.transposed and str(k.rows) == str(host.rows) and k.cols == host.cols):
         return False
-    shared = {n for n in k.reads & host.reads if not fusible.is_fusible(n)}
-    if not shared or any(s.target is not ops.quantize for s in k.sinks):
+    if not loads[id(k)] & loads[id(host)] or any(s.target is not ops.quantize for s in k.sinks):
         return False
     return not depends_on([i for s in host.sinks for i in s.all_input_nodes], set(k.sinks), order)
+
+
+def _loads(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
+    """The full-size tensors that a region of this cluster loads."""
+    frontier = _frontier(cluster, levels)
+    dear = _dear(cluster, frontier, levels)
+    own = {i for n in cluster.reads if levels[n] == cluster.level for i in (n, *n.all_input_nodes)}
+    direct = {n for n in own if not fusible.is_fusible(n)}
+    return direct | dear | {s for n in frontier - dear for s in _full_sources(n, cluster, levels)}
 
 
 # ---- from cluster to region -----------------------------------------------------------------------------------------
@@ -327,9 +336,22 @@ def _leaves(cluster: Cluster, levels: dict[fx.Node, int]) -> Any:
         statistic = _is_statistic(node) or fusible.is_moment(node)
         if statistic and (cluster.transposed or (lower and not _shares_level(node, cluster, levels))):
             return True
-        return node in dear
+        return node in dear or _is_narrowed_elsewhere(node)
 
     return is_leaf
+
+
+def _is_narrowed_elsewhere(node: fx.Node) -> bool:
+    """Whether `node` is a conversion to fewer bytes that Inductor can do as it writes the value: then we read fewer."""
+    source = node.args[0] if node.args else None
+    if node.target not in fusible.CONVERSIONS or not isinstance(source, fx.Node) or source.op != "call_function":
+        return False
+    while source.target in fusible.LAYOUTS:
+        source = source.args[0]  # type: ignore[assignment]
+        if source.op != "call_function":
+            return False
+    narrower = _bytes(node) < _bytes(source)
+    return narrower and not fusible.is_fusible(source) and not fusible.is_opaque(source)
 
 
 def _shares_level(node: fx.Node, cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
@@ -351,7 +373,7 @@ def _frontier(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
             seen.add(i)
             if levels[i] in own:
                 stack.append(i)
-            elif is_tensor(i) and same(fusible.elements(i), total):
+            elif is_tensor(i) and i.target not in fusible.LAYOUTS and same(fusible.elements(i), total):
                 found.add(i)
             else:
                 stack.append(i)
@@ -366,10 +388,23 @@ def _dear(cluster: Cluster, frontier: set[fx.Node], levels: dict[fx.Node, int]) 
     sources = {node: _full_sources(node, cluster, levels) for node in frontier}
     in_memory = {n for n in frontier if _is_read_by_border(n)}
     dear = {n for n in in_memory if len(sources[n]) > 1 or _bytes(n) <= sum(map(_bytes, sources[n]))}
-    rest = frontier - dear
-    reading = sum(_bytes(s) for s in {s for n in rest for s in sources[n]})
-    storing = sum(2 * _bytes(n) for n in rest)
-    return dear if reading < storing else frontier
+    for group in _sharing(frontier - dear, sources):
+        reading = sum(map(_bytes, {s for n in group for s in sources[n]}))
+        if reading >= sum(2 * _bytes(n) for n in group):
+            dear |= group
+    return dear
+
+
+def _sharing(nodes: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> list[set[fx.Node]]:
+    """Nodes in groups that are computed from the same tensors."""
+    groups: list[tuple[set[fx.Node], set[fx.Node]]] = []
+    for node in nodes:
+        members, reads = {node}, set(sources[node])
+        for group in [g for g in groups if g[1] & reads]:
+            groups.remove(group)
+            members, reads = members | group[0], reads | group[1]
+        groups.append((members, reads))
+    return [members for members, _ in groups]
 
 
 def _is_read_by_border(node: fx.Node) -> bool:

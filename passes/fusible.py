@@ -25,6 +25,7 @@ RESHAPES = {
     aten.squeeze.default, aten.unsqueeze.default, aten.alias.default, aten.detach.default, aten.clone.default,
 }  # fmt: skip
 PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int}
+OPAQUE = (".mm", "addmm", "bmm", "_mm", "attention", "convolution", "higher_order")  # names of library kernels
 LAYOUTS = RESHAPES | PERMUTES | {aten.expand.default}
 
 
@@ -238,6 +239,16 @@ def is_moment(node: fx.Node) -> bool:
         and isinstance(node.args[0], fx.Node)
         and node.args[0].target in MOMENTS
     )
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether a library's kernel computes `node`: nothing that reads it can be done as it is written."""
+    if node.op != "call_function":
+        return True
+    if "getitem" in str(node.target):
+        return is_opaque(node.args[0])  # type: ignore[arg-type]
+    name = str(node.target)
+    return name.startswith("fp8.") or any(word in name for word in OPAQUE)
 
 
 def elements(node: fx.Node) -> Any:

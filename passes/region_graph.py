@@ -21,7 +21,9 @@ from fp8compile.kernels import generated, schedule as schedules
 from fp8compile.kernels.spec import Region
 from fp8compile.passes import fusible
 from fp8compile.passes.build_region import Refused
-from fp8compile.passes.compilation import INHERITED, aten, depends_on, is_tensor, update_value, value
+from fp8compile.passes.compilation import (
+    INHERITED, aten, depends_on, is_tensor, sort_topologically, update_value, value,
+)  # fmt: skip
 from fp8compile.passes.iteration import same
 
 
@@ -74,7 +76,20 @@ class GraphEditor:
         for n, (node, some) in enumerate(zip(nodes, readers, strict=True)):
             result = self._result(call, n, node, place, pieces)
             node.replace_all_uses_with(result, delete_user_cb=lambda user, some=some: user in some)
+        for node in nodes:
+            self._erase_dead(node)
         return call
+
+    def _erase_dead(self, node: fx.Node) -> None:
+        """Erase `node`, and what only it read, if nobody reads it."""
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            if node.op != "call_function" or node.users or node._erased or node.is_impure():
+                continue
+            inputs = node.all_input_nodes
+            self.graph.erase_node(node)
+            stack += inputs
 
     def _result(self, call: fx.Node, n: int, node: fx.Node, place: fx.Node, pieces: bool) -> fx.Node:
         """The value of `node`, made of the n-th buffer."""
@@ -147,6 +162,15 @@ class GraphEditor:
             node = self.emit(call, node, arg, before=before, like=like)
         self._sizes[str(expr)] = node
         return node
+
+
+def put_in_order(graph: fx.Graph) -> None:
+    """Move every node behind its inputs, and writes into inputs of the graph behind all else: a region stands where its
+    first result is read, which may be the output, and must find in memory what the nodes found that it replaces."""
+    for node in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
+        if node.args[0].op == "placeholder":  # type: ignore[union-attr]
+            graph.output_node().prepend(node)
+    sort_topologically(graph)
 
 
 def regions_of(graph: fx.Graph) -> list[fx.Node]:
