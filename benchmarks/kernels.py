@@ -358,8 +358,8 @@ ROWS = (
         partial(torchao_given, False, True),
     ),
     Row("amax", amax_only, lambda s: [x(s)], 2),
-    Row("cast_tensor", to_tensor(False), lambda s: [x(s)], 3, 0, partial(torchao_cast, None, False)),
-    Row("cast_tensor_both", to_tensor(False, True), lambda s: [x(s)], 3, 0, partial(torchao_cast, None, False, True)),
+    Row("cast_tensor", to_tensor(False), lambda s: [x(s)], 2, 0, partial(torchao_cast, None, False)),
+    Row("cast_tensor_both", to_tensor(False, True), lambda s: [x(s)], 2, 0, partial(torchao_cast, None, False, True)),
     Row("cast_group128", to("group(128)", False), lambda s: [x(s)], 1, 0, partial(torchao_kernels, "act_quant_lhs")),
     Row("cast_group16", to("group(16)", False), lambda s: [x(s)], 1),
     Row(
@@ -380,7 +380,7 @@ ROWS = (
     Row("gelu_tanh_row", gelu_to_row("tanh"), lambda s: [wide(s)], 1),
     Row("gelu_erf_row", gelu_to_row("none"), lambda s: [wide(s)], 1),
     Row("swiglu_row", swiglu_to_row, lambda s: [gate_up(s)], 1),
-    Row("swiglu_tensor_both", swiglu_to_tensor, lambda s: [gate_up(s)], 3),
+    Row("swiglu_tensor_both", swiglu_to_tensor, lambda s: [gate_up(s)], 2),
     Row("swiglu_given_both", swiglu_to_tensor_given, lambda s: [gate_up(s), AMAX], 1),
     Row("swiglu_group128_both", swiglu_to_group, lambda s: [gate_up(s)], 1),
     Row("swiglu_backward_amax", swiglu_backward_amax, lambda s: [gate_up(s), wide(s)], 2),
@@ -391,7 +391,7 @@ ROWS = (
     ),
     Row("bias_gradient", bias_gradient, lambda s: [x(s)], 2, 2),
     Row("weights_amax", weights_amax, qkv, 4),
-    Row("weights_tensor", weights_tensor, qkv, 3),
+    Row("weights_tensor", weights_tensor, qkv, 2),
     Row("weights_cast", weights_cast(False), lambda s: [*qkv(s), AMAX, AMAX, AMAX], 1),
     Row("weights_cast_transposed", weights_cast(True), lambda s: [*qkv(s), AMAX, AMAX, AMAX], 1),
 )

@@ -79,6 +79,8 @@ class Bounds(Evaluation):
         extent = self.part.extents[i]
         args = [self.values.spread(a, extent) for a in value.args]
         bounds = [self.spread(a, extent) + self._unrounded(a, value.op, extent) for a in value.args]
+        if self.on_gpu and value.op != "where":  # what is subnormal may count as 0
+            bounds = [b + torch.where(x.abs() < FLUSHED, x.abs().double(), 0.0) for b, x in zip(bounds, args, strict=True)]
         out = self.values[i].double() if value.op != "quantize" else (args[0] / args[1]).double()
         passed = _passed_on(value, args, bounds, out)
         if value.op in (*COMPARISONS, "and", "or", "xor", "not", "where"):
@@ -101,7 +103,7 @@ class Bounds(Evaluation):
         if self.part.values[i].op != "mul":
             return 0.0
         product = self.values.spread(i, extent).double().abs()
-        return torch.where(product.isfinite(), product * U, 0.0)
+        return product * U  # a product that overflows may not, contracted: then anything can come
 
     def _own(self, op: str, x: Tensor, out: Tensor) -> Tensor:
         if op not in APPROXIMATE:

@@ -14,7 +14,7 @@ from typing import Any
 from fp8compile.formats import ceil_div, round_up
 from fp8compile.kernels.spec import ELEMENT, ROW_REDUCTIONS, Part, Region, Size
 
-MAX_ROW = 16384  # elements of the rows of all inputs that one program can hold in registers
+MAX_ROW = 32768  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
 SHARED_MEMORY = 180_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -99,17 +99,37 @@ def _choose(part: Part) -> Schedule:
             return _tiled(part, max(1, min_rows), max(2048, min_cols), 8, sweeps=True)
         block_cols = max(cols, min_cols)
         block_rows = max(min_rows, min(16, 4096 // block_cols), 1)
-        if ops & set(WALKED):  # tiles are read ahead while others are reduced
-            block_rows = max(min_rows, min(16, 8192 // block_cols), 1)
-            while block_rows > max(min_rows, 1) and 3 * _read_ahead(part, block_rows * block_cols) > SHARED_MEMORY:
-                block_rows //= 2
-            stages = min(3, SHARED_MEMORY // max(1, _read_ahead(part, block_rows * block_cols)))
-            return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32), max(1, stages))
+        if ops & set(WALKED):
+            return _walking(part, max(min_rows, min(16, 8192 // block_cols), 1), block_cols)
         return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32))
     if any(s.transposed for s in part.stores):
-        return _tiled(part, max(32, min_rows), max(min(64, cols), min_cols), 4)
+        block_rows, block_cols = max(32, min_rows), max(min(64, cols), min_cols)
+        return _tiled(part, block_rows, block_cols, max(4, _warps(block_rows * block_cols, 32)))
+    if _walks(part):
+        block_cols = max(min(cols, 2048), min_cols)
+        elements = 16384 if sum(i.extent == ELEMENT for i in part.inputs) == 1 else 8192
+        return _walking(part, max(min_rows, elements // block_cols), block_cols)
     block_cols = max(min(cols, 1024), min_cols)
     return _tiled(part, max(min_rows, 4096 // block_cols, 1), block_cols, 4)
+
+
+def _walks(part: Part) -> bool:
+    """Whether few programs shall walk down the rows. An amax next to a row reduction is no reason: it is reduced once
+    more by a kernel of its own, which costs less than what walking would."""
+    ops = {v.op for v in part.values}
+    return bool(ops & set(WALKED)) or ("all_amax" in ops and not ops & set(ROW_REDUCTIONS))
+
+
+def _walking(part: Part, block_rows: int, block_cols: int) -> Schedule:
+    """Programs that walk, a tile or two ahead of what they compute: as many as there are processors."""
+    least = max(1, _least(part)[0])
+    rows = extent(part)[0]
+    if isinstance(rows, int):
+        block_rows = min(block_rows, max(power_of_two(rows), least))
+    while block_rows > least and 3 * _read_ahead(part, block_rows * block_cols) > SHARED_MEMORY:
+        block_rows //= 2
+    stages = max(1, min(3, SHARED_MEMORY // max(1, _read_ahead(part, block_rows * block_cols))))
+    return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32), stages)
 
 
 def _read_ahead(part: Part, elements: int) -> int:
@@ -131,8 +151,7 @@ def _warps(elements: int, per_thread: int) -> int:
 def _tiled(part: Part, block_rows: int, block_cols: int, warps: int, stages: int = 1, sweeps: bool = False) -> Schedule:
     rows, cols = extent(part)
     col_blocks = max(1, ceil_div(cols, block_cols))
-    ops = {v.op for v in part.values}
-    walks = ops & set(WALKED) or ("all_amax" in ops and not ops & set(ROW_REDUCTIONS))
+    walks = _walks(part)
     resident = PROCESSORS * (1 if stages > 1 else max(1, 32 // warps))  # programs that run at a time, about
     if isinstance(rows, int):
         block_rows = min(block_rows, max(power_of_two(rows), _least(part)[0]))

@@ -189,7 +189,7 @@ class _Judge:
             values, bounds = self._sides({j: x for j, x in self.given.items() if j != i})
         op = self.part.values[i].op
         if op in PARTIALS:
-            actual = buffer.double().sum(0) if op == "col_sum" else buffer.amax(0)
+            actual = buffer.double().sum(0).float() if op == "col_sum" else buffer.amax(0)
             return _difference(actual.reshape(values[i].shape), values[i].double(), bounds[i], _float, False)
         actual = _stored(buffer, store, self.part, self.names, padded=True)
         exact, bound = bounds.quotient(i) if op == "quantize" else (values[i], bounds[i])

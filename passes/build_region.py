@@ -234,6 +234,8 @@ class Builder:
         if rule is None:
             raise Refused(f"no rule for {target}")
         kwargs = {k: a if k == "alpha" else self._argument(a, access, shape) for k, a in node.kwargs.items()}
+        if target in fusible.EQUALITIES:
+            args = [self._as_stored(i, a) for i, a in zip(args, node.args, strict=True)]
         return self._rounded(rule(self, *args, **kwargs), value(node).dtype)
 
     def _argument(self, arg: Any, access: Access, shape: list[Size]) -> Any:
@@ -250,6 +252,12 @@ class Builder:
         """Values stay FP32 until they are stored; but what is too large for FP16 becomes inf, and a loss scaler must see
         that."""
         return self.op("round", i, params=("float16",)) if dtype == torch.float16 else i
+
+    def _as_stored(self, i: int, arg: Any) -> int:
+        """Value `i` of node `arg` with the bits it has in memory: the maximum of a row equals one of its elements, even
+        where one of the two was loaded and the other computed again."""
+        narrow = isinstance(arg, fx.Node) and value(arg).dtype == torch.bfloat16 and self._values[i].op != "load"
+        return self.op("round", i, params=("bfloat16",)) if narrow else i
 
     def _to_bool(self, i: int) -> int:
         return self.op("ne", i, self.constant(0.0))

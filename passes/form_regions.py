@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import ELEMENT, ROW_REDUCTIONS, Buffer, Region, Store
 from fp8compile.passes import fusible
 from fp8compile.passes.build_region import Builder, CastLayout, Refused, Sink
-from fp8compile.passes.compilation import VIEWS, aten, depends_on, is_tensor, value
+from fp8compile.passes.compilation import VIEWS, depends_on, is_tensor, value
 from fp8compile.passes.iteration import NoAccess, contiguous, divides, product, same
 from fp8compile.passes.origin import source_line
 from fp8compile.passes.region_graph import GraphEditor, put_in_order
@@ -55,8 +55,8 @@ def form_regions(graph: fx.Graph) -> list[str]:
     """Replace clusters of `graph` by regions; returns why some casts are left to Inductor."""
     editor = GraphEditor(graph)
     levels = find_levels(graph)
-    clusters = _delayed(graph, _clusters(graph, levels), levels)
     reasons: list[str] = []
+    clusters = _delayed(graph, _clusters(graph, levels, reasons), levels)
     order = sorted(clusters, key=lambda k: (-k.level, not k.transposed))
     for cluster in order:
         reasons += _replace(editor, cluster, levels, clusters)
@@ -91,8 +91,8 @@ def _is_barrier(node: fx.Node) -> bool:
 # ---- clusters -------------------------------------------------------------------------------------------------------
 
 
-def _clusters(graph: fx.Graph, levels: dict[fx.Node, int]) -> list[Cluster]:
-    singles = [k for node in graph.nodes if (k := _single(node, levels)) is not None]
+def _clusters(graph: fx.Graph, levels: dict[fx.Node, int], reasons: list[str]) -> list[Cluster]:
+    singles = [k for node in graph.nodes if (k := _single(node, levels, reasons)) is not None]
     by_space: dict[Any, list[Cluster]] = defaultdict(list)
     for k in singles:
         by_space[(k.level, str(k.rows), k.cols, k.transposed)].append(k)
@@ -107,7 +107,7 @@ def _clusters(graph: fx.Graph, levels: dict[fx.Node, int]) -> list[Cluster]:
     return [k for k in joined if _is_worth_a_kernel(k, levels)]
 
 
-def _single(node: fx.Node, levels: dict[fx.Node, int]) -> Cluster | None:
+def _single(node: fx.Node, levels: dict[fx.Node, int], reasons: list[str]) -> Cluster | None:
     """The cluster of this one sink; None if it is none, or of a kind that no region takes."""
     source = _source(node)
     if source is None and _is_value(node):
@@ -117,31 +117,48 @@ def _single(node: fx.Node, levels: dict[fx.Node, int]) -> Cluster | None:
     shape = list(value(source).shape)
     if len(shape) < 1 or value(source).dtype not in fusible.FLOATS:
         return None
-    cols = shape[-1]
-    if not isinstance(cols, int) or cols == 0 or any(isinstance(n, int) and n == 0 for n in shape):
+    why = _why_not(node, shape)
+    if why:
+        if node.target in ops.CASTS:
+            reasons.append(f"%{node.name}: {why}")
         return None
-    if any(isinstance(n, torch.SymInt) and not n.node.has_hint() for n in shape):
-        return None
-    rows = product(shape) // cols
     transposed = False
-    if fusible.is_global_amax(node) and node.args[1] == "row":
-        if len(shape) != 2 or CastLayout.of(node).row_multiple != 1:
-            return None
     if node.target is ops.quantize:
         layout = CastLayout.of(node)
-        if layout.transpose and len(shape) != 2:
-            return None
-        if (layout.row_multiple, layout.col_multiple) != (1, 1) and len(shape) != 2:
-            return None
-        size = layout.granularity.size
-        if size & (size - 1) or (size and not divides(size, shape[0] if layout.transpose else cols)):
-            return None
-        if layout.granularity.kind == "block" and not (divides(size, rows) and divides(size, cols)):
-            return None
         transposed = layout.transpose or layout.granularity.kind == "block"
-    cluster = Cluster(rows, cols, levels[node], transposed, [node])
+    cluster = Cluster(product(shape) // shape[-1], shape[-1], levels[node], transposed, [node])
     cluster.reads = _reads(cluster, levels)
     return cluster
+
+
+def _why_not(node: fx.Node, shape: list[Any]) -> str:
+    """Why no region runs over a tensor of this shape for the sink `node`; "" if one can."""
+    cols = shape[-1]
+    if not isinstance(cols, int):
+        return "its rows have a symbolic length"
+    if any(isinstance(n, int) and n == 0 for n in shape):
+        return "it is empty"
+    if any(isinstance(n, torch.SymInt) and not n.node.has_hint() for n in shape):
+        return "it has a size that only the data knows"
+    if fusible.is_global_amax(node):
+        padded = node.args[1] == "row" and CastLayout.of(node).row_multiple != 1
+        matrices = node.args[1] == "row" and len(shape) != 2
+        return "amaxes of columns, filled up" if padded else "a batch is transposed matrix by matrix" if matrices else ""
+    return _why_no_payload(CastLayout.of(node), shape) if node.target is ops.quantize else ""
+
+
+def _why_no_payload(layout: CastLayout, shape: list[Any]) -> str:
+    kind, size = layout.granularity.kind, layout.granularity.size
+    if len(shape) != 2 and layout.transpose:
+        return "a batch is transposed matrix by matrix"
+    if len(shape) != 2 and (layout.row_multiple, layout.col_multiple) != (1, 1):
+        return "a batch is filled up matrix by matrix"
+    if size & (size - 1):
+        return f"groups of {size}, which is no power of two"
+    lengths = shape[-2:] if kind == "block" else [shape[0] if layout.transpose else shape[-1]] if size else []
+    if not all(divides(size, n) for n in lengths):
+        return f"{layout.granularity} does not divide {shape}"
+    return ""
 
 
 def _source(node: fx.Node) -> fx.Node | None:
@@ -159,6 +176,8 @@ def _source(node: fx.Node) -> fx.Node | None:
 def _is_value(node: fx.Node) -> bool:
     """Whether `node` is something that must be stored, because what reads it is no part of a region."""
     if not is_tensor(node) or node.target in fusible.LAYOUTS or not fusible.is_pointwise(node):
+        return False
+    if _is_narrowed_elsewhere(node):
         return False
     return value(node).dim() > 0 and value(node).dtype in fusible.FLOATS and _is_read_by_border(node)
 
@@ -303,7 +322,12 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
     strides = tuple(tuple(builder.number(s) for s in value(t).stride()) for t in tensors)
     region = Region((part,), tuple(s.buffer for s in builder.sinks), _origins(builder), strides)
     if editor.waits_for_itself(tensors, [s.node for s in builder.sinks]):
-        return [*reasons, f"%{builder.sinks[0].node.name}: needs what is made of it"]
+        late = [s for s in cluster.sinks if _waits(editor, s, cluster, levels)]
+        early = [s for s in cluster.sinks if s not in late]
+        if not (late and early):
+            return [*reasons, f"%{builder.sinks[0].node.name}: needs what is made of it"]
+        halves = [replace(cluster, sinks=late), replace(cluster, sinks=early)]
+        return [why for half in halves for why in _replace(editor, half, levels, clusters)]
     own = set(cluster.sinks)
     users = [
         list(s.node.users) if s.node in own else _outside(s.node, builder.interior | others) for s in builder.sinks
@@ -313,6 +337,17 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
     except Refused as why:
         reasons.append(f"%{builder.sinks[0].node.name}: {why}")
     return reasons
+
+
+def _waits(editor: GraphEditor, sink: fx.Node, cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
+    """Whether a region of `sink` alone would load what is computed from a sink of its cluster: a norm over each head,
+    say, of what is stored because a matmul reads it."""
+    builder = Builder(cluster.rows, cluster.cols, _leaves(cluster, levels))
+    try:
+        builder.sinks.append(_sink(builder, sink))
+    except (Refused, NoAccess):
+        return False
+    return editor.waits_for_itself(builder.part()[1], cluster.sinks)
 
 
 def _fits(part: Any) -> bool:
@@ -434,11 +469,11 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _is_needed(node: fx.Node, builder: Builder, sinks: set[fx.Node]) -> bool:
-    """Whether somebody outside of all regions reads a node that this region computes on its way."""
-    if not is_tensor(node) or node.target in fusible.RESHAPES | fusible.PERMUTES | {aten.expand.default}:
+    """Whether somebody outside of all regions reads a node that this region computes on its way, and no other region
+    stores."""
+    if not is_tensor(node) or node.target in fusible.LAYOUTS or node in sinks:
         return False
-    stored = {s.node for s in builder.sinks}
-    return node not in stored and _read_outside(node, builder.interior | sinks)
+    return _read_outside(node, builder.interior | sinks)
 
 
 def _read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:

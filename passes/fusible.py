@@ -123,6 +123,7 @@ POINTWISE: dict[Any, Rule] = {
     aten.logical_not.default: _plain("not"), aten.bitwise_not.default: _plain("not"),
     aten.where.self: _plain("where"),
 }  # fmt: skip
+EQUALITIES = {aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar}
 LOGIC = {"and", "or", "xor", "not"}  # bitwise operators, which mean this for bools only
 CONVERSIONS = {prims.convert_element_type.default, aten._to_copy.default}
 POWERS = {2, 3, 4, 0.5, -0.5, -1, 1}
@@ -143,6 +144,8 @@ def is_pointwise(node: fx.Node) -> bool:
     out = value(node)
     if out.dtype not in (*FLOATS, torch.bool) or out.is_complex():
         return False
+    if any(is_tensor(i) and value(i).device != out.device for i in node.all_input_nodes):
+        return False  # a number on a CPU
     if node.target in CONVERSIONS:
         return _holds(node.args[0]) and value(node.args[0]).dtype in (*FLOATS, torch.bool)  # type: ignore[arg-type]
     if node.target in CONSTANTS:

@@ -44,6 +44,20 @@ MAX_PER_WARP = 1 << 12  # beyond, the compiler takes its time to unroll
 MAX_BLOCKS = 4  # tiles along a dimension, about: Triton's interpreter takes milliseconds for each
 
 
+def _of_one_half(region: Region) -> Region:
+    """Without FP16 results where BF16 is read: LLVM makes an FP16 addition of the FP32 addition of two BF16 numbers
+    that is rounded to FP16, as if FP16 had the range of BF16."""
+    if not any(i.dtype == "bfloat16" for part in region.parts for i in part.inputs):
+        return region
+    buffers = tuple(replace(b, dtype="bfloat16" if b.dtype == "float16" else b.dtype) for b in region.buffers)
+
+    def in_bf16(value: Value) -> Value:
+        return replace(value, params=("bfloat16",)) if value.op == "round" else value
+
+    parts = tuple(replace(p, values=tuple(map(in_bf16, p.values))) for p in region.parts)
+    return replace(region, parts=parts, buffers=buffers)
+
+
 @dataclass(frozen=True)
 class Draw:
     """A region to try, in these tiles, with these values for its sizes."""
@@ -58,6 +72,7 @@ def draw(seed: int, large: bool = False, walkers: int = 3) -> Draw:
     """The region of `seed`. At most `walkers` programs that walk over the rows side by side."""
     rng = random.Random(seed)
     region, sizes = _Drawer(rng, LARGE_ROWS if large else SMALL_ROWS, LARGE_COLS if large else SMALL_COLS).region()
+    region = _of_one_half(region)
     chosen = schedules.choose(region)
     if rng.random() < 0.4:
         tilings = tuple(_tiling(part, rng) for part in region.parts)
