@@ -20,7 +20,7 @@ from fp8compile.kernels.emit_helpers import HELPERS, NEEDS
 from fp8compile.kernels.expressions import EXPRESSIONS
 from fp8compile.kernels.schedule import Schedule, Tiling
 from fp8compile.kernels.spec import (
-    COLUMN, ELEMENT, NUMBER, PARTIALS, ROW_REDUCTIONS, Digits, Extent, Part, Region, Size, Store, Value,
+    COLUMN, ELEMENT, NUMBER, PARTIALS, ROW, ROW_REDUCTIONS, Digits, Extent, Part, Region, Size, Store, Value,
 )  # fmt: skip
 
 INT32_MAX = 2**31 - 1
@@ -107,7 +107,7 @@ class _Emitter:
             self._reducing_sweep(level)
         for i in self._stored_values():  # all values before the first store: twice as fast where tiles are transposed
             self._value(i)
-        for store in self.part.stores:
+        for store in sorted(self.part.stores, key=lambda s: s.transposed):
             self._store(store)
         self._end_sweep()
         head = ["@triton.jit", f"def {name}({', '.join(([] if self.single else ['pid']) + self.arguments)}):"]
@@ -130,7 +130,7 @@ class _Emitter:
         return "\n".join(head + [f"    {line}" for line in lines])
 
     def _stored_values(self) -> list[int]:
-        """What the stores need, in the order of the spec."""
+        """What the stores need: first what is loaded, then the rest in the order of the spec."""
         found: set[int] = set()
         stack = [s.value for s in self.part.stores]
         while stack:
@@ -139,7 +139,8 @@ class _Emitter:
                 found.add(i)
                 if not self.sweeps or self.part.values[i].op not in ROW_REDUCTIONS:
                     stack += self.part.values[i].args
-        return sorted(i for i in found if self.part.values[i].op not in PARTIALS)
+        values = self.part.values
+        return sorted((i for i in found if values[i].op not in PARTIALS), key=lambda i: (values[i].op != "load", i))
 
     def _reducing_sweep(self, level: int) -> None:
         """Read the tiles of a row once for all reductions of this level."""
@@ -259,16 +260,14 @@ class _Emitter:
             return total.format(text)
         if value.op in ("group_amax", "col_group_amax", "block_amax"):
             return self._group_reduction(value)
+        if value.op == "quantize":
+            return self._quantize(i, value)
         extent = self.part.extents[i]
         expression = EXPRESSIONS[value.op]
         args = [self._operand(a, extent) for a in value.args]
         text = (self.target == "interpreter" and expression.interpreted) or expression.triton
         if expression.helper:
             helper = expression.helper.format(p0=value.params[0] if value.params else "")
-            rows, cols = self._shape(extent)
-            if value.op == "quantize" and rows * cols < 4 and self.target != "interpreter":
-                text = text.replace("to_{p0}", "to_{p0}_singly")
-                helper += "_singly"
             self._use(helper)
         for helper in ("_maximum", "_minimum"):
             if helper in text:
@@ -277,6 +276,20 @@ class _Emitter:
         if value.params and value.params[0] in FORMATS:
             names["p_max"] = FORMATS[value.params[0]].max
         return text.format(*args, **names)
+
+    def _quantize(self, i: int, value: Value) -> str:
+        """The payload. Where many elements share a scale, its inverse is taken once."""
+        extent = self.part.extents[i]
+        x, scale = (self._operand(a, extent) for a in value.args)
+        shared = self.part.extents[value.args[1]] in (NUMBER, ROW, COLUMN)
+        if shared:
+            self._use("quotient")
+        divided = f"quotient({x}, {scale})" if shared else f"tl.div_rn({x}, {scale})"
+        rows, cols = self._shape(extent)
+        few = rows * cols < 4 and self.target != "interpreter"  # the packed conversion takes four at a time
+        cast = f"to_{value.params[0]}{'_singly' if few else ''}"
+        self._use(cast)
+        return f"{cast}({divided})"
 
     def _use(self, helper: str) -> None:
         self.helpers[helper] = None

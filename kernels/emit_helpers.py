@@ -63,6 +63,25 @@ HELPERS = {
     "to_e5m2_singly": _cast_of_one("e5m2", "e5m2"),
     "to_e4m3": _cast("e4m3", "e4m3", "float8e4nv", "448.0"),
     "to_e5m2": _cast("e5m2", "e5m2", "float8e5", "57344.0"),
+    "quotient": Helper(
+        '''
+@triton.jit
+def quotient(x, scale):
+    """x / scale to nearest, by the scale's inverse and one correction (Markstein, IBM J. R&D 34, 1990): a division for
+    each row or tensor instead of each element."""
+    inverse = tl.div_rn(1.0, scale)
+    minus = tl.where(scale == float("inf"), 0.0, -scale)
+    near = x * inverse
+    exact = tl.fma(tl.fma(near, minus, x), inverse, near)
+    return tl.where((tl.abs(near) < 1e30) & (near != 0), exact, near)
+''',
+        '''
+@triton.jit
+def quotient(x, scale):
+    """x / scale to nearest."""
+    return tl.div_rn(x, scale)
+''',
+    ),
     "magnitude": Helper(
         '''
 @triton.jit
@@ -86,6 +105,18 @@ def ordered(x, of_nan):
 def from_ordered(bits):
     """What `ordered` made these integers of; the ends of their range are nan."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+'''
+    ),
+    "tanh": Helper(
+        '''
+@triton.jit
+def tanh(x):
+    """By exp where |x| ≥ 1/4, else by its series; half as many instructions as libdevice's."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - e) / (1.0 + e)
+    y = x * x
+    small = x * (1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0, -large, large))
 '''
     ),
     "scale_of": Helper(

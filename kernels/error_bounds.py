@@ -45,11 +45,11 @@ POLES = ("rsqrt", "reciprocal", "log", "log2")  # monotone, but not across 0
 # exp is 2^(x · log2 e) there, the product rounded: 2 U |x| more, in `_own`.
 APPROXIMATE: dict[str, tuple[float, float]] = {
     "div": (8, 0), "exp": (8, 0), "exp2": (8, 0), "expm1": (8, 0), "log": (8, 0), "log2": (8, 0), "log1p": (8, 0),
-    "sin": (8, 8), "cos": (8, 8), "tanh": (8, 0), "erf": (8, 0), "sigmoid": (12, 0), "rsqrt": (8, 0),
+    "sin": (8, 8), "cos": (8, 8), "tanh": (24, 0), "erf": (8, 0), "sigmoid": (12, 0), "rsqrt": (8, 0),
     "reciprocal": (8, 0), "sqrt": (4, 0),
 }  # fmt: skip
 # Forms for the interpreter that cancel: exp(x) - 1, 2 / (1 + exp(-2x)) - 1, log(1 + x).
-INTERPRETED: dict[str, tuple[float, float]] = {"expm1": (16, 16), "tanh": (16, 16), "log1p": (8, 8)}
+INTERPRETED: dict[str, tuple[float, float]] = {"expm1": (16, 16), "log1p": (8, 8)}
 
 
 class Bounds(Evaluation):
@@ -152,7 +152,7 @@ def _passed_on(value: Value, args: Sequence[Tensor], bounds: Sequence[Tensor], o
     if op in ("scale", "scale_power_of_two"):
         return _shifted(value, args[0].float(), bounds[0])
     if op in ("sin", "cos"):
-        return bounds[0].clamp_max(2.0)
+        return torch.where(bounds[0].isinf(), torch.inf, bounds[0].clamp_max(2.0))
     if op in ("add", "sub"):
         return bounds[0] + bounds[1]
     if op == "mul":

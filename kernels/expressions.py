@@ -54,7 +54,7 @@ EXPRESSIONS: dict[str, Expression] = {
     "log1p": Expression(torch.log1p, "libdevice.log1p({0})", "tl.log(1.0 + {0})", exact=False),
     "sin": Expression(torch.sin, "tl.sin({0})", exact=False),
     "cos": Expression(torch.cos, "tl.cos({0})", exact=False),
-    "tanh": Expression(torch.tanh, "libdevice.tanh({0})", "(2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0)", exact=False),
+    "tanh": Expression(torch.tanh, "tanh({0})", exact=False, helper="tanh"),
     "erf": Expression(torch.erf, "tl.erf({0})", exact=False),
     "sigmoid": Expression(torch.sigmoid, "1.0 / (1.0 + tl.exp(-{0}))", exact=False),
     "sqrt": Expression(torch.sqrt, "tl.sqrt_rn({0})", exact=False),  # torch on a CPU is 1 ULP off
@@ -82,5 +82,5 @@ EXPRESSIONS: dict[str, Expression] = {
         "power_of_two(scale_of({0}, {p_max}))",
         helper="power_of_two",
     ),
-    "quantize": Expression(lambda x, s, fmt: x / s, "to_{p0}(tl.div_rn({0}, {1}))", helper="to_{p0}"),
+    "quantize": Expression(lambda x, s, fmt: x / s, ""),  # the cast itself: `emit` writes it
 }

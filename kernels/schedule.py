@@ -103,7 +103,8 @@ def _choose(part: Part) -> Schedule:
             return _walking(part, max(min_rows, min(16, 8192 // block_cols), 1), block_cols)
         return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32))
     if any(s.transposed for s in part.stores):
-        block_rows, block_cols = max(32, min_rows), max(min(64, cols), min_cols)
+        payloads = {s.transposed for s in part.stores if part.values[s.value].op == "quantize"}
+        block_rows, block_cols = max(64 if payloads == {True} else 32, min_rows), max(min(64, cols), min_cols)
         return _tiled(part, block_rows, block_cols, max(4, _warps(block_rows * block_cols, 32)))
     if _walks(part):
         block_cols = max(min(cols, 2048), min_cols)

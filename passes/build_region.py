@@ -145,6 +145,9 @@ class Builder:
             raise Refused("a bitwise operation on numbers")
         if name not in fusible.LOGIC and name != "float":
             args = tuple(self._as_float(a) if n or name != "where" else a for n, a in enumerate(args))
+        if name == "div" and (inverse := self._known.get(Value("div", (self.constant(1.0), args[1])))) is not None:
+            if args[0] != self.constant(1.0):
+                name, args = "mul", (args[0], inverse)  # one division for all by the same
         i = self._add(Value(name, args, params))
         if name in fusible.LOGIC or name in ("lt", "le", "gt", "ge", "eq", "ne"):
             self._bools.add(i)

@@ -228,7 +228,7 @@ def _joined(editor: GraphEditor, nodes: Sequence[fx.Node]) -> Joined | None:
     index: dict[fx.Node, int] = {}
     for node in nodes:
         region, _ = spec_of(node)
-        names = {f"n{i}": _number_of(size, sizes) for i, size in enumerate(node.args[1])}  # type: ignore[arg-type]
+        names = {n: _number_of(size, sizes) for n, size in zip(region.sizes, node.args[1], strict=True)}  # type: ignore[arg-type]
         renamed = _renamed(region, names, len(parts), len(buffers))
         where = []
         for tensor, stride in zip(node.args[0], renamed.strides, strict=True):  # type: ignore[arg-type]

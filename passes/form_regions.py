@@ -140,10 +140,10 @@ def _why_not(node: fx.Node, shape: list[Any]) -> str:
         return "it is empty"
     if any(isinstance(n, torch.SymInt) and not n.node.has_hint() for n in shape):
         return "it has a size that only the data knows"
-    if fusible.is_global_amax(node):
-        padded = node.args[1] == "row" and CastLayout.of(node).row_multiple != 1
-        matrices = node.args[1] == "row" and len(shape) != 2
-        return "amaxes of columns, filled up" if padded else "a batch is transposed matrix by matrix" if matrices else ""
+    if fusible.is_global_amax(node) and node.args[1] == "row":
+        if len(shape) != 2:
+            return "a batch is transposed matrix by matrix"
+        return "amaxes of columns, filled up" if CastLayout.of(node).row_multiple != 1 else ""
     return _why_no_payload(CastLayout.of(node), shape) if node.target is ops.quantize else ""
 
 
@@ -315,7 +315,8 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
                 continue
     part, tensors = builder.part()
     if editor.waits_for_itself(tensors, [s.node for s in builder.sinks]):  # through a value stored on the way
-        del builder.sinks[own_sinks:]
+        stored = builder.sinks[own_sinks:]
+        builder.sinks[own_sinks:] = [s for s in stored if not editor.waits_for_itself(tensors, [s.node])]
         part, tensors = builder.part()
     if any(v.op in ROW_REDUCTIONS for v in part.values) and not _fits(part):
         return [*reasons, f"%{builder.sinks[0].node.name}: rows of {cluster.cols} are too long for column sums"]
@@ -333,7 +334,8 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
         list(s.node.users) if s.node in own else _outside(s.node, builder.interior | others) for s in builder.sinks
     ]
     try:
-        editor.insert(region, tensors, builder.sizes, [s.node for s in builder.sinks], users)
+        sizes = [builder.sizes[int(name[1:])] for name in region.sizes]  # without those of values that were given up
+        editor.insert(region, tensors, sizes, [s.node for s in builder.sinks], users)
     except Refused as why:
         reasons.append(f"%{builder.sinks[0].node.name}: {why}")
     return reasons

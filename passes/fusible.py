@@ -69,6 +69,11 @@ def _relu(w: Writer, x: int) -> int:
     return w.op("maximum", x, w.constant(0.0))
 
 
+def _sigmoid(w: Writer, x: int) -> int:
+    """1 / (1 + exp(-x)), in pieces that x · sigmoid(x) as other decompositions write it has in common with it."""
+    return w.op("div", w.constant(1.0), w.op("add", w.op("exp", w.op("neg", x)), w.constant(1.0)))
+
+
 def _isnan(w: Writer, x: int) -> int:
     return w.op("ne", x, x)
 
@@ -104,7 +109,7 @@ POINTWISE: dict[Any, Rule] = {
     aten.cos.default: _plain("cos"),
     aten.tanh.default: _plain("tanh"),
     aten.erf.default: _plain("erf"),
-    aten.sigmoid.default: _plain("sigmoid"),
+    aten.sigmoid.default: _sigmoid,
     aten.sqrt.default: _plain("sqrt"),
     aten.rsqrt.default: _plain("rsqrt"),
     aten.reciprocal.default: _plain("reciprocal"),

@@ -100,8 +100,8 @@ def test_empty(m: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("granularity", ["tensor", "row", "group(16)", "group(128)", "block(128)"])
 @pytest.mark.parametrize("transpose", [False, True])
 def test_compiled_casts_agree_with_eager(granularity: str, transpose: bool) -> None:
-    """Casts as Inductor compiles them. Scales are equal; payloads may differ by one code where x / scale, which Triton
-    divides approximately (2 ULP), lies on the border of two codes: with 23 - 3 spare bits in < 1 of 10^5 elements."""
+    """Casts as Inductor compiles them. Triton divides approximately: scales differ by an ULP, and payloads by one code
+    where x / scale lies on the border of two; with the 8 bits of BF16 that is so for one element in some hundreds."""
     x = torch.randn(300, 520, device="cuda", dtype=torch.bfloat16)
 
     def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +113,7 @@ def test_compiled_casts_agree_with_eager(granularity: str, transpose: bool) -> N
     torch.testing.assert_close(compiled_scale, scale, rtol=2.0**-22, atol=0)
     codes, expected = compiled_data.view(torch.uint8).int(), data.view(torch.uint8).int()
     different = codes != expected
-    assert different.float().mean() < 1e-4
+    assert different.float().mean() < 4e-3
     assert ((codes - expected).abs() <= 1).all()
 
 

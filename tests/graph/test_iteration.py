@@ -1,7 +1,8 @@
 """Iteration spaces against brute force: an access names the element that PyTorch's own indexing names.
 
-A tensor whose elements are their own numbers goes through random layouts. Walking back from the result, as a region does,
-must lead to the numbers that stand in it; where the algebra cannot, it must say so (`NoAccess`) and never be wrong.
+A tensor whose elements are their own numbers goes through random layouts. Walking back from the result, as a region
+does, must lead to the numbers that stand in it; where the algebra cannot, it must say so (`NoAccess`) and never be
+wrong.
 """
 
 from __future__ import annotations

@@ -1,0 +1,396 @@
+"""Which nodes end up in which region: small graphs written by hand, with the reasons of what is left.
+
+Each graph also runs before and after, so that what is said about its regions is said of regions that are right.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_quantized import sqnr
+from torch import Tensor, fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8compile import ops
+from fp8compile.formats import FP8_DTYPES
+from fp8compile.kernels.spec import Region
+from fp8compile.passes import fusible
+from fp8compile.passes.combine_regions import combine_regions
+from fp8compile.passes.compilation import aten
+from fp8compile.passes.form_regions import form_regions
+from fp8compile.passes.region_graph import regions_of, spec_of
+
+R, C = 32, 64
+# FP32 graphs: sums in another order are 2^-20 off or less, 120 dB, and statistics of statistics a little more. A
+# payload differs where that crosses the middle between two codes: one element in 2^16 by 2^-4, 70 dB; 50 leaves room.
+FLOAT, PAYLOAD = 80.0, 50.0
+
+
+def noise(*shape: int, seed: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cast(x: Tensor, granularity: str = "row", transpose: bool = False, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
+    """(data, scale) by the markers."""
+    scale = ops.scale(ops.amax(x, granularity, transpose), fmt)
+    return ops.quantize(x, scale, fmt, granularity, transpose), scale
+
+
+class Formed:
+    """A function as a graph with regions, which has been compared with the graph without."""
+
+    def __init__(self, function: Callable[..., Any], *inputs: Tensor, combine: bool = True) -> None:
+        module = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+        module.graph.eliminate_dead_code()
+        plain = copy.deepcopy(module)
+        self.graph: fx.Graph = module.graph
+        self.reasons = form_regions(module.graph)
+        module.graph.lint()
+        if combine:
+            combine_regions(module.graph)
+            module.graph.lint()
+        module.recompile()
+        self.compare(plain, module, inputs)
+
+    def compare(self, plain: fx.GraphModule, module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> None:
+        ours, theirs = ([x.clone() for x in inputs] for _ in range(2))
+        expected, actual = plain(*theirs), module(*ours)
+        for n, (a, b) in enumerate(zip([*expected, *theirs], [*actual, *ours], strict=True)):
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            least = PAYLOAD if a.dtype in FP8_DTYPES else FLOAT
+            assert torch.equal(a, b) or sqnr(a.float(), b.float()) > least, f"result {n}"
+
+    @property
+    def regions(self) -> list[Region]:
+        return [spec_of(node)[0] for node in regions_of(self.graph)]
+
+    def operators(self) -> list[set[str]]:
+        """The operations of each region, without loads."""
+        return [{v.op for p in r.parts for v in p.values} - {"load", "constant"} for r in self.regions]
+
+    def left(self) -> list[str]:
+        """What still is a cast, by operator."""
+        return sorted(str(n.target).split(".")[1] for n in self.graph.nodes if n.target in ops.CASTS)
+
+
+# ---- what is in a region --------------------------------------------------------------------------------------------
+
+
+def test_a_cast_takes_what_is_computed_before_it() -> None:
+    formed = Formed(lambda x, w: cast(torch.tanh(x) * w), noise(R, C), noise(C))
+    assert formed.operators() == [{"tanh", "mul", "row_amax", "scale", "quantize"}]
+    (region,) = formed.regions
+    assert [b.dtype for b in region.buffers] == ["float8_e4m3fn", "float32"]
+    assert [i.extent for i in region.parts[0].inputs] == [(1, 1), (0, 1)]
+    assert formed.left() == formed.reasons == []
+
+
+def test_a_norm_and_its_cast_are_one_region_with_what_others_read() -> None:
+    def norm(x: Tensor) -> Any:
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        return *cast(x * rstd), rstd
+
+    (region,) = Formed(norm, noise(R, C)).regions
+    assert [b.shape for b in region.buffers] == [(R, C), (R, 1), (R, 1)]
+
+
+def test_two_layouts_of_one_tensor_are_one_region() -> None:
+    def run(x: Tensor) -> Any:
+        y = torch.sin(x)
+        scale = ops.scale(ops.amax(y, "tensor"), "e4m3")
+        return *(ops.quantize(y, scale, "e4m3", "tensor", t) for t in (False, True)), scale
+
+    formed = Formed(run, noise(R, C))
+    assert formed.operators() == [{"sin", "all_amax"}, {"sin", "load_max", "scale", "quantize"}]
+    (part,) = formed.regions[1].parts
+    assert [s.transposed for s in part.stores if s.lead != 1] == [False, True]
+
+
+def test_what_reads_nothing_in_common_is_in_regions_of_their_own() -> None:
+    assert len(Formed(lambda x, y: (*cast(x), *cast(y)), noise(R, C), noise(R, C, seed=3)).regions) == 2
+    assert len(Formed(lambda x, y: (*cast(x + y), *cast(x - y)), noise(R, C), noise(R, C, seed=3)).regions) == 1
+
+
+def test_statistics_of_a_transposed_payload_come_from_another_region() -> None:
+    def run(x: Tensor, s: Tensor) -> Any:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        return *cast(y), ops.quantize(y, s, "e4m3", "tensor", True)
+
+    formed = Formed(run, noise(R, C), noise(1).abs()[0])
+    transposed = [any(s.transposed for p in region.parts for s in p.stores) for region in formed.regions]
+    reducing = ["row_sum" in operators for operators in formed.operators()]
+    assert sorted(zip(transposed, reducing, strict=True)) == [(False, True), (True, False)]
+
+
+def test_column_sums_are_made_where_their_tensor_is_cast() -> None:
+    formed = Formed(lambda g: (*cast(g * 2), (g * 2).sum(0)), noise(R, C))
+    (operators,) = formed.operators()
+    assert {"col_sum", "quantize"} <= operators
+
+
+def test_what_nothing_is_cast_of_is_left() -> None:
+    formed = Formed(lambda x: (torch.sin(x) * 2, x.sum(0)), noise(R, C))
+    assert formed.regions == formed.reasons == []
+
+
+def test_a_matmul_is_a_border() -> None:
+    formed = Formed(lambda x, w: (*cast(torch.sin(x)), *cast(torch.cos(torch.sin(x) @ w))), noise(R, C), noise(C, C))
+    assert sorted(map(sorted, formed.operators())) == [
+        ["cos", "quantize", "row_amax", "scale"],
+        ["quantize", "row_amax", "scale", "sin"],
+    ]
+    first = next(r for r, o in zip(formed.regions, formed.operators(), strict=True) if "sin" in o)
+    assert "float32" in [first.buffers[s.buffer].dtype for s in first.parts[0].stores if s.lead == C]  # for the matmul
+
+
+# ---- amaxes and concatenations --------------------------------------------------------------------------------------
+
+
+def test_pieces_of_an_amax_are_read_by_the_region_that_needs_it() -> None:
+    first, second = Formed(lambda x: cast(x, "tensor"), noise(R, C)).regions
+    assert first.buffers[0].shape == ("programs0",)
+    assert "load_max" in {v.op for v in second.parts[0].values}
+
+
+def test_an_amax_that_others_read_is_finished_by_a_region() -> None:
+    formed = Formed(lambda x: (ops.scale(ops.amax(x, "tensor"), "e4m3"), ops.amax(x.sin(), "tensor")), noise(R, C))
+    assert formed.left() == []
+    finish = formed.regions[-1]
+    assert [p.rows for p in finish.parts] == [1] * len(finish.parts)
+    assert len(finish.parts) == 2  # both amaxes leave the graph: one launch
+
+
+def test_parts_of_a_concatenation_fill_one_buffer() -> None:
+    def run(a: Tensor, b: Tensor) -> Any:
+        (qa, sa), (qb, sb) = cast(a), cast(b)
+        return torch.cat([qa, qb]), torch.cat([sa, sb])
+
+    formed = Formed(run, noise(R, C), noise(2 * R, C, seed=3))
+    (region,) = formed.regions
+    assert [p.rows for p in region.parts] == [R, 2 * R]
+    assert sorted(b.shape for b in region.buffers) == [(3 * R, 1), (3 * R, C)]
+    assert not formed.graph.find_nodes(op="call_function", target=aten.cat.default)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_concatenated_payloads_of_either_layout(transpose: bool, dim: int) -> None:
+    def run(a: Tensor, b: Tensor, s: Tensor) -> Any:
+        return (torch.cat([ops.quantize(x, s, "e4m3", "tensor", transpose) for x in (a, b)], dim),)
+
+    formed = Formed(run, noise(R, C), noise(R, C, seed=3), noise(1).abs()[0])
+    (region,) = formed.regions
+    wide = (2 * C, R) if transpose else (2 * R, C)
+    narrow = (C, 2 * R) if transpose else (R, 2 * C)
+    assert [b.shape for b in region.buffers] == [wide if dim == 0 else narrow]
+
+
+def test_a_part_that_somebody_else_reads_is_copied() -> None:
+    def run(a: Tensor, b: Tensor) -> Any:
+        qa, qb = cast(a)[0], cast(b)[0]
+        return torch.cat([qa, qb]), qa
+
+    formed = Formed(run, noise(R, C), noise(R, C, seed=3))
+    assert formed.graph.find_nodes(op="call_function", target=aten.cat.default)
+
+
+# ---- order ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_region_reads_an_input_before_it_is_overwritten() -> None:
+    def run(x: Tensor, state: Tensor) -> Any:
+        total = x.sin() + state
+        payload, scale = cast(total)
+        state.copy_(total.mean(0))
+        return payload, scale
+
+    Formed(run, noise(R, C), noise(C))
+
+
+def test_a_value_that_is_equal_to_a_stored_maximum_is_still_equal() -> None:
+    """In BF16 the maximum is rounded as it is stored; the elements, computed again, must be compared as rounded."""
+
+    def run(x: Tensor, largest: Tensor) -> Any:
+        y = torch.sin(x) * 1.3
+        hit = (y == largest).to(torch.bfloat16)
+        return cast(hit)
+
+    x = noise(R, C, dtype=torch.bfloat16)
+    largest = (torch.sin(x) * 1.3).amax(-1, keepdim=True)
+    formed = Formed(run, x, largest)
+    assert "eq" in formed.operators()[0]
+
+
+def test_a_sink_that_waits_for_another_has_a_region_of_its_own() -> None:
+    """A norm over each head loads its statistics, which are made of the first region's result."""
+
+    def run(x: Tensor, w: Tensor) -> Any:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        heads = (y + x).view(R, 4, C // 4)
+        z = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + 1e-5)
+        return y @ w, *cast(z.view(R, C)), *cast(y - x)
+
+    formed = Formed(run, noise(R, C), noise(C, C))
+    assert formed.left() == formed.reasons == []
+    assert len(formed.regions) >= 2
+
+
+def test_a_value_that_two_iteration_spaces_compute_is_stored_once() -> None:
+    def run(x: Tensor, row: Tensor, w: Tensor) -> Any:
+        y = x - row
+        return *cast(y.t().contiguous()), y, *cast(w), (w * 2) @ y.t(), *cast(y * 3)
+
+    assert Formed(run, noise(R, C), noise(R, 1), noise(R, C, seed=4)).left() == []
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "group": (lambda x: cast(x, "group(128)"), (R, 192), "group(128) does not divide [32, 192]"),
+    "block": (lambda x: cast(x, "block(128)"), (128, 192), "block(128) does not divide [128, 192]"),
+    "size": (lambda x: cast(x, "group(24)"), (R, 48), "groups of 24, which is no power of two"),
+    "batch": (
+        lambda x: (ops.quantize(x, ops.scale(ops.amax(x, "tensor"), "e4m3"), "e4m3", "tensor", True),),
+        (2, R, C),
+        "a batch is transposed matrix by matrix",
+    ),
+    "padded_batch": (
+        lambda x: (ops.quantize(x, ops.scale(ops.amax(x, "tensor"), "e4m3"), "e4m3", "tensor", False, 16, 16),),
+        (2, 7, 9),
+        "a batch is filled up matrix by matrix",
+    ),
+    "columns": (lambda x: (ops.amax(x, "row", True, 16, 16),), (7, 9), "amaxes of columns, filled up"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_cast_has_its_reason(name: str) -> None:
+    function, shape, why = REFUSED[name]
+    formed = Formed(function, noise(*shape))
+    assert [reason.partition(": ")[2] for reason in formed.reasons] == [why]
+    assert formed.left()
+
+
+def test_an_empty_tensor_is_refused() -> None:
+    graph = make_fx(lambda x: cast(x), tracing_mode="fake")(noise(0, C)).graph
+    assert [reason.partition(": ")[2] for reason in form_regions(graph)] == ["it is empty"]
+
+
+def test_a_number_on_another_device_is_no_input_of_a_kernel() -> None:
+    """Eager PyTorch multiplies a CUDA tensor by a number that lies on the CPU; a kernel cannot read it."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graph = fx.Graph()
+        nodes = [graph.placeholder(name) for name in ("x", "number")]
+        for node, device in zip(nodes, ("meta", "cpu"), strict=True):
+            node.meta["val"] = torch.empty((R, C) if device == "meta" else (), device=device)
+        product = graph.call_function(aten.mul.Tensor, tuple(nodes))
+        product.meta["val"] = nodes[0].meta["val"]
+        assert not fusible.is_pointwise(product)
+        product.args = (nodes[0], 2.0)
+        assert fusible.is_pointwise(product)
+
+
+# ---- random graphs --------------------------------------------------------------------------------------------------
+
+SEEDS = range(60)
+
+
+def draw(seed: int) -> tuple[Callable[..., Any], list[Tensor]]:
+    """A random function of three tensors, a row, a column and a weight, full of casts."""
+    generator = random.Random(seed)
+    rows, cols = generator.choice([(32, 64), (48, 32), (16, 128), (64, 128), (8, 16), (13, 48)])
+    inputs = [noise(rows, cols, seed=3 * seed + n) for n in range(3)]
+    inputs += [noise(cols), noise(rows, 1), noise(cols, cols) / cols**0.5]
+
+    def function(*tensors: Tensor) -> list[Tensor]:
+        return _Program(random.Random(seed + 1), tensors).run()
+
+    return function, inputs
+
+
+class _Program:
+    """Steps that make tensors of each other (`values`) and leave casts and sums behind (`results`)."""
+
+    def __init__(self, generator: random.Random, tensors: tuple[Tensor, ...]) -> None:
+        *values, self.row, self.column, self.weight = tensors
+        self.generator, self.values, self.results = generator, list(values), []
+
+    def run(self) -> list[Tensor]:
+        steps = [name for name in dir(self) if name.startswith(("value_", "result_"))]
+        for _ in range(self.generator.randint(4, 14)):
+            name = self.generator.choice(steps)
+            made = getattr(self, name)(self.pick())
+            if name.startswith("value_"):
+                self.values.append(made)
+            else:
+                self.results += made
+        return [*self.results, self.values[-1]]
+
+    def pick(self) -> Tensor:
+        return self.generator.choice(self.values[-5:])
+
+    def value_sum(self, x: Tensor) -> Tensor:
+        return x + self.pick()
+
+    def value_gate(self, x: Tensor) -> Tensor:
+        return x * self.pick().sigmoid() * self.row
+
+    def value_gelu(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(x - self.column)
+
+    def value_norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+    def value_heads(self, x: Tensor) -> Tensor:
+        return self.value_norm(x.view(x.shape[0], 4, -1)).view(x.shape)
+
+    def value_matmul(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def value_centred(self, x: Tensor) -> Tensor:
+        return x - x.sum(0) / x.shape[0]
+
+    def result_rows(self, x: Tensor) -> tuple[Tensor, ...]:
+        return cast(x)
+
+    def result_columns(self, x: Tensor) -> tuple[Tensor, ...]:
+        return cast(x, "row", True)
+
+    def result_tensor(self, x: Tensor) -> tuple[Tensor, ...]:
+        return cast(x, "tensor", self.generator.random() < 0.5, self.generator.choice(("e4m3", "e5m2")))
+
+    def result_groups(self, x: Tensor) -> tuple[Tensor, ...]:
+        return cast(x, "group(16)")
+
+    def result_both(self, x: Tensor) -> tuple[Tensor, ...]:
+        amax = ops.amax(x, "row")
+        rows, whole = (ops.scale(a, "e4m3") for a in (amax, ops.amax(amax, "tensor")))
+        return ops.quantize(x, rows, "e4m3", "row"), ops.quantize(x, whole, "e4m3", "tensor", True), rows, whole
+
+    def result_permuted(self, x: Tensor) -> tuple[Tensor, ...]:
+        return cast(x.t().contiguous())
+
+    def result_concatenated(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.pick()
+        scale = ops.scale(torch.maximum(ops.amax(x, "tensor"), ops.amax(y, "tensor")), "e4m3")
+        parts = [ops.quantize(t, scale, "e4m3", "tensor") for t in (x, y)]
+        return torch.cat(parts, self.generator.choice((0, 1))), scale
+
+    def result_sum(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.sum(0), x
+
+
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 10))
+def test_random_graphs_compute_the_same_with_regions(first: int) -> None:
+    for seed in SEEDS[first : first + 10]:
+        function, inputs = draw(seed)
+        formed = Formed(function, *inputs)
+        assert formed.reasons == [], f"seed {seed}"
+        assert "quantize" not in formed.left(), f"seed {seed}"
