@@ -20,7 +20,19 @@ from fp8compile.kernels.emit_helpers import HELPERS, NEEDS
 from fp8compile.kernels.expressions import EXPRESSIONS
 from fp8compile.kernels.schedule import Schedule, Tiling
 from fp8compile.kernels.spec import (
-    COLUMN, ELEMENT, NUMBER, PARTIALS, ROW, ROW_REDUCTIONS, Digits, Extent, Part, Region, Size, Store, Value,
+    COLUMN,
+    ELEMENT,
+    NUMBER,
+    PARTIALS,
+    ROW,
+    ROW_REDUCTIONS,
+    Digits,
+    Extent,
+    Part,
+    Region,
+    Size,
+    Store,
+    Value,
 )  # fmt: skip
 
 INT32_MAX = 2**31 - 1

@@ -80,7 +80,9 @@ class Bounds(Evaluation):
         args = [self.values.spread(a, extent) for a in value.args]
         bounds = [self.spread(a, extent) + self._unrounded(a, value.op, extent) for a in value.args]
         if self.on_gpu and value.op != "where":  # what is subnormal may count as 0
-            bounds = [b + torch.where(x.abs() < FLUSHED, x.abs().double(), 0.0) for b, x in zip(bounds, args, strict=True)]
+            bounds = [
+                b + torch.where(x.abs() < FLUSHED, x.abs().double(), 0.0) for b, x in zip(bounds, args, strict=True)
+            ]
         out = self.values[i].double() if value.op != "quantize" else (args[0] / args[1]).double()
         passed = _passed_on(value, args, bounds, out)
         if value.op in (*COMPARISONS, "and", "or", "xor", "not", "where"):

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir  # kernels live and die with the code that calls them
 
-from fp8compile.kernels import emit, schedule as schedules, spec as specs
+from fp8compile.kernels import emit
+from fp8compile.kernels import schedule as schedules
+from fp8compile.kernels import spec as specs
 from fp8compile.kernels.schedule import Schedule
 from fp8compile.kernels.spec import Region, Size
 from fp8compile.sources import source_digest

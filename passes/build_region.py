@@ -20,7 +20,18 @@ from fp8compile.kernels.spec import Buffer, Digits, Input, Part, Store, Value
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import aten, value
 from fp8compile.passes.iteration import (
-    Access, NoAccess, Size, broadcast, divides, equal, in_memory, of_rows, permuted, same, split, whole,
+    Access,
+    NoAccess,
+    Size,
+    broadcast,
+    divides,
+    equal,
+    in_memory,
+    of_rows,
+    permuted,
+    same,
+    split,
+    whole,
 )  # fmt: skip
 
 LOADABLE = {*fusible.FLOATS, torch.bool, *FP8_DTYPES}

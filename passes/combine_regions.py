@@ -316,15 +316,14 @@ def _combine_producers(editor: GraphEditor, consumer: fx.Node) -> None:
 def _kind(node: fx.Node) -> Any:
     """What regions must have in common to be combined; None for those that are left alone.
 
-    Casts of activations into rows are left: a weight's cast may run long before.
+    A region that reduces rows is left: others, a weight's cast, may run long before, and it takes other tiles.
     """
     region, schedule = spec_of(node)
-    values = [v.op for p in region.parts for v in p.values]
-    transposed = any(s.transposed for p in region.parts for s in p.stores)
-    only_amax = all(p.values[s.value].op == "all_amax" for p in region.parts for s in p.stores)
-    if any(op in ROW_REDUCTIONS for op in values) or not (transposed or only_amax):
+    if any(v.op in ROW_REDUCTIONS for p in region.parts for v in p.values):
         return None
-    return transposed, schedule.warps, schedule.stages
+    if all(p.values[s.value].op in PARTIALS for p in region.parts for s in p.stores):
+        return "pieces"
+    return schedule.warps, schedule.stages
 
 
 def _combine_last(editor: GraphEditor) -> None:

@@ -212,7 +212,8 @@ def _connected(clusters: list[Cluster]) -> list[Cluster]:
 
     for n, k in enumerate(clusters):
         for node in k.reads:
-            parent[root(n)] = root(owner.setdefault(node, n))
+            a, b = root(n), root(owner.setdefault(node, n))
+            parent[max(a, b)] = min(a, b)
     groups: dict[int, Cluster] = {}
     for n, k in enumerate(clusters):
         first = groups.setdefault(root(n), clusters[root(n)])
@@ -600,7 +601,7 @@ def _origins(builder: Builder) -> tuple[str, ...]:
         line = source_line(node)
         if line:
             counts[line] += 1
-    return tuple(sorted(counts, key=lambda line: -counts[line])[:MAX_ORIGINS])
+    return tuple(sorted(counts, key=lambda line: (-counts[line], line))[:MAX_ORIGINS])
 
 
 def _nodes(builder: Builder) -> Iterable[fx.Node]:

@@ -67,9 +67,7 @@ def plan_saved(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
 
 
 def _add(network: nx.DiGraph, node: fx.Node, halves: Halves) -> None:
-    if node in halves.inputs:
-        network.add_edge("source", _in(node), capacity=math.inf)
-    elif not _may_be_computed_again(node, halves):
+    if node in halves.inputs or not _may_be_computed_again(node, halves):
         network.add_edge("source", _in(node), capacity=math.inf)
     else:
         network.add_edge("source", _in(node), capacity=RECOMPUTE * _bytes(node))

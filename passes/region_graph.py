@@ -17,12 +17,19 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels import generated, schedule as schedules
+from fp8compile.kernels import generated
+from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import Region
 from fp8compile.passes import fusible
 from fp8compile.passes.build_region import Refused
 from fp8compile.passes.compilation import (
-    INHERITED, aten, depends_on, is_tensor, sort_topologically, update_value, value,
+    INHERITED,
+    aten,
+    depends_on,
+    is_tensor,
+    sort_topologically,
+    update_value,
+    value,
 )  # fmt: skip
 from fp8compile.passes.iteration import same
 

@@ -176,9 +176,10 @@ def test_equal_accesses_name_equal_elements() -> None:
     [
         (lambda: iteration.split(((2, 1), (3, 2)), 2), "do not end where a row of 2 does"),
         (lambda: iteration.by_dimension(((4, 4),), [2, 6]), "4 steps of 4 through"),
+        (lambda: iteration.by_dimension(((3, 3),), [2, 6]), "3 steps of 3 through"),
         (lambda: iteration.by_dimension(((2, 9),), [2, 6]), "a step of 9"),
     ],
-    ids=["a digit across two rows", "steps past the end of a dimension", "a step along no dimension"],
+    ids=["a digit across two rows", "steps that divide no dimension", "steps that end amid one", "a step along none"],
 )
 def test_what_has_no_digits_is_refused(find: Callable[[], object], why: str) -> None:
     with pytest.raises(NoAccess, match=why):

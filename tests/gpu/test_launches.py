@@ -1,0 +1,120 @@
+"""Regions inside Inductor's code: how many kernels a block takes, random numbers, and kernels as files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from fp8compile.kernels import generated
+from fp8compile.kernels import schedule as schedules
+from fp8compile.kernels.spec import Buffer, Input, Part, Region, Store, Value
+
+pytestmark = pytest.mark.gpu
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from llama import Block, LlamaConfig, Rotary  # noqa: E402
+
+# Kernels of libraries: matmuls (nvjet, cutlass, split-K), attention (with its conversions), copies by the driver.
+LIBRARY = ("nvjet", "cutlass", "gemm", "splitK", "fmha", "flash", "sdpa", "cudnn", "Memset", "Memcpy", "at::native")
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(LlamaConfig(dim=1024, n_layers=1, n_heads=8, n_kv_heads=2, hidden=4096))
+        self.rotary = Rotary(128, 512, 10_000.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x, self.rotary)
+
+
+def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
+    return torch.compile(model, backend="fp8", options={"strict": True, "select": "all", **options})
+
+
+def kernels(run: Callable[[], Any]) -> Counter[str]:
+    """Names of the kernels that `run` launches, without those of libraries."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    found = Counter({e.key: e.count for e in profiled.key_averages() if e.self_device_time_total > 0})
+    return Counter({name: n for name, n in found.items() if not any(word in name for word in LIBRARY)})
+
+
+def test_launches_of_a_llama_block() -> None:
+    """Beside matmuls, attention and casts of weights alone: no more than 8 forward and 14 backward."""
+    model = LlamaBlock().cuda().bfloat16()
+    x = torch.randn(2, 512, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    run = compiled(model)
+    gradient = torch.randn_like(x)
+    run(x).backward(gradient)
+    results: list[Tensor] = []
+    forward = kernels(lambda: results.append(run(x)))
+    backward = kernels(lambda: results[0].backward(gradient))
+    weights = Counter({n: c for n, c in forward.items() if n in ("tiles_amax", "tiles_e4m3") or _is_of_weights(n)})
+    assert (forward - weights).total() <= 8, forward
+    assert backward.total() <= 14, backward
+
+
+def _is_of_weights(name: str) -> bool:
+    """In forward only weights are cast by tensor scales: their kernels reduce no rows."""
+    return name.startswith(("tiles_amax_", "tiles_e4m3_"))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_is_the_same_by_generated_kernels_as_by_inductor(p: float) -> None:
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(
+            nn.LayerNorm(512), nn.Linear(512, 1024), nn.GELU(), nn.Dropout(p), nn.Linear(1024, 512), nn.Dropout(p)
+        )
+        .cuda()
+        .bfloat16()
+    )
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    steps = []
+    for how in ("inductor", "generated"):
+        torch.compiler.reset()
+        model.zero_grad()
+        torch.manual_seed(1)
+        out = compiled(model, kernels=how)(x)
+        out.float().square().mean().backward()
+        steps.append((out.detach(), [q.grad.clone() for q in model.parameters() if q.grad is not None]))
+    (a, gradients_a), (b, gradients_b) = steps
+    assert ((a == 0) == (b == 0)).float().mean() > 0.999  # the same elements are dropped
+    assert 0.8 * p < (a == 0).float().mean() < 1.2 * p
+    for left, right in zip(gradients_a, gradients_b, strict=True):
+        assert (left - right).float().norm() < 0.15 * left.float().norm()
+
+
+def test_a_generated_file_checks_and_times_itself() -> None:
+    values = (
+        Value("load", (), (0,)), Value("row_amax", (0,)), Value("scale", (1,), ("e4m3",)),
+        Value("quantize", (0, 2), ("e4m3",)),
+    )  # fmt: skip
+    inputs = (Input(0, "bfloat16", ((4096, 2048),), ((2048, 1),)),)
+    part = Part(4096, 2048, inputs, values, (Store(0, 3, 2048), Store(1, 2)))
+    region = Region((part,), (Buffer((4096, 2048), "float8_e4m3fn"), Buffer((4096, 1), "float32")))
+    module = generated.module_of(region, schedules.choose(region), "cuda")
+    ran = subprocess.run([sys.executable, str(module.__file__)], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "ok" in ran.stdout
+    assert "/s" in ran.stdout
+
+
+def test_inductor_shows_the_source_of_the_kernels() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    model = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 1024, bias=False)).cuda().bfloat16()
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    _, codes = run_and_get_code(compiled(model), x)
+    assert any("def rows_e4m3" in code for code in codes)
