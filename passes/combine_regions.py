@@ -39,6 +39,7 @@ def combine_regions(graph: fx.Graph) -> None:
     _finish_amaxes(editor)
     put_in_order(graph)
     graph.eliminate_dead_code()
+    editor.number()
     for node in list(graph.nodes):
         if node.target is ops.scaled_mm or node.target is ops.region:
             _combine_producers(editor, node)
@@ -118,7 +119,7 @@ def _finish_amaxes(editor: GraphEditor) -> None:
             made.append(node)
             users.append(others)
         part = Part(1, count, (Input(0, "float32", (), ((count, 1),)),), tuple(values), tuple(stores))
-        region = Region((part,), tuple(Buffer((1, 1), "float32") for _ in made), (), ((1,),))
+        region = Region((part,), tuple(Buffer((), "float32") for _ in made), (), ((1,),))
         editor.insert(region, [pieces], [], made, users, pieces=False)
 
 
@@ -214,8 +215,7 @@ def _joined(editor: GraphEditor, nodes: Sequence[fx.Node]) -> Joined | None:
     """One region in the place of `nodes`; None where one of them waits for another."""
     if len(nodes) == 1:
         return Joined(nodes[0], {item: n for n, item in getitems(nodes[0]).items()})
-    order = {node: n for n, node in enumerate(editor.graph.nodes)}
-    if depends_on([i for node in nodes for i in node.all_input_nodes], set(nodes), order):
+    if depends_on([i for node in nodes for i in node.all_input_nodes], set(nodes), editor.order):
         return None
     if sum(len(spec_of(n)[0].parts) for n in nodes) > MAX_PARTS:
         return None
@@ -286,8 +286,7 @@ def _replaced(
     sizes: list[Any],
     index: dict[fx.Node, int],
 ) -> fx.Node:
-    order = {node: n for n, node in enumerate(editor.graph.nodes)}
-    place = min((u for item in index for u in item.users), key=order.__getitem__, default=nodes[0])
+    place = min((u for item in index for u in item.users), key=editor.order.__getitem__, default=nodes[0])
     schedule = schedules.choose(region)
     call = editor.emit(ops.region, tensors, sizes, region.to_json(), schedule.to_json(), before=place, like=nodes[0])
     for item, n in list(index.items()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,7 +152,7 @@ def dependents(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def depends_on(inputs: Sequence[fx.Node], targets: set[fx.Node], order: dict[fx.Node, int]) -> bool:
+def depends_on(inputs: Sequence[fx.Node], targets: set[fx.Node], order: Mapping[fx.Node, float]) -> bool:
     """Whether one of `inputs` is computed from one of `targets`; `order` numbers the nodes of the graph."""
     earliest = min(order[t] for t in targets)
     stack, seen = list(inputs), set(inputs)

@@ -40,11 +40,16 @@ class GraphEditor:
     def __init__(self, graph: fx.Graph):
         self.graph = graph
         self._sizes: dict[str, fx.Node] | None = None
+        self.order: dict[fx.Node, float] = {}
+        self.number()
+
+    def number(self) -> None:
+        """Number the nodes in order, after they were moved. What is put in later counts with what it stands before."""
+        self.order = {node: float(n) for n, node in enumerate(self.graph.nodes)}
 
     def waits_for_itself(self, reads: Sequence[fx.Node], makes: Iterable[fx.Node]) -> bool:
         """Whether one of `reads` is computed from one of `makes`."""
-        order = {node: n for n, node in enumerate(self.graph.nodes)}
-        return depends_on(list(reads), set(makes), order)
+        return depends_on(list(reads), set(makes), self.order)
 
     def emit(self, target: Callable[..., Any], *args: Any, before: fx.Node, like: fx.Node) -> fx.Node:
         """A new call of `target` before a node, with the origin of `like`."""
@@ -52,6 +57,7 @@ class GraphEditor:
             node = self.graph.call_function(target, args)
         node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
         update_value(node)
+        self.order[node] = self.order[before] - 0.5
         return node
 
     def refresh(self, node: fx.Node) -> None:
@@ -72,9 +78,8 @@ class GraphEditor:
         `pieces`: reductions over all rows come in pieces, one a program.
         """
         readers = [set(u) for u in users]
-        order = {node: n for n, node in enumerate(self.graph.nodes)}
         like = nodes[0]
-        place = min((u for some in readers for u in some), key=lambda u: order.get(u, 0))
+        place = min((u for some in readers for u in some), key=self.order.__getitem__)
         named = [self.size_node(s, place, like) for s in sizes]
         schedule = schedules.choose(region)
         call = self.emit(
