@@ -27,7 +27,7 @@ class Options:
     skip: patterns of module paths whose matmuls stay BF16: a path, a run of its components, or a glob over them.
     lm_head: convert the output head as well.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
-    kernels: "generated" fuses what is around FP8 casts into Triton kernels of our own; "inductor" leaves it to Inductor.
+    kernels: "generated" makes Triton kernels of what is around FP8 casts; "inductor" leaves that to Inductor.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).

@@ -67,7 +67,9 @@ def _partition(gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[
     saved = plan_saved(gm.graph, halves)
     sizes = [n for n in saved if p.is_sym_node(n)]
     saved = [n for n in saved if n not in sizes]
-    extra = {"saved_opaque_nodes": []} if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes") else {}
+    extra: dict[str, Any] = (
+        {"saved_opaque_nodes": []} if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes") else {}
+    )
     forward, backward = p._extract_fwd_bwd_modules(
         gm,
         saved,

@@ -3,8 +3,8 @@
 A part becomes a function of its program's number: the tile it owns, what is the same for all its tiles, and a walk down
 the rows. Where rows are wider than a tile and reduced, a program sweeps over the tiles of its rows several times: once
 for each reduction that another one needs, and once to store. Sizes and strides that are numbers stand in the source as
-numbers; a mask stands only where divisibility cannot be proven. The helpers a kernel calls (`kernels/emit_helpers.py`) are written into its file, so that the file
-needs nothing but Triton.
+numbers; a mask stands only where divisibility cannot be proven. The helpers a kernel calls (`kernels/emit_helpers.py`)
+are written into its file, so that the file needs nothing but Triton.
 
 Two targets: "cuda", and "interpreter", which cannot run inline assembly or libdevice.
 """

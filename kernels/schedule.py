@@ -1,7 +1,7 @@
-"""The schedule of a generated kernel: how its parts are cut into tiles and programs, and nothing about what they compute.
+"""The schedule of a generated kernel: how its parts are cut into tiles and programs, and nothing of what they compute.
 
-Three shapes, one form: a program owns a tile of block_rows × block_cols and walks down the rows in steps of row_programs
-tiles. Whole rows in one tile (block_cols ≥ cols) serve row reductions in a single pass; smaller tiles serve the rest;
+Three shapes, one form: a program owns a tile of block_rows × block_cols and walks down the rows, row_programs tiles at
+a time. Whole rows in one tile (block_cols ≥ cols) serve row reductions in a single pass; smaller tiles serve the rest;
 few programs that walk serve what a program accumulates (column sums, amaxes) or needs first (an amax of partials).
 """
 

@@ -1,7 +1,7 @@
 """The spec of a generated kernel: what it computes, and nothing about how (that is `kernels/schedule.py`).
 
 A `Region` is one kernel. It has one or several independent `Part`s, each an expression graph over an iteration space of
-rows × cols: its inputs say where element (r, c) lies in memory, its values how it is computed, its stores where it goes.
+rows × cols: inputs say where element (r, c) lies in memory, values how it is computed, stores where it goes.
 
     value  = op(earlier values)                 every value is FP32 or bool in registers, rounded only when it is stored
     extent = (1, 1) an element · (1, 0) a row · (0, 1) a column · (0, 0) one number · (1, g), (g, 1), (b, b) a group

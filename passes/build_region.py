@@ -21,7 +21,7 @@ from fp8compile.passes import fusible
 from fp8compile.passes.compilation import aten, value
 from fp8compile.passes.iteration import (
     Access,
-    NoAccess,
+    NoAccessError,
     Size,
     broadcast,
     divides,
@@ -38,7 +38,7 @@ LOADABLE = {*fusible.FLOATS, torch.bool, *FP8_DTYPES}
 DIVISORS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A region cannot compute this; the message says why."""
 
 
@@ -67,7 +67,7 @@ class CastLayout:
         if kind == "row":
             return broadcast(access, shape, [*batch, rows, 1])
         if not divides(size, cols) or (kind == "block" and not divides(size, rows)):
-            raise NoAccess(f"{self.granularity} does not divide {shape}")
+            raise NoAccessError(f"{self.granularity} does not divide {shape}")
         if kind == "group":
             return broadcast(access, [*batch, rows, cols // size, size], [*batch, rows, cols // size, 1])
         blocked = [*batch, rows // size, size, cols // size, size]
@@ -153,12 +153,16 @@ class Builder:
     def op(self, name: str, *args: int, params: tuple[Any, ...] = ()) -> int:
         """A value computed from others."""
         if name in fusible.LOGIC and not all(a in self._bools for a in args):
-            raise Refused("a bitwise operation on numbers")
+            raise RefusedError("a bitwise operation on numbers")
         if name not in fusible.LOGIC and name != "float":
             args = tuple(self._as_float(a) if n or name != "where" else a for n, a in enumerate(args))
-        if name == "div" and (inverse := self._known.get(Value("div", (self.constant(1.0), args[1])))) is not None:
-            if args[0] != self.constant(1.0):
-                name, args = "mul", (args[0], inverse)  # one division for all by the same
+        one = self.constant(1.0) if name == "div" else None
+        if (
+            one is not None
+            and args[0] != one
+            and (inverse := self._known.get(Value("div", (one, args[1])))) is not None
+        ):
+            name, args = "mul", (args[0], inverse)  # one division for all by the same
         i = self._add(Value(name, args, params))
         if name in fusible.LOGIC or name in ("lt", "le", "gt", "ge", "eq", "ne"):
             self._bools.add(i)
@@ -189,7 +193,7 @@ class Builder:
             return self._load(node, access)
         try:
             i = self._compute(node, access)
-        except NoAccess:
+        except NoAccessError:
             return self._load(node, access)  # whoever computes it, it is not this region
         self.interior.add(node)
         return i
@@ -197,11 +201,11 @@ class Builder:
     def _load(self, node: fx.Node, access: Access) -> int:
         x = value(node)
         if x.dtype not in LOADABLE and x.dim():
-            raise Refused(f"%{node.name} is {x.dtype}")
+            raise RefusedError(f"%{node.name} is {x.dtype}")
         try:
             rows, cols = split(in_memory(access, x.shape, x.stride()), self.cols)
-        except NoAccess as why:
-            raise Refused(f"%{node.name} cannot be indexed: {why}") from None
+        except NoAccessError as why:
+            raise RefusedError(f"%{node.name} cannot be indexed: {why}") from None
         if node not in self.tensors:
             self.tensors.append(node)
         dtype = str(x.dtype).removeprefix("torch.")
@@ -246,7 +250,7 @@ class Builder:
             return self._power(args[0], node.args[1])  # type: ignore[arg-type]
         rule = fusible.POINTWISE.get(target)
         if rule is None:
-            raise Refused(f"no rule for {target}")
+            raise RefusedError(f"no rule for {target}")
         kwargs = {k: a if k == "alpha" else self._argument(a, access, shape) for k, a in node.kwargs.items()}
         if target in fusible.EQUALITIES:
             args = [self._as_stored(i, a) for i, a in zip(args, node.args, strict=True)]
@@ -263,8 +267,8 @@ class Builder:
         return self._rounded(self._as_float(i), dtype)
 
     def _rounded(self, i: int, dtype: torch.dtype) -> int:
-        """Values stay FP32 until they are stored; but what is too large for FP16 becomes inf, and a loss scaler must see
-        that."""
+        """Values stay FP32 until they are stored. But what is too large for FP16 becomes inf, which a loss scaler must
+        see."""
         return self.op("round", i, params=("float16",)) if dtype == torch.float16 else i
 
     def _as_stored(self, i: int, arg: Any) -> int:
@@ -290,7 +294,7 @@ class Builder:
         rows, cols = split(access, self.cols)
         offset = node.kwargs.get("offset", 0)
         if offset:
-            raise Refused("random numbers with an offset")
+            raise RefusedError("random numbers with an offset")
         return self._add(Value("random", (seed,), (self._digits(rows), self._digits(cols))))
 
     # ---- reductions ---------------------------------------------------------------------------------------------
@@ -303,12 +307,12 @@ class Builder:
         for size in value(source).shape[-n:]:
             length = length * size
         if not (equal(access, self.each_row) and same(length, self.cols)):
-            raise NoAccess(f"%{node.name} reduces other rows")
+            raise NoAccessError(f"%{node.name} reduces other rows")
         return self.evaluate(source, self.everything)
 
     def _row_reduction(self, node: fx.Node, access: Access) -> int:
         source = self._of_each_row(node, access)
-        name = fusible.REDUCTIONS[node.target]
+        name = fusible.REDUCTIONS[node.target]  # type: ignore[index]
         if name == "row_mean":
             return self._rounded(self._mean(source), value(node).dtype)
         return self._rounded(self.op(name, source), value(node).dtype)
@@ -344,13 +348,13 @@ class Builder:
             data = self.evaluate(source, access)
             where = layout.scale_access(access, list(value(source).shape))
             return self._rounded(self.op("mul", data, self.evaluate(scale, where)), dtype)  # type: ignore[arg-type]
-        raise NoAccess("quantized data is read from memory")
+        raise NoAccessError("quantized data is read from memory")
 
     def _amax(self, node: fx.Node, access: Access) -> int:
         layout = CastLayout.of(node)
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         if not equal(access, self.stat_access(source, layout)):
-            raise NoAccess(f"%{node.name} belongs to other groups")
+            raise NoAccessError(f"%{node.name} belongs to other groups")
         x = self.evaluate(source, self.everything)
         kind, size = layout.granularity.kind, layout.granularity.size
         if kind == "row" and not layout.transpose:
@@ -359,17 +363,17 @@ class Builder:
             return self.op("col_group_amax" if layout.transpose else "group_amax", x, params=(size,))
         if kind == "block":
             return self.op("block_amax", x, params=(size,))
-        raise NoAccess("its amax is known only when all rows have been read")
+        raise NoAccessError("its amax is known only when all rows have been read")
 
     def stat_access(self, source: fx.Node, layout: CastLayout) -> Access:
         """The access to a scale of `source`, where this iteration space runs over `source` element by element."""
         shape = list(value(source).shape)
         if not same(fusible.elements(source), self.rows * self.cols) or not same(shape[-1], self.cols):
-            raise NoAccess(f"%{source.name} is not what this region runs over")
+            raise NoAccessError(f"%{source.name} is not what this region runs over")
         if not layout.transpose:
             return layout.scale_access(self.everything, shape)
         if len(shape) != 2:
-            raise NoAccess("a batch is transposed matrix by matrix")
+            raise NoAccessError("a batch is transposed matrix by matrix")
         across = ((shape[0], 1), (shape[1], shape[0]))
         return layout.scale_access(across, [shape[1], shape[0]])
 
@@ -379,7 +383,7 @@ def _dims(node: fx.Node) -> list[int]:
     if node.target is aten.permute.default:
         return [d % n for d in node.args[1]]  # type: ignore[union-attr]
     dims = list(range(n))
-    a, b = (0, 1) if node.target is aten.t.default else (node.args[1] % n, node.args[2] % n)  # type: ignore[operator]
+    a, b = (0, 1) if node.target is aten.t.default else node.args[1:3]
     if n >= 2:
-        dims[a], dims[b] = dims[b], dims[a]
+        dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
     return dims

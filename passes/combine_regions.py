@@ -179,7 +179,7 @@ def _writes_whole(region: Region, buffer: int) -> bool:
 
 
 def _filling_one(region: Region, at: list[int], whole: Any, dim: int) -> Region:
-    """`region` with the buffers `at` laid side by side along `dim` in the place of the first; the others stay, empty."""
+    """`region` with the buffers `at` side by side along `dim` in the place of the first; the others stay, empty."""
     width = whole.shape[1]
     offsets, start = {}, 0
     for n in at:

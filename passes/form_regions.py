@@ -30,9 +30,9 @@ from fp8compile import ops
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import ELEMENT, ROW_REDUCTIONS, Buffer, Region, Store
 from fp8compile.passes import fusible
-from fp8compile.passes.build_region import Builder, CastLayout, Refused, Sink
+from fp8compile.passes.build_region import Builder, CastLayout, RefusedError, Sink
 from fp8compile.passes.compilation import VIEWS, depends_on, is_tensor, value
-from fp8compile.passes.iteration import NoAccess, contiguous, divides, product, same
+from fp8compile.passes.iteration import NoAccessError, contiguous, divides, product, same
 from fp8compile.passes.origin import source_line
 from fp8compile.passes.region_graph import GraphEditor, put_in_order
 
@@ -298,7 +298,7 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
     for sink in cluster.sinks:
         try:
             builder.sinks.append(_sink(builder, sink))
-        except (Refused, NoAccess) as why:
+        except (RefusedError, NoAccessError) as why:
             if sink.target in ops.CASTS:
                 reasons.append(f"%{sink.name}: {why}")
     if not builder.sinks:
@@ -312,7 +312,7 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
         if levels[node] == cluster.level and _is_needed(node, builder, others):
             try:
                 builder.sinks.append(_stored(builder, node))
-            except (Refused, NoAccess):  # then it stays where it is, and Inductor computes it
+            except (RefusedError, NoAccessError):  # then it stays where it is, and Inductor computes it
                 continue
     part, tensors = builder.part()
     if editor.waits_for_itself(tensors, [s.node for s in builder.sinks]):  # through a value stored on the way
@@ -337,7 +337,7 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
     try:
         sizes = [builder.sizes[int(name[1:])] for name in region.sizes]  # without those of values that were given up
         editor.insert(region, tensors, sizes, [s.node for s in builder.sinks], users)
-    except Refused as why:
+    except RefusedError as why:
         reasons.append(f"%{builder.sinks[0].node.name}: {why}")
     return reasons
 
@@ -348,7 +348,7 @@ def _waits(editor: GraphEditor, sink: fx.Node, cluster: Cluster, levels: dict[fx
     builder = Builder(cluster.rows, cluster.cols, _leaves(cluster, levels))
     try:
         builder.sinks.append(_sink(builder, sink))
-    except (Refused, NoAccess):
+    except (RefusedError, NoAccessError):
         return False
     return editor.waits_for_itself(builder.part()[1], cluster.sinks)
 
@@ -381,13 +381,13 @@ def _leaves(cluster: Cluster, levels: dict[fx.Node, int]) -> Any:
 
 def _is_narrowed_elsewhere(node: fx.Node) -> bool:
     """Whether `node` is a conversion to fewer bytes that Inductor can do as it writes the value: then we read fewer."""
-    source = node.args[0] if node.args else None
-    if node.target not in fusible.CONVERSIONS or not isinstance(source, fx.Node) or source.op != "call_function":
+    if node.target not in fusible.CONVERSIONS:
         return False
+    source = node.all_input_nodes[0]
     while source.target in fusible.LAYOUTS:
-        source = source.args[0]  # type: ignore[assignment]
-        if source.op != "call_function":
-            return False
+        source = source.all_input_nodes[0]
+    if source.op != "call_function":
+        return False
     narrower = _bytes(node) < _bytes(source)
     return narrower and not fusible.is_fusible(source) and not fusible.is_opaque(source)
 
@@ -550,7 +550,7 @@ def _stored(builder: Builder, node: fx.Node) -> Sink:
     x = value(node)
     buffer = Buffer(tuple(map(builder.number, x.shape)), str(x.dtype).removeprefix("torch."))
     if not all(same(a, b) or same(n, 1) for a, b, n in zip(x.stride(), contiguous(x.shape), x.shape, strict=True)):
-        raise Refused("its strides are not row-major")
+        raise RefusedError("its strides are not row-major")
     if node.target in (ops.amax, ops.scale):
         return _statistic(builder, node)
     total = fusible.elements(node)
@@ -560,30 +560,30 @@ def _stored(builder: Builder, node: fx.Node) -> Sink:
     if same(total, builder.rows):
         i = builder.evaluate(node, builder.each_row)
         return Sink(node, Store(0, i), buffer)
-    raise Refused("it is neither of the region's size nor of its rows")
+    raise RefusedError("it is neither of the region's size nor of its rows")
 
 
 def _statistic(builder: Builder, node: fx.Node) -> Sink:
     """The store of an amax or a scale, in the shape that its marker has."""
     marker = node
     while marker.target is ops.scale:
-        marker = marker.args[0]  # type: ignore[assignment]
+        marker = marker.all_input_nodes[0]
     if value(node).dim() == 0:
         i = builder.evaluate(node, ())
         return Sink(node, Store(0, i), Buffer((), "float32"))
     if marker.target is not ops.amax:
-        raise Refused("the scale of something else")
+        raise RefusedError("the scale of something else")
     layout = CastLayout.of(marker)
     i = builder.evaluate(node, builder.stat_access(marker.args[0], layout))  # type: ignore[arg-type]
     kind, size = layout.granularity.kind, layout.granularity.size
     rows, cols = builder.number(builder.rows), builder.cols
     if kind == "row":
         if layout.transpose:
-            raise Refused("a scale of columns")
+            raise RefusedError("a scale of columns")
         down = layout.row_multiple
         return Sink(node, Store(0, i, 1, 0, False, down), Buffer(((rows, down) if down > 1 else rows, 1), "float32"))
     if not isinstance(rows, int) or (layout.row_multiple, layout.col_multiple) != (1, 1):
-        raise Refused("scales of groups with padding or symbolic rows")
+        raise RefusedError("scales of groups with padding or symbolic rows")
     groups = cols // size
     if kind == "group" and not layout.transpose:
         return Sink(node, Store(0, i, groups), Buffer((rows, groups), "float32"))

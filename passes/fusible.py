@@ -217,11 +217,11 @@ def is_col_sum(node: fx.Node) -> bool:
 
 
 def is_global_amax(node: fx.Node) -> bool:
-    """Whether `node` is an amax for which all rows must have been seen: of a tensor, or of a transposed tensor's rows."""
+    """Whether `node` is an amax for which all rows must be seen: of a tensor, or of a transposed tensor's rows."""
     if node.target is not ops.amax:
         return False
-    transpose = len(node.args) > 2 and bool(node.args[2])
-    return node.args[1] == "tensor" or (node.args[1] == "row" and transpose)
+    _, granularity, *layout = node.args
+    return granularity == "tensor" or (granularity == "row" and bool(layout and layout[0]))
 
 
 def is_fusible(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ elements, counted in row-major order as well. So a view that keeps the order of 
     the whole tensor ((N, 1),)     a statistic of rows ((R, 1), (C, 0))     a weight ((R, 0), (C, 1))
 
 Only when a tensor is loaded do its strides in memory come in. Sizes may be symbolic; what cannot be proven is an error,
-`NoAccess`, and the tensor is then computed elsewhere.
+`NoAccessError`, and the tensor is then computed elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Size = Any  # int or torch.SymInt
 Access = tuple[tuple[Size, Size], ...]
 
 
-class NoAccess(Exception):
+class NoAccessError(Exception):
     """The element that belongs to an iteration cannot be expressed by digits and strides."""
 
 
@@ -100,7 +100,7 @@ def by_dimension(access: Access, shape: Sequence[Size]) -> list[tuple[Size, int,
                 pieces.append((size, dim, step))
                 break
             if room is None or not divides(room, size):
-                raise NoAccess(f"{size} steps of {stride} through a tensor of {list(shape)}")
+                raise NoAccessError(f"{size} steps of {stride} through a tensor of {list(shape)}")
             pieces.append((room, dim, step))
             size, stride = size // room, stride * room
         out += pieces[::-1]
@@ -114,7 +114,7 @@ def _dimension(stride: Size, shape: Sequence[Size], strides: Sequence[Size]) -> 
         last = dim == candidates[-1]
         if divides(strides[dim], stride) and (last or statically_known_true(stride < strides[dim] * shape[dim])):
             return dim
-    raise NoAccess(f"a step of {stride} through a tensor of {list(shape)}")
+    raise NoAccessError(f"a step of {stride} through a tensor of {list(shape)}")
 
 
 def broadcast(access: Access, shape: Sequence[Size], source: Sequence[Size]) -> Access:
@@ -157,12 +157,12 @@ def split(access: Access, cols: Size) -> tuple[Access, Access]:
         size, stride = outer.pop()
         if statically_known_true(size <= rest):
             if not divides(size, rest):
-                raise NoAccess(f"digits {access} do not end where a row of {cols} does")
+                raise NoAccessError(f"digits {access} do not end where a row of {cols} does")
             inner.append((size, stride))
             rest = rest // size
         else:
             if not divides(rest, size):
-                raise NoAccess(f"digits {access} do not end where a row of {cols} does")
+                raise NoAccessError(f"digits {access} do not end where a row of {cols} does")
             inner.append((rest, stride))
             outer.append((size // rest, stride * rest))
             rest = 1

@@ -21,7 +21,7 @@ from fp8compile.kernels import generated
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import Region
 from fp8compile.passes import fusible
-from fp8compile.passes.build_region import Refused
+from fp8compile.passes.build_region import RefusedError
 from fp8compile.passes.compilation import (
     INHERITED,
     aten,
@@ -130,7 +130,7 @@ class GraphEditor:
         return self.emit(aten.view.default, out, dims, before=place, like=node)
 
     def size_node(self, size: Any, before: fx.Node, like: fx.Node) -> Any:
-        """A node that computes a symbolic size; raises `Refused` where the graph has nothing to make it of."""
+        """A node that computes a symbolic size; raises `RefusedError` where the graph has nothing to make it of."""
         if isinstance(size, int):
             return size
         if self._sizes is None:
@@ -167,8 +167,8 @@ class GraphEditor:
         if call is None and name in ("FloorDiv", "CleanDiv"):
             call = operator.floordiv
         if call is None:
-            raise Refused(f"a size {expr} that the graph does not compute")
-        args = [self._computed(a, before, like) for a in expr.args]
+            raise RefusedError(f"a size {expr} that the graph does not compute")
+        args = [self._computed(a, before, like) for a in expr.args]  # type: ignore[arg-type]
         node = args[0]
         for arg in args[1:]:
             node = self.emit(call, node, arg, before=before, like=like)

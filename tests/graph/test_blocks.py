@@ -183,7 +183,7 @@ def test_sources_of_the_llama_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def _kernel(region: Region, source: str) -> str:
     """A file without its helpers, its spec and its main; and without the numbers of the user's lines."""
     header, rest = source.split('"""\n', 1)
-    functions = [f for f in re.split(r"(?=@triton\.jit\n)", rest.split("__main__")[0])[1:]]
+    functions = re.split(r"(?=@triton\.jit\n)", rest.split("__main__")[0])[1:]
     ours = [f.split("\n\n\nif")[0].strip() for f in functions if re.match(r"@triton\.jit\ndef (part|rows|tiles)", f)]
     return re.sub(r"\.py:\d+", ".py", header) + '"""\n\n' + "\n\n".join(ours)
 

@@ -1,7 +1,7 @@
 """Iteration spaces against brute force: an access names the element that PyTorch's own indexing names.
 
 A tensor whose elements are their own numbers goes through random layouts. Walking back from the result, as a region
-does, must lead to the numbers that stand in it; where the algebra cannot, it must say so (`NoAccess`) and never be
+does, must lead to the numbers that stand in it; where the algebra cannot, it must say so (`NoAccessError`) and never be
 wrong.
 """
 
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fp8compile.passes import iteration
-from fp8compile.passes.iteration import Access, NoAccess
+from fp8compile.passes.iteration import Access, NoAccessError
 
 SEEDS = range(400)
 DIMENSIONS = (1, 2, 3, 4, 5, 6, 8, 12)
@@ -87,7 +87,7 @@ def walked_back(access: Access, steps: list[Step]) -> Access:
 
 
 def case(seed: int) -> tuple[Access, Tensor]:
-    """(the access that walking back finds, the numbers that PyTorch finds); raises NoAccess."""
+    """(the access that walking back finds, the numbers that PyTorch finds); raises NoAccessError."""
     generator, shape = draw(seed)
     x = torch.arange(math.prod(shape)).reshape(shape)
     steps = []
@@ -103,7 +103,7 @@ def test_walking_back_through_layouts_finds_the_elements() -> None:
     for seed in SEEDS:
         try:
             access, expected = case(seed)
-        except NoAccess:
+        except NoAccessError:
             refused += 1
             continue
         assert torch.equal(elements(access), expected), f"seed {seed}"
@@ -141,12 +141,12 @@ def test_rows_and_columns_together_are_the_whole() -> None:
     for seed in SEEDS:
         try:
             access, expected = case(seed)
-        except NoAccess:
+        except NoAccessError:
             continue
         for cols in {d for d in range(1, len(expected) + 1) if len(expected) % d == 0}:
             try:
                 rows, columns = iteration.split(access, cols)
-            except NoAccess:
+            except NoAccessError:
                 refused += 1
                 continue
             found = elements(rows)[:, None] + elements(columns)
@@ -182,7 +182,7 @@ def test_equal_accesses_name_equal_elements() -> None:
     ids=["a digit across two rows", "steps that divide no dimension", "steps that end amid one", "a step along none"],
 )
 def test_what_has_no_digits_is_refused(find: Callable[[], object], why: str) -> None:
-    with pytest.raises(NoAccess, match=why):
+    with pytest.raises(NoAccessError, match=why):
         find()
 
 
@@ -234,7 +234,7 @@ def test_symbolic_batch_and_length() -> None:
 
 def test_what_cannot_be_proven_of_symbols_is_refused() -> None:
     b, t = symbolic(3, 6)
-    with pytest.raises(NoAccess):
+    with pytest.raises(NoAccessError):
         iteration.split(iteration.permuted(iteration.whole(b, t), [b, t], [1, 0]), 4)
     assert not iteration.divides(2, t)
     assert not iteration.same(b, t)
