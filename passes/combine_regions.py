@@ -119,7 +119,7 @@ def _finish_amaxes(editor: GraphEditor) -> None:
             made.append(node)
             users.append(others)
         part = Part(1, count, (Input(0, "float32", (), ((count, 1),)),), tuple(values), tuple(stores))
-        region = Region((part,), tuple(Buffer((), "float32") for _ in made), (), ((1,),))
+        region = Region((part,), tuple(Buffer((1,), "float32") for _ in made), (), ((1,),))
         editor.insert(region, [pieces], [], made, users, pieces=False)
 
 

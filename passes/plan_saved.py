@@ -8,8 +8,8 @@ costs to save its value; everything behind the cut is computed again from what i
     source ──recompute cost─────────► y_in      y may be, but reads and writes memory
 
 Parameters cost nothing: they are kept anyway. An FP8 payload costs its own bytes, half of what it was made of; that of
-a weight is made again. Statistics of rows and amaxes are saved: they are small, and a transposed operand that had to compute
-them again would need another kernel.
+a weight is made again. Statistics of rows and amaxes are saved: they are small, and a transposed operand that had to
+compute them again would need another kernel.
 
 Source of the method: the min cut of torch's own partitioner (Chen et al., arXiv 1604.06174; He and Yu, 2023), which
 does not know what a cast costs and would save payloads of everything.
