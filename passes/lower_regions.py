@@ -16,7 +16,6 @@ import operator
 from typing import Any
 
 import torch
-import triton
 from torch import fx
 from torch._higher_order_ops.triton_kernel_wrap import (  # torch's only form for a Triton kernel in a graph
     kernel_side_table,
@@ -87,5 +86,7 @@ def _sizes(graph: fx.Graph, fake: torch.Tensor) -> list[Any]:
 @functools.lru_cache(maxsize=4096)
 def _kernel(region: Region, schedule: Schedule) -> Any:
     """The kernel with its number of warps: Inductor takes that from an autotuner with a single configuration."""
+    import triton  # here, so that a machine without a GPU does not need it
+
     kernel = generated.kernel_of(region, schedule, "cuda")
     return triton.autotune(configs=[triton.Config({}, num_warps=schedule.warps)], key=[])(kernel)
