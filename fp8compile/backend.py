@@ -125,20 +125,18 @@ def _lower(graph: fx.Graph, executor: str, options: Options) -> None:
     except Exception as error:
         if options.strict:
             raise
-        module: Any = graph.owning_module
         _restore(graph, backup)
         failures.warn(error, graph, options, "Its casts are compiled without generated kernels")
         if executor == "triton":
-            run_after_cut(module.graph, "inductor")
+            run_after_cut(graph, "inductor")
 
 
 def _restore(graph: fx.Graph, backup: fx.Graph) -> None:
     """Make `graph` what it was; it must stay the same object."""
     for node in reversed(list(graph.nodes)):
         graph.erase_node(node)
-    graph.output(graph.graph_copy(backup, env := {}))
+    graph.output(graph.graph_copy(backup, {}))
     graph.output_node().meta = dict(backup.output_node().meta)
-    del env
 
 
 def _device(graph: fx.Graph) -> torch.device:

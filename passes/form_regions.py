@@ -19,7 +19,6 @@ of a norm), which it would read twice for.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -150,12 +149,8 @@ def _outside(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
 def _origins(builder: Builder) -> tuple[str, ...]:
     """The user's lines that the region's nodes come from, most frequent first."""
     counts: dict[str, int] = defaultdict(int)
-    for node in _nodes(builder):
+    for node in (*builder.interior, *(s.node for s in builder.sinks)):
         line = source_line(node)
         if line:
             counts[line] += 1
     return tuple(sorted(counts, key=lambda line: (-counts[line], line))[:MAX_ORIGINS])
-
-
-def _nodes(builder: Builder) -> Iterable[fx.Node]:
-    return (*builder.interior, *(s.node for s in builder.sinks))

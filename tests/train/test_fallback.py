@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fp8compile
+from fp8compile import backend, ops
 from fp8compile.errors import Fp8Warning
 from fp8compile.passes import pipeline
 from fp8compile.passes.compilation import Compilation, aten
@@ -74,3 +75,33 @@ def test_strict_raises() -> None:
     model, x = _model()
     with pytest.raises(Exception, match=r"no such operator|VerificationError|not FP8|needs|after share_casts"):
         _step(model, x, strict=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_failure_after_the_cut_costs_the_kernels_and_nothing_else(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the operators, and as on a GPU (where the casts then are Inductor's)."""
+    run_after_cut, failed = backend.run_after_cut, []
+
+    def fails_half_way(graph: torch.fx.Graph, executor: str) -> None:
+        if executor == "inductor":
+            return run_after_cut(graph, executor)
+        failed.append(executor)
+        node = next(n for n in graph.nodes if n.target is ops.scaled_mm)
+        node.replace_all_uses_with(node.args[0])  # a half-done rewrite must not survive
+        raise RuntimeError("on purpose")
+
+    executor = "eager" if device == "cpu" else "inductor"
+    options = {"executor": executor, "select": "all"}
+    expected = _step(*_model(), kernels="inductor", **options)
+    monkeypatch.setattr(backend, "run_after_cut", fails_half_way)
+    if device == "cuda":
+        lower = backend._lower
+        monkeypatch.setattr(backend, "_lower", lambda graph, executor, options: lower(graph, "triton", options))
+    torch.compiler.reset()
+    with pytest.warns(Fp8Warning, match="compiled without generated kernels"):
+        got = _step(*_model(), **options)
+    assert failed == ["operators" if device == "cpu" else "triton"] * 2
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
