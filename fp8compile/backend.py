@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale's history belongs to one model
 from torch._inductor import list_mode_options  # `mode` reaches a backend untranslated
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
@@ -26,8 +26,9 @@ from fp8compile import delayed, devices, failures, plans
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
 from fp8compile.passes.compilation import Compilation, Input
+from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.pipeline import run_after_cut, run_pipeline
-from fp8compile.plan import Plan
+from fp8compile.plan import Lowered, Plan
 from fp8compile.sources import source_digest
 
 Compiled = Callable[..., Any]
@@ -46,18 +47,22 @@ def fp8(
     `Fp8Warning`, unless `strict`.
     """
     parsed = Options.parse(options, mode)
+    namespace = ""
     if parsed.recipe.is_delayed:
         _guard_identity(gm, example_inputs)
-    joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), _namespace(example_inputs))
+        namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
+    joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), namespace)
+    record = joint.record = plans.Record(plans.key(gm, example_inputs, joint.uuid()), parsed)
+    lowering = LoweringPass(parsed)
     settings = _inductor_settings(parsed) | {
         "joint_custom_pre_pass": joint,
         "custom_partitioner_fn": Partitioner(parsed),
-        "post_grad_custom_post_pass": LoweringPass(parsed),
+        "post_grad_custom_post_pass": lowering,
     }
-    eagerly = functools.partial(_run_eagerly, options=parsed)
-    executor: dict[str, Any] = {"inner_compile": eagerly} if parsed.executor == "eager" else {}
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=settings, **executor)
-    plans.remember(plans.key(gm, example_inputs, joint.uuid()), joint.plans, parsed)
+    compile_half = _run_eagerly if parsed.executor == "eager" else _compile_half
+    inner: Any = functools.partial(compile_half, lowering=lowering, record=record)
+    compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
+    record.close()
     return compiled
 
 
@@ -68,7 +73,7 @@ class JointPass(CustomGraphPass):
     options: Options
     inputs: tuple[Input, ...]
     namespace: str
-    plans: list[Plan] = field(default_factory=list)
+    record: plans.Record | None = field(default=None, repr=False)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place, or leave it as it was when a pass fails."""
@@ -82,8 +87,9 @@ class JointPass(CustomGraphPass):
             module: Any = graph.owning_module
             module.graph = backup
             failures.warn(error, backup, self.options)
-            c.plan = Plan(c.plan.graph, c.plan.recipe, c.plan.device, failure=f"{type(error).__name__}: {error}")
-        self.plans.append(c.plan)
+            c.plan = Plan(c.plan.graph, c.plan.recipe, c.plan.device, failure=failures.first_line(error))
+        if self.record is not None:
+            self.record.add(c.plan)
 
     def _compilation(self, graph: fx.Graph) -> Compilation:
         device = devices.describe(_device(graph))
@@ -106,29 +112,33 @@ class LoweringPass(CustomGraphPass):
     """Makes kernels, or what Inductor compiles, of the markers in a forward, backward or inference graph."""
 
     options: Options
+    half: str = "forward"  # which graph comes next, and what became of the last one
+    lowered: Lowered | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place."""
         on_gpu = _device(graph).type == "cuda"
-        _lower(graph, "triton" if on_gpu and self.options.kernels == "generated" else "inductor", self.options)
+        executor = "triton" if on_gpu and self.options.kernels == "generated" else "inductor"
+        self.lowered = _lower(graph, executor, self.options, self.half)
 
     def uuid(self) -> str:
         """The source and the options decide what this pass does."""
         return hashlib.sha256(repr((source_digest(), self.options)).encode()).hexdigest()
 
 
-def _lower(graph: fx.Graph, executor: str, options: Options) -> None:
+def _lower(graph: fx.Graph, executor: str, options: Options, half: str) -> Lowered:
     """Run the passes after the cut; where one fails, Inductor (or the operators) take the markers as they are."""
     backup = _copy(graph)
     try:
-        run_after_cut(graph, executor)
+        return run_after_cut(graph, executor, half)
     except Exception as error:
         if options.strict:
             raise
         _restore(graph, backup)
         failures.warn(error, graph, options, "Its casts are compiled without generated kernels")
         if executor == "triton":
-            run_after_cut(graph, "inductor")
+            run_after_cut(graph, "inductor", half)
+        return Lowered(failure=failures.first_line(error))
 
 
 def _restore(graph: fx.Graph, backup: fx.Graph) -> None:
@@ -168,10 +178,6 @@ def _input_index(placeholder: fx.Node) -> int | None:
     return None if desc is None or "Tangent" in type(placeholder.meta["desc"]).__name__ else desc.idx
 
 
-def _namespace(example_inputs: Sequence[Any]) -> str:
-    return delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
-
-
 def _inductor_settings(options: Options) -> dict[str, Any]:
     settings = dict(list_mode_options(options.mode)) if options.mode else {}
     if options.executor == "eager":  # Inductor's own random operators ignore their seed when run eagerly
@@ -179,10 +185,35 @@ def _inductor_settings(options: Options) -> dict[str, Any]:
     return settings | dict(options.inductor)
 
 
-def _run_eagerly(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Options, **_: Any) -> Compiled:
+def _compile_half(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: plans.Record, **settings: Any
+) -> Compiled:
+    """Inductor, and what became of this half: the lowering pass says so, or what was kept when it ran."""
+    lowering.half, lowering.lowered = _half(settings), None
+    key = hashlib.sha256(f"{graph_text(gm.graph)}{lowering.uuid()}".encode()).hexdigest()
+    compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
+    if lowering.lowered is not None:
+        plans.remember_half(key, lowering.lowered)
+    lowered = lowering.lowered or plans.recall_half(key)
+    if lowered is not None:
+        record.add_half(lowering.half, lowered)
+    return compiled
+
+
+def _half(settings: Mapping[str, Any]) -> str:
+    """Which graph compile_fx hands to its inner compiler."""
+    if settings.get("is_backward"):
+        return "backward"
+    return "inference" if settings.get("is_inference") else "forward"
+
+
+def _run_eagerly(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: plans.Record, **settings: Any
+) -> Compiled:
     """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
-    if options.kernels == "generated":
-        _lower(gm.graph, "operators", options)
+    if lowering.options.kernels == "generated":
+        half = _half(settings)
+        record.add_half(half, _lower(gm.graph, "operators", lowering.options, half))
         gm.recompile()
 
     def run(args: list[Any]) -> Any:

@@ -21,13 +21,18 @@ def warn(
 ) -> None:
     """Write a report on `error` and warn with its path and the consequence; `graph` is the graph before any pass."""
     path = _write(error, graph, options)
-    first_line = str(error).splitlines()[0] if str(error) else ""
     warnings.warn(
-        f"fp8: a pass failed ({type(error).__name__}: {first_line}). {consequence}. "
+        f"fp8: a pass failed ({first_line(error)}). {consequence}. "
         f"A bug report is ready at {path}; options={{'strict': True}} raises instead.",
         Fp8Warning,
         stacklevel=2,
     )
+
+
+def first_line(error: Exception) -> str:
+    """The error's type and the first line of what it says."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _write(error: Exception, graph: fx.Graph, options: Options) -> Path:

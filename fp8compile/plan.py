@@ -1,4 +1,4 @@
-"""The plan: what the compiler decided, as plain data, one row a matmul, each with its reason.
+"""The plan: what the compiler decided, as plain data: one row a matmul, a saved tensor, a kernel, each with its reason.
 
 The deciding passes write it, the rewriting passes only carry it out; reports and tests read it. `to_json` and
 `from_json` are inverse to each other.
@@ -62,15 +62,45 @@ class Matmul:
     milliseconds_fp8: float | None = None
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """One generated kernel of a compiled graph.
+
+    half: forward, backward, or inference. space: rows × cols of its parts. operations: what it computes, with counts.
+    moved: bytes that it reads and writes at least; 0 where a size is symbolic. origins: the user's lines.
+    """
+
+    name: str
+    half: str
+    space: tuple[str, ...]
+    operations: tuple[str, ...]
+    moved: int
+    origins: tuple[str, ...] = ()
+
+
+@dataclass
+class Lowered:
+    """What the passes after the cut made of one half: its kernels, which casts were left to Inductor and why."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    failure: str = ""
+
+
 @dataclass
 class Plan:
-    """Rows for every matmul of one graph; `graph` says which (training or inference), `failure` why no pass ran."""
+    """Rows for every matmul of one graph; `graph` says which (training or inference), `failure` why no pass ran.
+
+    `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
+    backward when it is first needed).
+    """
 
     graph: str = "training"
     recipe: str = ""
     device: str = ""
     matmuls: list[Matmul] = field(default_factory=list)
     failure: str = ""
+    halves: dict[str, Lowered] = field(default_factory=dict)
 
     def row(self, node: str) -> Matmul | None:
         """The row of the matmul at graph node `node`."""
@@ -84,6 +114,11 @@ class Plan:
     def converted(self) -> list[Matmul]:
         """Rows that run in FP8."""
         return [m for m in self.matmuls if m.decision == FP8]
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """The generated kernels of all halves."""
+        return [kernel for half in self.halves.values() for kernel in half.kernels]
 
     @property
     def kept(self) -> list[Matmul]:
@@ -106,5 +141,15 @@ class Plan:
         for row in data.pop("matmuls"):
             for side in ("left", "right"):
                 row[side] = Operand(**row[side]) if row[side] else None
-            rows.append(Matmul(**{**row, "merged": tuple(row["merged"]), "padded": tuple(row["padded"])}))
-        return Plan(matmuls=rows, **data)
+            rows.append(Matmul(**_with_tuples(row)))
+        halves = {name: lowered_from(half) for name, half in data.pop("halves").items()}
+        return Plan(matmuls=rows, halves=halves, **data)
+
+
+def lowered_from(data: dict[str, Any]) -> Lowered:
+    """A half from its plain data, as `dataclasses.asdict` gives it."""
+    return Lowered(**{**data, "kernels": [Kernel(**_with_tuples(kernel)) for kernel in data["kernels"]]})
+
+
+def _with_tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}

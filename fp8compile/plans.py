@@ -7,11 +7,13 @@ its inputs and the compiler, in the folder of Inductor's own cache.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live
 
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
-from fp8compile.plan import Matmul, Plan
+from fp8compile.plan import Lowered, Matmul, Plan, lowered_from
 
 BY_DEFAULT = ("the output head", "recipe ")  # left on purpose by everybody: a graph of nothing else is no surprise
 _compiled: list[Plan] = []
@@ -57,15 +59,65 @@ def key(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def remember(key: str, fresh: list[Plan], options: Options) -> None:
-    """Keep the plans of one compilation (none: it came from a cache, so look them up), and say what went undone."""
-    file = Path(cache_dir()) / "fp8compile" / f"{key}.json"
-    if fresh:
-        _write(file, "\n---\n".join(plan.to_json() for plan in fresh))
-    elif file.exists():
-        fresh = [Plan.from_json(text) for text in file.read_text().split("\n---\n")]
-    _compiled.extend(fresh)
-    _warn(fresh, options)
+class Record:
+    """What one call of the backend decides, kept on disk as it grows: on a warm cache no pass runs.
+
+    The plan comes with the joint graph, each half's kernels when that half is compiled; backward may come much later.
+    """
+
+    def __init__(self, key: str, options: Options):
+        self.plans: list[Plan] = []
+        self.options = options
+        self._file = _folder() / f"{key}.json"
+
+    def add(self, plan: Plan) -> None:
+        """The plan of a joint or inference graph; what follows belongs to it."""
+        self.plans.append(plan)
+
+    def add_half(self, half: str, lowered: Lowered) -> None:
+        """What became of a half."""
+        if self.plans:
+            self.plans[-1].halves[half] = lowered
+            self.write()
+
+    def write(self) -> None:
+        """Keep everything for later processes."""
+        _write(self._file, "\n---\n".join(plan.to_json() for plan in self.plans))
+
+    def close(self) -> None:
+        """The call is over: if all of it came from a cache, look up what was decided then; say what went undone."""
+        if self.plans:
+            self.write()
+        elif self._file.exists():
+            self.plans = [Plan.from_json(text) for text in self._file.read_text().split("\n---\n")]
+            for plan in self.plans:
+                _warn_again(plan)
+        _compiled.extend(self.plans)
+        _warn(self.plans, self.options)
+
+
+def remember_half(key: str, lowered: Lowered) -> None:
+    """Keep what became of a half, by its graph: a cache may have it when it has not the joint graph."""
+    _write(_folder() / f"half_{key}.json", json.dumps(asdict(lowered)))
+
+
+def recall_half(key: str) -> Lowered | None:
+    """What `remember_half` kept."""
+    file = _folder() / f"half_{key}.json"
+    return lowered_from(json.loads(file.read_text())) if file.exists() else None
+
+
+def _folder() -> Path:
+    return Path(cache_dir()) / "fp8compile"
+
+
+def _warn_again(plan: Plan) -> None:
+    """What failed when this graph was compiled still has its consequences."""
+    for half, lowered in plan.halves.items():
+        if lowered.failure:
+            _say(f"fp8: the {half} graph, found in a cache, was compiled without generated kernels: {lowered.failure}")
+    if plan.failure:
+        _say(f"fp8: this graph, found in a cache, was compiled without FP8: {plan.failure}")
 
 
 def _write(file: Path, text: str) -> None:

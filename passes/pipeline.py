@@ -24,8 +24,10 @@ from fp8compile.passes import (
     share_casts,
 )
 from fp8compile.passes.compilation import Compilation
+from fp8compile.passes.describe import describe_kernels
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.verify import signature, verify
+from fp8compile.plan import Lowered
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,13 @@ def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = No
 
 @dataclass(frozen=True)
 class Lowering:
-    """A step after the cut: a name, what it does to a graph, why it stands there, and for which executors it is."""
+    """A step after the cut: a name, what it does to a graph, why it stands there, and for which executors it is.
+
+    It returns what it left undone, with reasons, or None.
+    """
 
     name: str
-    run: Callable[[fx.Graph], object]
+    run: Callable[[fx.Graph], list[str] | None]
     why: str
     executors: tuple[str, ...]
 
@@ -85,10 +90,17 @@ AFTER_CUT = (
 )
 
 
-def run_after_cut(graph: fx.Graph, executor: str, observe: Callable[[str, str], None] | None = None) -> None:
-    """Run the steps for this executor on a forward, backward or inference graph."""
+def run_after_cut(
+    graph: fx.Graph, executor: str, half: str = "forward", observe: Callable[[str, str], None] | None = None
+) -> Lowered:
+    """Run the steps for this executor on a forward, backward or inference graph (`half`); returns what came of it."""
+    lowered = Lowered()
     for step in AFTER_CUT:
         if executor in step.executors:
-            step.run(graph)
+            if step.name == "lower_regions":
+                lowered.kernels = describe_kernels(graph, half)
+            lowered.left += step.run(graph) or []
             if observe:
                 observe(step.name, graph_text(graph))
+    lowered.kernels = lowered.kernels or describe_kernels(graph, half)
+    return lowered

@@ -1,8 +1,12 @@
-"""Every test starts from the same state: one thread, a fixed seed, nothing compiled, no history, no plan."""
+"""Every test starts from the same state: one thread, a fixed seed, nothing compiled, no history, no plan.
+
+Each process of a run has an empty compile cache of its own, so that no test finds what an earlier run has compiled.
+"""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +15,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # generated kernels run on the CPU (tests/interpreter.py)
 
-from fp8compile import delayed, plans
+_cache = tempfile.TemporaryDirectory(prefix="fp8compile-tests-")  # lives as long as the process
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
+
+from fp8compile import delayed, plans  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from fp8compile.kernels import generated
 from fp8compile.kernels.spec import Region
 from fp8compile.passes import pipeline
 from fp8compile.passes.region_graph import regions_of, spec_of
+from fp8compile.plan import Lowered
 
 HERE = Path(__file__).parent
 MADE_WITH = (2, 13)
@@ -104,9 +105,10 @@ def halves(name: str, monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     """The graphs of forward and backward with their regions."""
     graphs: list[fx.Graph] = []
 
-    def run(graph: fx.Graph, executor: str) -> None:
-        pipeline.run_after_cut(graph, executor)
+    def run(graph: fx.Graph, executor: str, half: str) -> Lowered:
+        lowered = pipeline.run_after_cut(graph, executor, half)
         graphs.append(backend._copy(graph))
+        return lowered
 
     monkeypatch.setattr(backend, "run_after_cut", run)
     torch.manual_seed(0)

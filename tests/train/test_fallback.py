@@ -15,6 +15,7 @@ from fp8compile import backend, ops
 from fp8compile.errors import Fp8Warning
 from fp8compile.passes import pipeline
 from fp8compile.passes.compilation import Compilation, aten
+from fp8compile.plan import Lowered
 
 
 def _break_and_raise(c: Compilation) -> None:
@@ -84,9 +85,9 @@ def test_a_failure_after_the_cut_costs_the_kernels_and_nothing_else(
     """By the operators, and as on a GPU (where the casts then are Inductor's)."""
     run_after_cut, failed = backend.run_after_cut, []
 
-    def fails_half_way(graph: torch.fx.Graph, executor: str) -> None:
+    def fails_half_way(graph: torch.fx.Graph, executor: str, half: str) -> Lowered:
         if executor == "inductor":
-            return run_after_cut(graph, executor)
+            return run_after_cut(graph, executor, half)
         failed.append(executor)
         node = next(n for n in graph.nodes if n.target is ops.scaled_mm)
         node.replace_all_uses_with(node.args[0])  # a half-done rewrite must not survive
@@ -98,10 +99,16 @@ def test_a_failure_after_the_cut_costs_the_kernels_and_nothing_else(
     monkeypatch.setattr(backend, "run_after_cut", fails_half_way)
     if device == "cuda":
         lower = backend._lower
-        monkeypatch.setattr(backend, "_lower", lambda graph, executor, options: lower(graph, "triton", options))
+        monkeypatch.setattr(backend, "_lower", lambda graph, executor, *rest: lower(graph, "triton", *rest))
     torch.compiler.reset()
     with pytest.warns(Fp8Warning, match="compiled without generated kernels"):
         got = _step(*_model(), **options)
     assert failed == ["operators" if device == "cpu" else "triton"] * 2
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
+    assert {half.failure for half in fp8compile.last_compile().halves.values()} == {"RuntimeError: on purpose"}
+    if device == "cuda":  # a warm cache runs no pass, and must not hide that one had failed
+        torch.compiler.reset()
+        with pytest.warns(Fp8Warning, match="found in a cache, was compiled without generated kernels: RuntimeError"):
+            _step(*_model(), **options)
+        assert len(failed) == 2
