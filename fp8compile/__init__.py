@@ -22,7 +22,7 @@ from fp8compile import delayed  # noqa: E402
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError, VerificationError  # noqa: E402
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
-from fp8compile.plan import Matmul, Plan  # noqa: E402
+from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Saved  # noqa: E402
 from fp8compile.plans import compiles, last_compile  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
 
@@ -35,12 +35,15 @@ __all__ = [
     "Fp8Error",
     "Fp8Warning",
     "Granularity",
+    "Kernel",
+    "Lowered",
     "Matmul",
     "OptionError",
     "Options",
     "Plan",
     "Recipe",
     "Role",
+    "Saved",
     "VerificationError",
     "compiles",
     "delayed",

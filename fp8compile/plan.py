@@ -63,6 +63,26 @@ class Matmul:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """One tensor that the forward half keeps for the backward half.
+
+    shape, dtype: of the value as the model computes it (sizes may be strings where they are symbolic).
+    form: what is kept: the name of `dtype` for the value itself, or payload and granularity, as "e4m3 group(128)".
+    bytes: what that form takes, scales included (of a symbolic size: at the sizes seen when it was compiled).
+    reason: why it has this form.
+    """
+
+    node: str
+    path: str
+    source: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    form: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One generated kernel of a compiled graph.
 
@@ -91,6 +111,8 @@ class Lowered:
 class Plan:
     """Rows for every matmul of one graph; `graph` says which (training or inference), `failure` why no pass ran.
 
+    `saved`: what the forward half keeps for the backward half, parameters left out; `recomputed`: how many nodes of
+    each operator the backward half computes again.
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
     backward when it is first needed).
     """
@@ -100,6 +122,8 @@ class Plan:
     device: str = ""
     matmuls: list[Matmul] = field(default_factory=list)
     failure: str = ""
+    saved: list[Saved] = field(default_factory=list)
+    recomputed: dict[str, int] = field(default_factory=dict)
     halves: dict[str, Lowered] = field(default_factory=dict)
 
     def row(self, node: str) -> Matmul | None:
@@ -114,6 +138,11 @@ class Plan:
     def converted(self) -> list[Matmul]:
         """Rows that run in FP8."""
         return [m for m in self.matmuls if m.decision == FP8]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the forward half keeps for the backward half, parameters left out."""
+        return sum(row.bytes for row in self.saved)
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -143,7 +172,8 @@ class Plan:
                 row[side] = Operand(**row[side]) if row[side] else None
             rows.append(Matmul(**_with_tuples(row)))
         halves = {name: lowered_from(half) for name, half in data.pop("halves").items()}
-        return Plan(matmuls=rows, halves=halves, **data)
+        saved = [Saved(**_with_tuples(row)) for row in data.pop("saved")]
+        return Plan(matmuls=rows, halves=halves, saved=saved, **data)
 
 
 def lowered_from(data: dict[str, Any]) -> Lowered:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan
+from fp8compile.plan import BF16, FP8, Kernel, Lowered, Matmul, Operand, Plan, Saved
 
 
 def a_plan() -> Plan:
@@ -30,6 +30,9 @@ def a_plan() -> Plan:
             Matmul("bmm", "attention", role="other", reason="neither is a weight", batch="s1", **common),
         ],
         failure="",
+        saved=[Saved("x", "layers.0", "model.py:2  x", ("s0", 64), "bfloat16", "e4m3 group(64)", 4352, "default")],
+        recomputed={"aten.mul.Tensor": 3},
+        halves={"forward": Lowered([Kernel("rows_e4m3_0", "forward", ("n0×64",), ("mul ×2",), 0)], ["%q: why"])},
     )  # fmt: skip
 
 
@@ -39,6 +42,8 @@ def test_json_and_back_is_the_same_plan():
     assert back == plan
     assert isinstance(back.matmuls[0].left, Operand)
     assert back.matmuls[0].merged == ("layers.0.q", "layers.0.k")
+    assert back.saved_bytes == 4352
+    assert [kernel.name for kernel in back.kernels] == ["rows_e4m3_0"]
 
 
 def test_an_empty_plan_survives_the_round_trip():
