@@ -23,7 +23,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live
 
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
-from fp8compile.plan import Lowered, Matmul, Plan, lowered_from
+from fp8compile.plan import Lowered, Matmul, Plan, Saved, lowered_from
 
 BY_DEFAULT = ("the output head", "recipe ")  # left on purpose by everybody: a graph of nothing else is no surprise
 _compiled: list[Plan] = []
@@ -73,6 +73,11 @@ class Record:
     def add(self, plan: Plan) -> None:
         """The plan of a joint or inference graph; what follows belongs to it."""
         self.plans.append(plan)
+
+    def add_saved(self, saved: list[Saved], recomputed: dict[str, int]) -> None:
+        """What the forward half keeps for the backward half, and what backward computes again."""
+        if self.plans:
+            self.plans[-1].saved, self.plans[-1].recomputed = saved, recomputed
 
     def add_half(self, half: str, lowered: Lowered) -> None:
         """What became of a half."""

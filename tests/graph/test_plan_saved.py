@@ -23,10 +23,10 @@ def cut(case: Any, monkeypatch: pytest.MonkeyPatch, own: bool = True) -> tuple[f
     found: list[Any] = []
     ours: Callable[..., Any] = partitioner._partition
 
-    def partition(gm: fx.GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> Any:
+    def partition(gm: fx.GraphModule, joint_inputs: Any, kwargs: dict[str, Any], *rest: Any) -> Any:
         whole = len(list(gm.graph.nodes))
-        by = ours if own else lambda g, i, k: partitioners.min_cut_rematerialization_partition(g, i, **k)
-        halves = by(gm, joint_inputs, kwargs)
+        by = ours if own else lambda g, i, k, *_: partitioners.min_cut_rematerialization_partition(g, i, **k)
+        halves = by(gm, joint_inputs, kwargs, *rest)
         found.append((whole, *halves, kwargs["num_fwd_outputs"]))
         return halves
 
