@@ -78,7 +78,7 @@ def _why_itself(node: fx.Node) -> str:
         return "an amax: its tensor is not read again for it"
     if not value(node).is_floating_point():
         return "indices or a mask"
-    return "no FP8 form is known for it"
+    return "made for backward alone"
 
 
 def describe_recomputed(nodes: Iterable[fx.Node], halves: Halves) -> dict[str, int]:

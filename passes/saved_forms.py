@@ -87,7 +87,9 @@ def find_forms(graph: fx.Graph, known: Graph, options: Options) -> dict[fx.Node,
     returned = {base(n) for n in known.outputs} | known.outputs
     forms: dict[fx.Node, Form] = {}
     for node in graph.nodes:
-        if node not in known.forward or not is_tensor(node) or not value(node).is_floating_point():
+        if node not in known.forward or node.target in ops.CASTS or not is_tensor(node):
+            continue
+        if not value(node).is_floating_point():
             continue
         why_not = (
             _policy(node, options)
