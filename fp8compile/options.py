@@ -15,6 +15,7 @@ from fp8compile.recipe import RECIPES, Recipe
 EXECUTORS = ("inductor", "eager")
 KERNELS = ("generated", "inductor")
 SAVED_FORMS = ("fp8", "bf16")
+KEEP_ALL = (("*", "bf16"),)  # option `save`: nothing is rounded
 SELECTIONS = ("profitable", "all")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
 
@@ -31,6 +32,9 @@ class Options:
     save: how activations are kept for backward: "fp8" (payload and scales in groups of up to 128 features), "bf16" (as
         they are), or a mapping of module path patterns to these, the first that matches deciding, else "fp8".
     save_min_bytes: what is smaller is kept as it is.
+    activation_budget: what may be kept for backward, in bytes (int), or as a share (float, 0.0 to 1.0) of what is kept
+        where nothing is computed again or rounded. Below what `save` gives, matmuls and attention run again; above it,
+        less is computed again. None: no budget.
     kernels: "generated" makes Triton kernels of what is around FP8 casts; "inductor" leaves that to Inductor.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.
@@ -45,6 +49,7 @@ class Options:
     executor: str = "inductor"
     save: tuple[tuple[str, str], ...] = (("*", "fp8"),)
     save_min_bytes: int = 2**20
+    activation_budget: float | int | None = None
     kernels: str = "generated"
     strict: bool = False
     verify: bool = True
@@ -93,6 +98,7 @@ class Options:
             raise unknown_name("mode", self.mode, MODES)
         if not isinstance(self.save_min_bytes, int) or isinstance(self.save_min_bytes, bool) or self.save_min_bytes < 0:
             raise OptionError(f"option 'save_min_bytes' is a number of bytes, not {self.save_min_bytes!r}")
+        _check_budget(self.activation_budget)
         for name in ("lm_head", "strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name!r} is True or False, not {getattr(self, name)!r}")
@@ -108,6 +114,17 @@ class Options:
 
 def _names(pattern: str, path: str) -> bool:
     return any(fnmatch.fnmatchcase(path, p) for p in (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*"))
+
+
+def _check_budget(budget: Any) -> None:
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise OptionError(f"option 'activation_budget' is a number of bytes or a share, not {budget!r}")
+    if isinstance(budget, float) and not 0.0 <= budget <= 1.0:
+        raise OptionError(f"option 'activation_budget' as a share lies between 0.0 and 1.0, not at {budget!r}")
+    if isinstance(budget, int) and budget <= 1:
+        raise OptionError(f"option 'activation_budget': {budget!r} bytes? A share is a float: {float(budget)!r}")
 
 
 def _forms(value: str | Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,7 @@
 """The partitioner: joint graph → forward and backward, by our own cut (`passes/plan_saved.py`).
 
     forms      in which form each value would be kept           passes/saved_forms.py
-    cut        which values are kept                             passes/plan_saved.py
+    cut        which values are kept, within a budget            passes/plan_saved.py, save_budget.py
     rewrite    what is kept as FP8 becomes payload and scales    passes/save_as_fp8.py
 
 Everything else is torch's: which nodes each half needs, the two graphs, checkpointing with random numbers, the order of
@@ -12,9 +12,11 @@ which nothing would be kept as FP8 is left to torch's own partitioner.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch import config as functorch_config  # whether equal nodes are unified before the cut
 from torch._functorch import partitioners as torch_partitioners  # the parts of torch's partitioner that we keep
@@ -22,12 +24,15 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's base: its uuid() keys the caches
 
 from fp8compile import devices, failures, ops
-from fp8compile.options import Options
+from fp8compile.errors import Fp8Warning
+from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import describe
 from fp8compile.passes.compilation import Compilation, device_of
-from fp8compile.passes.plan_saved import Halves, may_be_computed_again, plan_saved, run_again
+from fp8compile.passes.plan_saved import Halves, may_be_computed_again, run_again
 from fp8compile.passes.save_as_fp8 import save_as_fp8
-from fp8compile.passes.saved_forms import Graph, find_forms
+from fp8compile.passes.save_budget import plan_within
+from fp8compile.passes.saved_forms import Graph, as_it_is, find_forms
+from fp8compile.passes.sensitive import find_sensitive
 from fp8compile.passes.snapshot import copy_graph
 from fp8compile.plan import Plan
 from fp8compile.plans import Record
@@ -43,17 +48,31 @@ class Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward, backward) of the joint graph `gm`."""
-        casts = any(n.target in ops.MARKERS for n in gm.graph.nodes)
+        ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
         backup = copy_graph(gm.graph)
         try:
-            if casts or any(form.granularity for form in _halves(gm, kwargs, self.options).forms.values()):
+            if ours or any(form.granularity for form in _halves(gm, kwargs, self.options).forms.values()):
                 return _partition(gm, joint_inputs, kwargs, self.options, self.record)
         except Exception as error:
             if self.options.strict:
                 raise
             failures.warn(error, backup, self.options, "What backward needs is chosen and kept as without FP8")
             gm.graph = backup
-        return torch_partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        return self._by_torch(gm, joint_inputs, kwargs)
+
+    def _by_torch(self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Any:
+        """torch's own partitioner, and the plan's rows about what it saves."""
+        p = torch_partitioners
+        forward, backward = p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if self.record is not None:
+            primals = [n for n in forward.graph.find_nodes(op="placeholder") if p._is_primal(n)]
+            static = {primals[i] for i in kwargs.get("static_lifetime_input_indices") or [] if i < len(primals)}
+            outputs: Any = forward.graph.output_node().args[0]
+            saved = [n for n in outputs[kwargs["num_fwd_outputs"] :] if isinstance(n, fx.Node)]
+            reason = "FP8 takes no part in this graph"
+            forms = {n: as_it_is(n.meta["val"], reason) for n in saved if isinstance(n.meta.get("val"), torch.Tensor)}
+            self.record.add_saved(describe.describe_saved(saved, static, forms), {})
+        return forward, backward
 
     def uuid(self) -> str:
         """The source and the options decide what it does."""
@@ -81,7 +100,10 @@ def _partition(
     halves = _halves(gm, kwargs, options)
     if not halves.backward:
         return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-    saved = plan_saved(gm.graph, halves)
+    choice = plan_within(gm.graph, halves, options.activation_budget, devices.describe(device_of(gm.graph)))
+    if choice.missed:
+        warnings.warn(f"fp8: {choice.missed}", Fp8Warning, stacklevel=2)
+    saved = choice.saved
     sizes = [n for n in saved if p.is_sym_node(n)]
     saved = _save(gm, [n for n in saved if n not in sizes], halves, options, record)
     extra: dict[str, Any] = (
@@ -119,15 +141,18 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
     returned, gradients, *_ = p._extract_fwd_bwd_outputs(gm, num_fwd_outputs=outputs)
     primals = [n for n in gm.graph.find_nodes(op="placeholder") if p._is_primal(n)]
     differentiable = {n for n, gradient in zip(primals, gradients, strict=False) if gradient is not None}
-    device = devices.describe(device_of(gm.graph))
     known = Graph(
         {n for n in returned if isinstance(n, fx.Node)},
         (halves.inputs - differentiable) | halves.static,
         halves.forward - halves.backward,
-        lambda node: node not in halves.backward and may_be_computed_again(node, recomputable),
     )
-    if device.has_fp8 or device.emulated:
-        halves.forms.update(find_forms(gm.graph, known, options))
+    device = devices.describe(device_of(gm.graph))
+    if (device.has_fp8 or device.emulated) and options.save != KEEP_ALL:
+        sensitive = find_sensitive(
+            gm.graph, lambda n: n not in halves.backward and may_be_computed_again(n, recomputable)
+        )
+        halves.exact.update(sensitive)
+        halves.forms.update(find_forms(gm.graph, known, options, sensitive))
     return halves
 
 
@@ -139,7 +164,10 @@ def _save(
     c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
     kept, forms = save_as_fp8(c, saved, halves)
     if record is not None:
-        record.add_saved(describe.describe_saved(saved, forms, halves), describe.describe_recomputed(again, halves))
+        record.add_saved(
+            describe.describe_saved(saved, halves.static, {**halves.forms, **forms}),
+            describe.describe_recomputed(again, halves),
+        )
     return kept
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -47,14 +47,14 @@ def _operations(parts: tuple[Part, ...]) -> tuple[str, ...]:
     return tuple(name if n == 1 else f"{name} ×{n}" for name, n in counts.most_common())
 
 
-def describe_saved(saved: Iterable[fx.Node], forms: dict[fx.Node, Form], halves: Halves) -> list[Saved]:
-    """A row for each saved tensor that is no parameter. `forms`: of those that were not kept as the cut had it."""
+def describe_saved(saved: Iterable[fx.Node], static: set[fx.Node], forms: Mapping[fx.Node, Form]) -> list[Saved]:
+    """A row for each saved tensor that is no parameter (`static`)."""
     rows = []
     for node in saved:
-        if not is_tensor(node) or node in halves.static:
+        if not is_tensor(node) or node in static:
             continue
         x = value(node)
-        form = forms.get(node) or halves.forms.get(node) or as_it_is(x, _why_itself(node))
+        form = forms.get(node) or as_it_is(x, _why_itself(node))
         shape = tuple(n if isinstance(n, int) else str(n) for n in x.shape)
         rows.append(
             Saved(
@@ -78,7 +78,7 @@ def _why_itself(node: fx.Node) -> str:
         return "an amax: its tensor is not read again for it"
     if not value(node).is_floating_point():
         return "indices or a mask"
-    return "made for backward alone"
+    return "made for backward alone" if node.op == "call_function" else "an input"
 
 
 def describe_recomputed(nodes: Iterable[fx.Node], halves: Halves) -> dict[str, int]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -49,9 +49,22 @@ class Halves:
     static: set[fx.Node]  # inputs that stay where they are: parameters
     is_recomputable: Callable[[fx.Node], bool]  # cheap and pure, by torch's own list
     forms: dict[fx.Node, Form] = field(default_factory=dict)  # how a value would be kept, where not as it is
+    exact: set[fx.Node] = field(default_factory=set)  # what backward must not see rounded
 
 
-def plan_saved(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
+@dataclass(frozen=True)
+class Prices:
+    """What computing again costs, in bytes saved: each byte of a cheap operator, each second of a dear one.
+
+    dear: the matmuls and attentions that may run again at all, each with its seconds.
+    """
+
+    byte: float = RECOMPUTE
+    second: float = math.inf
+    dear: Mapping[fx.Node, float] = field(default_factory=dict)
+
+
+def plan_saved(graph: fx.Graph, halves: Halves, prices: Prices | None = None) -> list[fx.Node]:
     """The values to save, in the order of the graph."""
     network = nx.DiGraph()
     for node in graph.nodes:
@@ -60,7 +73,7 @@ def plan_saved(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
         if node in halves.backward and node not in halves.inputs:
             network.add_edge(_in(node), "sink", capacity=math.inf)
             continue
-        _add(network, node, halves)
+        _add(network, node, halves, prices or Prices())
     if "sink" not in network or "source" not in network:
         return []
     before = _before_the_cut(network)
@@ -82,18 +95,29 @@ def _before_the_cut(network: nx.DiGraph) -> set[str]:
     return before
 
 
-def _add(network: nx.DiGraph, node: fx.Node, halves: Halves) -> None:
-    if node in halves.inputs or not may_be_computed_again(node, halves.is_recomputable):
-        network.add_edge("source", _in(node), capacity=math.inf)
-    else:
-        free = node.target in VIEWS or node.target in fusible.CONVERSIONS  # done by whoever reads it
-        network.add_edge("source", _in(node), capacity=0.0 if free else RECOMPUTE * _bytes(node))
+def _add(network: nx.DiGraph, node: fx.Node, halves: Halves, prices: Prices) -> None:
+    network.add_edge("source", _in(node), capacity=_price_again(node, halves, prices))
     network.add_edge(_in(node), _out(node), capacity=_price(node, halves))
     if node in halves.backward:
         network.add_edge(_out(node), "sink", capacity=math.inf)
     for user in node.users:
         if user.op != "output":
             network.add_edge(_out(node), _in(user), capacity=math.inf)
+
+
+def _price_again(node: fx.Node, halves: Halves, prices: Prices) -> float:
+    """What it costs to compute `node` again; infinite for what cannot be."""
+    if node in halves.inputs:
+        return math.inf
+    if node in prices.dear:
+        return prices.second * prices.dear[node]
+    source = node.args[0] if node.target is operator.getitem else None
+    if source in prices.dear:
+        return 0.0
+    if not may_be_computed_again(node, halves.is_recomputable):
+        return math.inf
+    free = node.target in VIEWS or node.target in fusible.CONVERSIONS  # done by whoever reads it
+    return 0.0 if free else prices.byte * _bytes(node)
 
 
 def _in(node: fx.Node) -> str:
@@ -159,6 +183,7 @@ def run_again(graph: fx.Graph, saved: Iterable[fx.Node], halves: Halves) -> set[
     return found
 
 
-def saved_bytes(nodes: Iterable[fx.Node], static: set[fx.Node]) -> int:
-    """Bytes of the saved values that are not parameters."""
-    return sum(as_it_is(value(n), "").bytes for n in nodes if is_tensor(n) and n not in static)
+def saved_bytes(nodes: Iterable[fx.Node], halves: Halves) -> int:
+    """Bytes of the saved values that are not parameters, in the forms in which they are kept."""
+    kept = [n for n in nodes if is_tensor(n) and n not in halves.static]
+    return sum(halves.forms[n].bytes if n in halves.forms else as_it_is(value(n), "").bytes for n in kept)

@@ -9,7 +9,7 @@ Decides nothing about what is saved: that is the cut's (`passes/plan_saved.py`),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from fp8compile.options import Options
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import VIEWS, aten, base, divides, is_tensor, value
 from fp8compile.passes.origin import module_path
-from fp8compile.passes.sensitive import find_sensitive
 
 GROUPS = (128, 64, 32, 16)
 SCALE_BYTES = 4
@@ -75,14 +74,10 @@ class Graph:
     outputs: set[fx.Node]  # what the forward half returns to the user
     held: set[fx.Node]  # inputs that somebody else keeps: parameters, data without gradients
     forward: set[fx.Node]
-    may_run_again: Callable[[fx.Node], bool]
 
 
-def find_forms(graph: fx.Graph, known: Graph, options: Options) -> dict[fx.Node, Form]:
-    """The form of every floating-point tensor of the forward half."""
-    if options.save == (("*", "bf16"),):
-        return {}
-    sensitive = find_sensitive(graph, known.may_run_again)
+def find_forms(graph: fx.Graph, known: Graph, options: Options, sensitive: dict[fx.Node, str]) -> dict[fx.Node, Form]:
+    """The form of every floating-point tensor of the forward half. `sensitive`: what must not be rounded, and why."""
     feeding = _feeding_matmuls(graph, known.forward)
     returned = {base(n) for n in known.outputs} | known.outputs
     forms: dict[fx.Node, Form] = {}
