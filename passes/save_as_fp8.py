@@ -15,6 +15,7 @@ the nodes that are doubled: a dropout that ran again under another name would dr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,11 +70,16 @@ def _round(c: Compilation, node: fx.Node, form: Form) -> tuple[fx.Node, fx.Node,
     moved = not form.path and order != sorted(order)
     if moved:  # features are what lies side by side in memory
         source = emit(aten.permute.default, node, order)
+    if form.merged > 1:
+        inner = math.prod(value(source).shape[-form.merged :])
+        source = emit(aten.view.default, source, [*(_size(c, n) for n in value(source).shape[: -form.merged]), inner])
     payload, scale = form.payload, form.scale
     if payload is None or scale is None:
         scale = emit(ops.scale, emit(ops.amax, source, form.granularity), E4M3.name)
         payload = emit(ops.quantize, source, scale, E4M3.name, form.granularity)
     back = emit(ops.dequantize, payload, scale, form.granularity, x.dtype)
+    if form.merged > 1:
+        back = emit(aten.view.default, back, [_size(c, x.shape[d]) for d in order])
     if moved:
         back = emit(aten.permute.default, back, [order.index(d) for d in range(x.dim())])
     for view, of in reversed(list(zip(form.path, (node, *form.path), strict=False))):

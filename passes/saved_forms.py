@@ -34,7 +34,8 @@ class Form:
     """How a value is kept, and why: as it is, or, with a granularity, as FP8.
 
     bytes: what that takes, scales included. payload, scale: the nodes of a cast at hand. path: views from the value to
-    the matrix that is cast; empty where the value is cast in its own shape.
+    the matrix that is cast; empty where the value is cast in its own shape. merged: how many of the innermost
+    dimensions are one for the groups: all pixels of a channel.
     """
 
     reason: str
@@ -43,6 +44,7 @@ class Form:
     payload: fx.Node | None = None
     scale: fx.Node | None = None
     path: tuple[fx.Node, ...] = ()
+    merged: int = 1
 
     def name(self, x: torch.Tensor) -> str:
         """As a plan writes it."""
@@ -90,7 +92,7 @@ def find_forms(graph: fx.Graph, known: Graph, options: Options, sensitive: dict[
             _policy(node, options)
             or ("an input that others hold" if node in known.held else "")
             or ("returned by the model" if node in returned else "")
-            or _unfit(value(node), options.save_min_bytes)
+            or _unfit(node, options.save_min_bytes)
             or ("a by-product of attention" if _is_by_product(node) else "")
             or ("random numbers" if node.target in fusible.RANDOM else "")
             or sensitive.get(node, "")
@@ -109,9 +111,10 @@ def _as_fp8(node: fx.Node, forward: set[fx.Node]) -> Form:
             size = count(value(cast).shape) + SCALE_BYTES * count(value(scale).shape)
             return Form("a matmul of forward reads it", size, str(cast.args[3]), cast, scale, path)
     x = value(path[-1] if path else node)
-    group, n = _group(x), count(x.shape)
+    group, merged = _group(x) if path else _group_of(node)
     assert group is not None
-    return Form("an activation", n + SCALE_BYTES * (n // group), f"group({group})", path=path)
+    n = count(x.shape)
+    return Form("an activation", n + SCALE_BYTES * (n // group), f"group({group})", path=path, merged=merged)
 
 
 def _is_fine(cast: fx.Node) -> bool:
@@ -134,7 +137,7 @@ def _casts(node: fx.Node, forward: set[fx.Node]) -> Iterator[tuple[tuple[fx.Node
         for user in path[-1].users:
             if user in seen or not is_tensor(user) or user not in forward:
                 continue
-            if user.target is ops.quantize and user.args[0] is path[-1] and x.dim() == 2 and _group(x) is not None:
+            if user.target is ops.quantize and user.args[0] is path[-1] and x.dim() == 2 and _group(x)[0] is not None:
                 yield path[1:], user
             elif user.target in REORDERED and count(value(user).shape) == size:
                 seen.add(user)
@@ -153,12 +156,13 @@ def _policy(node: fx.Node, options: Options) -> str:
     return f"save={{{pattern!r}: 'bf16'}}" if form == "bf16" else ""
 
 
-def _unfit(x: torch.Tensor, least: int) -> str:
+def _unfit(node: fx.Node, least: int) -> str:
+    x = value(node)
     if x.dtype not in fusible.FLOATS:
         return f"{dtype_name(x)} has no FP8 form"
     if x.dim() == 0 or count(x.shape) * x.dtype.itemsize < least:
         return f"smaller than {least} bytes" if x.dim() else "a number"
-    if _group(x) is None:
+    if _group_of(node)[0] is None:
         return f"rows of {x.shape[dense_order(x)[-1]]} are no multiple of {GROUPS[-1]}"
     return ""
 
@@ -172,10 +176,28 @@ def dense_order(x: torch.Tensor) -> list[int]:
     return sorted(dims, key=lambda d: (-strides[d], d))
 
 
-def _group(x: torch.Tensor) -> int | None:
-    """The largest group that divides the innermost dimension: the features."""
-    length = x.shape[dense_order(x)[-1]]
-    return next((g for g in GROUPS if divides(g, length)), None)
+def _group(x: torch.Tensor, merged: int = 1) -> tuple[int | None, int]:
+    """The largest group that divides the innermost dimension (the features), or the product of several."""
+    length: Any = 1
+    for d in dense_order(x)[-merged:]:
+        length = length * x.shape[d]
+    return next((g for g in GROUPS if divides(g, length)), None), merged
+
+
+def _group_of(node: fx.Node) -> tuple[int | None, int]:
+    """The group of `node`. Where its rows are pixels, those of one channel may make groups together."""
+    x = value(node)
+    found = _group(x)
+    order = dense_order(x)
+    if found[0] is None and _is_image(node) and x.permute(order).is_contiguous() and order[:2] == [0, 1]:
+        return _group(x, x.dim() - 2)
+    return found
+
+
+def _is_image(node: fx.Node) -> bool:
+    """Whether a convolution makes `node` or reads it: [batch, channels, *pixels]."""
+    near = [made_at(node), *node.users]
+    return value(node).dim() >= 3 and any("convolution" in str(n.target) for n in near)
 
 
 def _is_by_product(node: fx.Node) -> bool:
