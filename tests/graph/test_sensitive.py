@@ -204,6 +204,8 @@ def test_all_of_it_is_saved_as_fp8(name: str) -> None:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_rounding_would_spoil_keeps_its_precision(name: str) -> None:
+    if name == "log_sigmoid" and torch.__version__ < "2.13":
+        pytest.skip("older releases of torch decompose it in another way, and another value is kept")
     kept = [row for row in activations(found(name)) if not is_fp8(row)]
     assert {row.reason for row in kept if row.reason != "made for backward alone"} == {KEPT[name][1]}
     assert kept[0].form == "bfloat16"
