@@ -14,7 +14,7 @@ from fp8compile.recipe import RECIPES, Recipe
 
 EXECUTORS = ("inductor", "eager")
 KERNELS = ("generated", "inductor")
-SAVED_FORMS = ("fp8", "bf16")
+SAVED_FORMS = ("fp8", "fp8_with_qk", "bf16")
 KEEP_ALL = (("*", "bf16"),)  # option `save`: nothing is rounded
 SELECTIONS = ("profitable", "all")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
@@ -29,8 +29,9 @@ class Options:
     skip: patterns of module paths whose matmuls stay BF16: a path, a run of its components, or a glob over them.
     lm_head: convert the output head as well.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
-    save: how activations are kept for backward: "fp8" (payload and scales in groups of up to 128 features), "bf16" (as
-        they are), or a mapping of module path patterns to these, the first that matches deciding, else "fp8".
+    save: how activations are kept for backward: "fp8" (payload and scales in groups of up to 128 features),
+        "fp8_with_qk" (queries and keys of attention too, which are in an exponent), "bf16" (as they are), or a mapping
+        of module path patterns to these, the first that matches deciding, else "fp8".
     save_min_bytes: what is smaller is kept as it is.
     activation_budget: what may be kept for backward, in bytes (int), or as a share (float, 0.0 to 1.0) of what is kept
         where nothing is computed again or rounded. Below what `save` gives, matmuls and attention run again; above it,
@@ -108,7 +109,7 @@ class Options:
         return next((pattern for pattern in self.skip if _names(pattern, path)), None)
 
     def saves(self, path: str) -> tuple[str, str]:
-        """The first pattern of `save` that names the module `path`, and its form: "fp8" or "bf16"."""
+        """The first pattern of `save` that names the module `path`, and its form."""
         return next(((pattern, form) for pattern, form in self.save if _names(pattern, path)), ("*", "fp8"))
 
 

@@ -31,7 +31,7 @@ from fp8compile.passes.compilation import Compilation, device_of
 from fp8compile.passes.plan_saved import Halves, may_be_computed_again, run_again
 from fp8compile.passes.save_as_fp8 import save_as_fp8
 from fp8compile.passes.save_budget import plan_within
-from fp8compile.passes.saved_forms import Graph, as_it_is, find_forms
+from fp8compile.passes.saved_forms import Form, Graph, as_it_is, find_forms
 from fp8compile.passes.sensitive import find_sensitive
 from fp8compile.passes.snapshot import copy_graph
 from fp8compile.plan import Plan
@@ -49,18 +49,21 @@ class Partitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward, backward) of the joint graph `gm`."""
         ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
-        backup = copy_graph(gm.graph)
+        backup, forms = copy_graph(gm.graph), {}
         try:
-            if ours or any(form.granularity for form in _halves(gm, kwargs, self.options).forms.values()):
+            forms = {node.name: form for node, form in _halves(gm, kwargs, self.options).forms.items()}
+            if ours or any(form.granularity for form in forms.values()):
                 return _partition(gm, joint_inputs, kwargs, self.options, self.record)
         except Exception as error:
             if self.options.strict:
                 raise
             failures.warn(error, backup, self.options, "What backward needs is chosen and kept as without FP8")
             gm.graph = backup
-        return self._by_torch(gm, joint_inputs, kwargs)
+        return self._by_torch(gm, joint_inputs, kwargs, forms)
 
-    def _by_torch(self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Any:
+    def _by_torch(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any], known: dict[str, Form]
+    ) -> Any:
         """torch's own partitioner, and the plan's rows about what it saves."""
         p = torch_partitioners
         forward, backward = p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
@@ -69,8 +72,9 @@ class Partitioner(CustomPartitionerFn):
             static = {primals[i] for i in kwargs.get("static_lifetime_input_indices") or [] if i < len(primals)}
             outputs: Any = forward.graph.output_node().args[0]
             saved = [n for n in outputs[kwargs["num_fwd_outputs"] :] if isinstance(n, fx.Node)]
-            reason = "FP8 takes no part in this graph"
-            forms = {n: as_it_is(n.meta["val"], reason) for n in saved if isinstance(n.meta.get("val"), torch.Tensor)}
+            tensors = [n for n in saved if isinstance(n.meta.get("val"), torch.Tensor)]
+            why = {n: known[n.name].reason if n.name in known else "saved by torch's own cut" for n in tensors}
+            forms = {n: as_it_is(n.meta["val"], why[n]) for n in tensors}
             self.record.add_saved(describe.describe_saved(saved, static, forms), {})
         return forward, backward
 
@@ -148,9 +152,8 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
     )
     device = devices.describe(device_of(gm.graph))
     if (device.has_fp8 or device.emulated) and options.save != KEEP_ALL:
-        sensitive = find_sensitive(
-            gm.graph, lambda n: n not in halves.backward and may_be_computed_again(n, recomputable)
-        )
+        again = {n for n in gm.graph.nodes if n not in halves.backward and may_be_computed_again(n, recomputable)}
+        sensitive = find_sensitive(gm.graph, again.__contains__, halves.backward.__contains__)
         halves.exact.update(sensitive)
         halves.forms.update(find_forms(gm.graph, known, options, sensitive))
     return halves

@@ -140,13 +140,21 @@ def _warn(plans: list[Plan], options: Options) -> None:
         main = Counter(m.reason for m in candidates).most_common(3)
         listed = "; ".join(f"{count}× {reason}" for reason, count in main)
         _say(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.")
-    _matched.update(p for p in options.skip for m in matmuls if _names(p, m.path))
-    for pattern in options.skip:
-        if candidates and pattern not in _matched:
-            _matched.add(pattern)  # said once; a later graph, after a graph break, may still match it
-            paths = sorted({m.path or "(the model itself)" for m in candidates})
-            shown = ", ".join(paths[:6]) + (", …" if len(paths) > 6 else "")
-            _say(f"fp8: skip pattern {pattern!r} matches no matmul of this graph. Paths here: {shown}.")
+    _check_patterns("skip", options.skip, "matmul", {m.path for m in matmuls}, {m.path for m in candidates})
+    kept = {row.path for plan in plans for row in plan.saved} | {m.path for m in matmuls}
+    forms = [pattern for pattern, _ in options.save if pattern != "*"]
+    _check_patterns("save", forms, "module with matmuls or saved activations", kept, kept)
+
+
+def _check_patterns(option: str, patterns: Sequence[str], what: str, paths: set[str], shown_paths: set[str]) -> None:
+    """Say once of each pattern that it names none of the `paths`; a later graph, after a graph break, may match it."""
+    _matched.update(f"{option} {p}" for p in patterns for path in paths if _names(p, path))
+    for pattern in patterns:
+        if shown_paths and f"{option} {pattern}" not in _matched:
+            _matched.add(f"{option} {pattern}")
+            listed = sorted(path or "(the model itself)" for path in shown_paths)
+            shown = ", ".join(listed[:6]) + (", …" if len(listed) > 6 else "")
+            _say(f"fp8: {option} pattern {pattern!r} matches no {what} of this graph. Paths here: {shown}.")
 
 
 def _could_be(matmul: Matmul) -> bool:

@@ -24,11 +24,10 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.formats import E4M3
-from fp8compile.passes import fusible
 from fp8compile.passes.compilation import Compilation, aten, same_sizes, update_value, value
 from fp8compile.passes.plan_saved import Halves, run_again
 from fp8compile.passes.replace import restride
-from fp8compile.passes.saved_forms import Form, as_it_is, dense_order
+from fp8compile.passes.saved_forms import Form, as_it_is, dense_order, is_random
 
 
 def save_as_fp8(c: Compilation, saved: list[fx.Node], halves: Halves) -> tuple[list[fx.Node], dict[fx.Node, Form]]:
@@ -134,12 +133,10 @@ def _read_by_random(graph: fx.Graph, saved: Iterable[fx.Node], again: set[fx.Nod
     """What of `saved` a random operator that runs again is computed from."""
     candidates, found = {*saved, *again}, set()
     for node in reversed(list(graph.nodes)):
-        if node in candidates and any(u in again and (u in found or _is_random(u)) for u in node.users):
+        if node in candidates and any(u in again and (u in found or _may_draw(u)) for u in node.users):
             found.add(node)
     return found
 
 
-def _is_random(node: fx.Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target in fusible.RANDOM or torch.Tag.nondeterministic_seeded in node.target.tags
-    return isinstance(node.target, torch._ops.HigherOrderOperator)  # may hold anything
+def _may_draw(node: fx.Node) -> bool:
+    return is_random(node) or isinstance(node.target, torch._ops.HigherOrderOperator)  # which may hold anything

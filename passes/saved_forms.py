@@ -22,6 +22,7 @@ from fp8compile.options import Options
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import VIEWS, aten, base, divides, is_tensor, value
 from fp8compile.passes.origin import module_path
+from fp8compile.passes.sensitive import QUERY_OR_KEY
 
 GROUPS = (128, 64, 32, 16)
 SCALE_BYTES = 4
@@ -75,7 +76,7 @@ class Graph:
 
     outputs: set[fx.Node]  # what the forward half returns to the user
     held: set[fx.Node]  # inputs that somebody else keeps: parameters, data without gradients
-    forward: set[fx.Node]
+    forward: set[fx.Node]  # what the forward half computes for its results
 
 
 def find_forms(graph: fx.Graph, known: Graph, options: Options, sensitive: dict[fx.Node, str]) -> dict[fx.Node, Form]:
@@ -92,14 +93,29 @@ def find_forms(graph: fx.Graph, known: Graph, options: Options, sensitive: dict[
             _policy(node, options)
             or ("an input that others hold" if node in known.held else "")
             or ("returned by the model" if node in returned else "")
-            or _unfit(node, options.save_min_bytes)
             or ("a by-product of attention" if _is_by_product(node) else "")
-            or ("random numbers" if node.target in fusible.RANDOM else "")
-            or sensitive.get(node, "")
+            or ("random numbers" if is_random(node) else "")
+            or _sensitive(node, sensitive, options)
             or ("" if node in feeding else "no matmul reads it: it is for the loss")
+            or _of_source(node, forms)
+            or _unfit(node, options.save_min_bytes)
         )
         forms[node] = as_it_is(value(node), why_not) if why_not else _as_fp8(node, known.forward)
     return forms
+
+
+def _sensitive(node: fx.Node, sensitive: dict[fx.Node, str], options: Options) -> str:
+    why = sensitive.get(node, "")
+    with_qk = why == QUERY_OR_KEY and options.saves(module_path(made_at(node)))[1] == "fp8_with_qk"
+    return "" if with_qk else why
+
+
+def _of_source(node: fx.Node, forms: dict[fx.Node, Form]) -> str:
+    """Why what `node` is a view or a conversion of keeps its precision: then this is no way around it."""
+    if node.op != "call_function" or not (node.target in REORDERED or node.target in fusible.CONVERSIONS):
+        return ""
+    form = forms.get(node.all_input_nodes[0])
+    return form.reason if form is not None and form.granularity is None and not form.reason.startswith("rows") else ""
 
 
 def _as_fp8(node: fx.Node, forward: set[fx.Node]) -> Form:
@@ -160,8 +176,10 @@ def _unfit(node: fx.Node, least: int) -> str:
     x = value(node)
     if x.dtype not in fusible.FLOATS:
         return f"{dtype_name(x)} has no FP8 form"
-    if x.dim() == 0 or count(x.shape) * x.dtype.itemsize < least:
-        return f"smaller than {least} bytes" if x.dim() else "a number"
+    if x.dim() < 2:
+        return "a vector" if x.dim() else "a number"
+    if count(x.shape) * x.dtype.itemsize < least:
+        return f"smaller than {least} bytes"
     if _group_of(node)[0] is None:
         return f"rows of {x.shape[dense_order(x)[-1]]} are no multiple of {GROUPS[-1]}"
     return ""
@@ -203,6 +221,13 @@ def _is_image(node: fx.Node) -> bool:
 def _is_by_product(node: fx.Node) -> bool:
     """Whether `node` is a statistic that an attention returns beside its output: exact, and small."""
     return "getitem" in str(node.target) and "attention" in str(node.args[0].target) and node.args[1] != 0  # type: ignore[union-attr]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether `node` draws random numbers."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target in fusible.RANDOM or torch.Tag.nondeterministic_seeded in node.target.tags
+    return False
 
 
 def _feeding_matmuls(graph: fx.Graph, forward: set[fx.Node]) -> set[fx.Node]:

@@ -1,17 +1,21 @@
 """Sensitive values: those that backward must not see rounded to FP8, because something small in them decides much.
 
     exp(x), sin(x)      a relative error of x is an absolute one of the exponent: softmax of a rounded logit is another
+    attention(q, k)     likewise: exp(q·k) beside the exact sum of forward is no softmax
     a / x, log(x)       what underflows to zero becomes inf
     x > t, x == y       rounding turns the answer (x > 0 survives: rounding keeps the sign)
     floor(x), topk(x)   likewise
+    1 - x               what is left is all rounding where x is near one: a sigmoid, a tanh
 
-The reason runs up from such an operator through everything that backward may compute again. Harmless forms are known:
-1 / (1 + exp(x)) and log1p(exp(x)) are bounded, and so is exp of a product that cannot be positive; a denominator with a
-positive constant in it cannot become zero.
+The reason runs up from such an operator through everything that backward may compute again; that of a difference only
+to copies and squares of what it is taken of, for what saturates (1 - sigmoid(x)) forgives its input. Harmless forms are
+known: 1 / (1 + exp(x)) and log1p(exp(x)) are bounded, and so is exp of minus a square; a denominator with a constant in
+it that is not tiny cannot become zero.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,23 +37,32 @@ PERIODIC = {aten.sin.default, aten.cos.default, aten.tan.default}
 EXPONENTIALS = {aten.exp.default, aten.exp2.default, aten.expm1.default, aten.sinh.default, aten.cosh.default}
 LOGARITHMS = {aten.log.default, aten.log2.default, aten.log10.default}
 DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
+QUERY_OR_KEY = "in the exponent of attention"
+LEAST = 2.0**-8  # a constant that keeps a denominator from what rounding to FP8 does to small numbers
 SAME_SIGN = {*VIEWS, *fusible.CONVERSIONS, aten.clone.default, aten.cat.default}
 
 
-def find_sensitive(graph: fx.Graph, may_run_again: Callable[[fx.Node], bool]) -> dict[fx.Node, str]:
-    """For each sensitive value the reason. `may_run_again`: whether backward may compute a node again."""
+def find_sensitive(
+    graph: fx.Graph, may_run_again: Callable[[fx.Node], bool], is_backward: Callable[[fx.Node], bool]
+) -> dict[fx.Node, str]:
+    """For each sensitive value the reason. `may_run_again`: whether backward may compute a node of forward again."""
     found: dict[fx.Node, str] = {}
+    differences: dict[fx.Node, str] = {}
     signs = Signs()
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function":
             continue
-        why = _why_sensitive(node, signs)
-        for source in why:
-            found.setdefault(source, why[source])
-        if node in found and may_run_again(node):
+        for source, why in _why_sensitive(node, signs).items():
+            found.setdefault(source, why)
+        for source in _taken_off(node):
+            differences.setdefault(source, "taken off a constant: near to it, only rounding would be left")
+        if node in found and (may_run_again(node) or (is_backward(node) and fusible.is_pointwise(node))):
             for source in node.all_input_nodes:
                 found.setdefault(source, found[node])
-    return {node: why for node, why in found.items() if _is_float(node)}
+        if node in differences and (node.target in SAME_SIGN or _square_of(node) is not None):
+            for source in node.all_input_nodes:
+                differences.setdefault(source, differences[node])
+    return {node: why for node, why in {**differences, **found}.items() if _is_float(node)}
 
 
 def _why_sensitive(node: fx.Node, signs: Signs) -> dict[fx.Node, str]:
@@ -58,6 +71,8 @@ def _why_sensitive(node: fx.Node, signs: Signs) -> dict[fx.Node, str]:
     sources = [a for a in node.all_input_nodes if _is_float(a)]
     if not sources:
         return {}
+    if "attention" in str(target):
+        return _all(_queries_and_keys(node), QUERY_OR_KEY)
     if target in EXPONENTIALS:
         return {} if signs.is_never_positive(sources[0]) or _is_bounded(node) else _all(sources, "in an exponent")
     if target in PERIODIC:
@@ -76,6 +91,48 @@ def _why_sensitive(node: fx.Node, signs: Signs) -> dict[fx.Node, str]:
     if target in fusible.EQUALITIES or target in STEPS or _makes_integers(node):
         return _all(sources, f"read by {_name(node)}, whose answer rounding could turn")
     return {}
+
+
+def _queries_and_keys(attention: fx.Node) -> list[fx.Node]:
+    """What an attention, or its backward, takes the exponent of the product of."""
+    if not isinstance(attention.target, torch._ops.OpOverload):  # flex_attention: (query, key, value, …)
+        return [a for a in attention.args[:2] if isinstance(a, fx.Node) and _is_float(a)]
+    names = [a.name for a in attention.target._schema.arguments]
+    given = dict(zip(names, attention.args, strict=False)) | dict(attention.kwargs)
+    return [a for a in (given.get("query"), given.get("key")) if isinstance(a, fx.Node)]
+
+
+def _taken_off(node: fx.Node) -> list[fx.Node]:
+    """What `node` takes off a constant."""
+    if node.target is aten.rsub.Scalar:
+        return [node.args[0]]  # type: ignore[list-item]
+    if node.target not in (aten.sub.Tensor, aten.sub.Scalar, aten.add.Tensor, aten.add.Scalar):
+        return []
+    a, b = node.args[:2]
+    if node.target in (aten.add.Tensor, aten.add.Scalar):  # 1 + (-x)
+        negative = next((x for x in (a, b) if isinstance(x, fx.Node) and x.target is aten.neg.default), None)
+        other = b if negative is a else a
+        return [negative.args[0]] if negative is not None and _number(other) > 0 else []  # type: ignore[list-item]
+    return [b] if isinstance(b, fx.Node) and _number(a) != 0 and not math.isnan(_number(a)) else []
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """What `node` is a view, a copy or a conversion of."""
+    while node.op == "call_function" and node.target in SAME_SIGN and node.target is not aten.cat.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _averaged(node: fx.Node) -> list[fx.Node]:
+    """What `node` is a mean of, if it is one: a sum, perhaps divided by a number, or the mean of a var_mean."""
+    node = _copied(node)
+    if node.target in (aten.div.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.mul.Scalar):
+        tensors = [a for a in node.all_input_nodes if value(a).dim() and math.isnan(_number(a))]
+        return _averaged(tensors[0]) if len(tensors) == 1 else []
+    if fusible.is_moment(node) or "getitem" in str(node.target):
+        node = node.args[0]  # type: ignore[assignment]
+    means = (aten.mean.dim, aten.mean.default, aten.sum.dim_IntList, *fusible.MOMENTS)
+    return [_copied(node.args[0])] if node.target in means else []  # type: ignore[arg-type]
 
 
 def _all(sources: list[fx.Node], why: str) -> dict[fx.Node, str]:
@@ -127,38 +184,44 @@ def _number(arg: Any) -> float:
     """The number that an argument is; nan for anything else."""
     if isinstance(arg, fx.Node):
         constant = fusible.is_pointwise(arg) and arg.target in fusible.CONSTANTS
-        return float(fusible.constant_of(arg)) if constant else _NAN
-    return float(arg) if isinstance(arg, (int, float)) else _NAN
+        return float(fusible.constant_of(arg)) if constant else math.nan
+    return float(arg) if isinstance(arg, (int, float)) else math.nan
 
 
 def _is_square(arg: Any) -> bool:
-    """Whether `arg` is the square of something that is no difference of two tensors, where rounding would add up."""
+    """Whether `arg` is the square of something that is no difference, where rounding would add up."""
     if not isinstance(arg, fx.Node) or arg.op != "call_function":
         return False
     if arg.target in SAME_SIGN:
         return _is_square(arg.args[0])
+    squared = _square_of(arg)
+    if squared is not None:
+        return not _is_difference(_copied(squared))
     if arg.target in (aten.mul.Tensor, aten.mul.Scalar):
         a, b = arg.args[:2]
-        squared = a if a is b else None
-        if squared is None:
-            return (_number(b) >= 0 and _is_square(a)) or (_number(a) >= 0 and _is_square(b))
-    elif arg.target is aten.square.default or (arg.target is aten.pow.Tensor_Scalar and arg.args[1] == 2):
-        squared = arg.args[0]
-    else:
-        return False
-    while isinstance(squared, fx.Node) and squared.target in SAME_SIGN:
-        squared = squared.args[0]
-    return isinstance(squared, fx.Node) and not _is_difference(squared)
+        return (_number(b) >= 0 and _is_square(a)) or (_number(a) >= 0 and _is_square(b))
+    return False
+
+
+def _square_of(node: fx.Node) -> fx.Node | None:
+    """What `node` is the square of, if it is one."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if node.target is aten.mul.Tensor and node.args[1] is source:
+        return source
+    power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
+    return source if power or node.target is aten.square.default else None
 
 
 def _is_difference(node: fx.Node) -> bool:
+    """Whether `node` is shifted by more than a bias."""
+    if node.target in (aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar):
+        return True
     if node.target not in (aten.add.Tensor, aten.sub.Tensor):
         return False
-    sizes = [value(a).numel() for a in node.args[:2] if isinstance(a, fx.Node)]
-    return len(sizes) == 2 and str(sizes[0]) == str(sizes[1])  # a bias is smaller
-
-
-_NAN = float("nan")
+    sizes = [str(value(a).numel()) for a in node.args[:2] if isinstance(a, fx.Node)]
+    return len(sizes) < 2 or sizes[0] == sizes[1] or "1" in sizes  # a bias is smaller
 
 
 class Signs:
@@ -168,9 +231,9 @@ class Signs:
         self._known: dict[tuple[str, fx.Node], bool] = {}
 
     def is_positive(self, arg: Any) -> bool:
-        """Whether every element is known to lie above some positive constant."""
+        """Whether every element is known to lie above some constant that is not tiny."""
         if not isinstance(arg, fx.Node):
-            return _number(arg) > 0
+            return _number(arg) >= LEAST
         return self._ask("positive", arg, self._positive)
 
     def is_never_negative(self, arg: Any) -> bool:
@@ -200,12 +263,9 @@ class Signs:
         if target in SAME_SIGN or target in (aten.sqrt.default, aten.square.default):
             return all(map(self.is_positive, node.all_input_nodes))
         if target in fusible.CONSTANTS:
-            return _number(node) > 0
+            return _number(node) >= LEAST
         if target in (aten.add.Tensor, aten.add.Scalar) and "alpha" not in node.kwargs:
-            a, b = args[:2]
-            return (self.is_positive(a) and self.is_never_negative(b)) or (
-                self.is_positive(b) and self.is_never_negative(a)
-            )
+            return self._is_positive_sum(*args[:2]) or self._is_positive_sum(*args[1::-1])
         if target in (aten.clamp_min.default, aten.clamp_min.Tensor, aten.maximum.default):
             return any(map(self.is_positive, args))
         if target in (aten.mul.Tensor, aten.mul.Scalar):
@@ -213,6 +273,12 @@ class Signs:
         if target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default):
             return self.is_positive(args[0])
         return False
+
+    def _is_positive_sum(self, a: Any, b: Any) -> bool:
+        """Whether b keeps a + b from zero. A mean of rounded numbers is near the exact one: there any b does."""
+        if not self.is_never_negative(a):
+            return False
+        return self.is_positive(b) or (isinstance(a, fx.Node) and bool(_averaged(a)) and _number(b) > 0)
 
     def _never_negative(self, node: fx.Node) -> bool:
         target, args = node.target, node.args

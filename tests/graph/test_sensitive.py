@@ -141,7 +141,6 @@ ALL_FP8: dict[str, Callable[[Tensor], Tensor]] = {
     "median": lambda h: h - h.median(-1, keepdim=True).values,
     "cumulative_sum": lambda h: 0.2 * h.cumsum(-1),
     "cumulative_maximum": lambda h: h.cummax(-1).values,
-    "gaussian_around_a_number": lambda h: torch.exp(-((h - 0.5) ** 2)),
     "looked_up": lambda h: h * table(h)[(h * 3).long().clamp(0, 15)],
     "buckets": lambda h: h * torch.bucketize(h, torch.tensor([-0.5, 0.0, 0.5], dtype=h.dtype)).to(h.dtype),
     "power_minus_one": lambda h: (h.abs() + 0.05) ** -1,
@@ -158,6 +157,7 @@ ALL_FP8: dict[str, Callable[[Tensor], Tensor]] = {
     "sign_with_the_gradient_of_tanh": lambda h: (h.sign() - h.tanh()).detach() + h.tanh(),
 }
 KEPT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "gaussian_around_a_number": (lambda h: torch.exp(-((h - 0.5) ** 2)), "in an exponent"),
     "softplus": (F.softplus, COMPARED),
     "mish": (F.mish, COMPARED),
     "hardswish": (F.hardswish, COMPARED),
@@ -270,22 +270,12 @@ def entropy(h: Tensor) -> Tensor:
 
 
 Hazard = tuple[Callable[[Tensor], Tensor], dict[str, float]]
-EPSILON = "a denominator plus 1e-6 counts as positive: what underflows in FP8 is then divided by 1e-6"
-FLAT = "s (1 - s) of a rounded s: near one, 1 - s is all rounding"
-SOFTMAX = "exp(q k - lse) of rounded q and k beside the lse of the exact ones is no softmax: logits of 4 err by 0.3"
+SOFTMAX = "the gradients of logits of 25 are differences of near numbers: values and output are rounded"
 IN_BACKWARD = "an exponent in the backward half, of what also depends on a gradient, is not seen"
-BELL = "exp(-x²) counts as harmless wherever x lies: far from the centre all of it has an error of 2 x² / 32"
 MEAN = "what is saved still holds its mean: x - mean is then all rounding"
 HAZARDS: dict[str, tuple[Hazard, str]] = {
-    "reciprocal_of_a_sigmoid": ((lambda h: 1 / (torch.sigmoid(h) + 1e-6), {"gain": 5.0}), EPSILON),
-    "reciprocal_of_an_exponential": ((lambda h: 1 / (torch.exp(h) + 1e-6), {"gain": 5.0}), EPSILON),
-    "rsqrt_of_a_square": ((lambda h: h * torch.rsqrt(h * h + 1e-8), {"gain": 5.0}), EPSILON),
-    "sigmoid_with_a_bias": ((torch.sigmoid, {"bias": 3.0}), FLAT),
-    "tanh_with_a_bias": ((torch.tanh, {"bias": 3.0}), FLAT),
-    "attention_with_logits_of_4": ((sdpa, {"gain": 2.0}), SOFTMAX),
     "attention_with_logits_of_25": ((sdpa, {"gain": 5.0}), SOFTMAX),
     "logcumsumexp": ((lambda h: h.logcumsumexp(-1), {"gain": 5.0}), IN_BACKWARD),
-    "bell_far_away": ((lambda h: torch.exp(-50 * (h - 0.5) ** 2), {"gain": 0.02}), BELL),
     "layer_norm_of_a_large_mean": ((lambda h: F.layer_norm(h, (INNER,)), {"bias": 10.0}), MEAN),
     "group_norm_of_a_large_mean": ((lambda h: F.group_norm(h, 8), {"bias": 10.0}), MEAN),
 }
@@ -304,6 +294,12 @@ def test_gradients_stay_near_where_rounding_is_dangerous(name: str) -> None:
 
 # The same functions where nothing is dangerous, and neighbours of theirs that hold.
 SAFE: dict[str, Hazard] = {
+    "reciprocal_of_a_sigmoid": (lambda h: 1 / (torch.sigmoid(h) + 1e-6), {"gain": 5.0}),
+    "reciprocal_of_an_exponential": (lambda h: 1 / (torch.exp(h) + 1e-6), {"gain": 5.0}),
+    "sigmoid_with_a_bias": (torch.sigmoid, {"bias": 3.0}),
+    "tanh_with_a_bias": (torch.tanh, {"bias": 3.0}),
+    "attention_with_logits_of_4": (sdpa, {"gain": 2.0}),
+    "bell_far_away": (lambda h: torch.exp(-50 * (h - 0.5) ** 2), {"gain": 0.02}),
     "entropy": (entropy, {"gain": 3.0}),
     "attention_with_small_logits": (sdpa, {"gain": 1.0}),
     "attention_by_hand_with_large_logits": (attention, {"gain": 3.0}),
@@ -324,7 +320,6 @@ def test_gradients_stay_near_where_rounding_does_no_harm(name: str) -> None:
     Found(f, **kind).near()
 
 
-@pytest.mark.xfail(strict=True, reason="amax and quantize take matrices: a vector raises ValueError in strict mode")
 def test_a_vector_may_be_saved() -> None:
     Found(lambda h: h * F.cosine_similarity(h, h.roll(1, 0), dim=-1)[:, None]).near()
 
