@@ -119,14 +119,26 @@ def _compute_from(c: Compilation, rounded: dict[fx.Node, fx.Node], again: set[fx
         last: fx.Node = max(node, *(instead.get(i, i) for i in node.all_input_nodes))
         with c.graph.inserting_after(last):
             double = c.graph.node_copy(node, lambda n: instead.get(n, n))
-        update_value(double)
-        instead[node] = double
+        instead[node] = _valued(c, double)
     for node, other in instead.items():
         users = [u for u in backward if node in u.all_input_nodes]
         for user in users:
             user.replace_input_with(node, other)
         if isinstance(value(node), torch.Tensor) and not same_sizes(value(node).stride(), value(other).stride()):
             restride(c, other, value(node).stride(), users)
+
+
+def _valued(c: Compilation, double: fx.Node) -> fx.Node:
+    """The node with its value; a view that other strides do not allow is taken of a copy."""
+    try:
+        update_value(double)
+    except (RuntimeError, ValueError):  # fake tensors raise either
+        source = double.all_input_nodes[0]
+        double.replace_input_with(
+            source, c.emit(aten.clone.default, source, like=source, before=double, contiguous=True)
+        )
+        update_value(double)
+    return double
 
 
 def _read_by_random(graph: fx.Graph, saved: Iterable[fx.Node], again: set[fx.Node]) -> set[fx.Node]:

@@ -9,6 +9,7 @@ Decides nothing about what is saved: that is the cut's (`passes/plan_saved.py`),
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,10 +65,13 @@ def dtype_name(x: torch.Tensor) -> str:
 
 def count(shape: Iterable[Any]) -> int:
     """Elements of a tensor of this shape; symbolic sizes as they were seen when it was traced."""
-    n = 1
-    for size in shape:
-        n *= size if isinstance(size, int) else int(size.node.hint) if size.node.has_hint() else UNKNOWN
-    return n
+    return math.prod(map(_seen, shape))
+
+
+def _seen(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -186,12 +190,11 @@ def _unfit(node: fx.Node, least: int) -> str:
 
 
 def dense_order(x: torch.Tensor) -> list[int]:
-    """The dimensions of `x` as they lie in memory, outermost first; in their own order where strides are symbolic."""
-    dims = list(range(x.dim()))
-    strides = x.stride()
-    if not all(isinstance(s, int) for s in strides) or 0 in strides:
-        return dims
-    return sorted(dims, key=lambda d: (-strides[d], d))
+    """The dimensions of `x` as they lie in memory, outermost first; in their own order where some are repeated."""
+    strides = [_seen(s) for s in x.stride()]
+    if 0 in strides:
+        return list(range(x.dim()))
+    return sorted(range(x.dim()), key=lambda d: (-strides[d], d))
 
 
 def _group(x: torch.Tensor, merged: int = 1) -> tuple[int | None, int]:
