@@ -6,7 +6,7 @@ Two sources of gradients: a small Llama trained on text by AdamW with FP32 state
 random ones of widely different sizes. Each row stores m in its first format and v in its second after every step.
 
     error    mean |v̂ / v - 1|                    bias     mean v̂ / v
-    MSE      mean (m̂ / (√v̂ + ε) - m / (√v + ε))²  of COAT's table (arXiv 2410.19313, table 1), and its ratio to plain FP8's
+    MSE      mean (m̂ / (√v̂ + ε) - m / (√v + ε))², as in COAT's table (arXiv 2410.19313, table 1); ratio: to plain FP8's
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     name      = code[/linear][/stochastic]            "log", "e4m3", "e5m2/stochastic", "e4m3/linear", "float32"
     side      = (±least nonzero magnitude, greatest magnitude) of a group; the sign says whether it has negative values
 
-| code    | a byte holds | expansion |
-|---|---|---|
-| log     | the position between the group's least and greatest magnitude, in 126 equal steps of the logarithm with a sign, in 254 where no value is negative | by construction |
-| e4m3    | an E4M3 number | the group's range becomes that of E4M3 (`linear`: only its greatest magnitude does) |
-| e5m2    | an E5M2 number | likewise |
-| float32 | 4 bytes, no side data: small tensors | |
+log      a byte is the position between the group's least and greatest magnitude, in equal steps of the logarithm: 126
+         with a sign, 254 where no value is negative
+e4m3     a byte is an E4M3 number; expansion makes the group's range that of E4M3 (`linear`: only its greatest
+         magnitude becomes 448)
+e5m2     likewise
+float32  4 bytes an element and no side data: small tensors
 
 The logarithm is that of the bits: read as an integer, a positive float is its log2 (times 2²³) with straight lines
 between powers of two, at most 0.086 off. An affine map of these integers is COAT's expansion |x|^k (arXiv 2410.19313,

@@ -1,0 +1,223 @@
+"""FP8 states for any `torch.optim.Optimizer`, explicitly.
+
+    opt = fp8compile.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    step = torch.compile(opt.step, backend="fp8")
+
+`torch.compile(opt.step, backend="fp8")` prepares an optimizer that is not. Either way states become `FP8State`s where
+the recipe says so: those there are at once, later ones when `_init_group` makes them, and those that an optimizer makes
+while it steps (SGD's momentum) when the next step is compiled.
+
+`state_dict()` holds `FP8State`s, which torch.save and torch.distributed.checkpoint keep; `plain_state_dict(opt)` holds
+plain tensors for everybody else. `load_state_dict` takes either, and checks all of it before anything is changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fp8compile.errors import OptionError, StateError
+from fp8compile.state_recipe import Decision, StateRecipe, salt
+from fp8compile.states import FP8State
+
+_prepared: weakref.WeakKeyDictionary[Optimizer, StateRecipe] = weakref.WeakKeyDictionary()
+
+
+def prepare_optimizer(opt: Optimizer, recipe: StateRecipe | str | Mapping[str, Any] | None = None) -> Optimizer:
+    """Keep the states of `opt` in 8 bits from now on, as `recipe` says (`StateRecipe.parse`); returns `opt`.
+
+    Raises `OptionError` for a recipe that means nothing, a fused optimizer (its kernel cannot be compiled), or one that
+    was prepared with another recipe.
+    """
+    parsed = StateRecipe.parse(recipe)
+    if opt in _prepared:
+        if recipe is not None and _prepared[opt] != parsed:
+            raise OptionError("this optimizer was prepared with another recipe; make a new one to change it")
+        return opt
+    refuse_fused(opt)
+    _prepared[opt] = parsed
+    _wrap_init_group(opt)
+    opt.register_load_state_dict_pre_hook(_before_loading)
+    opt.register_load_state_dict_post_hook(lambda opt: convert_states(opt) and None)
+    convert_states(opt)
+    return opt
+
+
+def is_prepared(opt: Optimizer) -> bool:
+    """Whether the states of `opt` are kept in 8 bits."""
+    return opt in _prepared
+
+
+def recipe_of(opt: Optimizer) -> StateRecipe:
+    """The recipe that `opt` was prepared with."""
+    return _prepared[opt]
+
+
+def refuse_fused(opt: Optimizer) -> None:
+    """Raise `OptionError` for an optimizer whose step is one opaque kernel."""
+    if any(group.get("fused") for group in opt.param_groups):
+        raise OptionError(
+            f"{type(opt).__name__}(fused=True) runs torch's own kernel, which torch.compile does not see into: make the "
+            "optimizer without fused=True (foreach or not); its compiled step is one launch for each kind of update"
+        )
+
+
+def convert_states(opt: Optimizer) -> bool:
+    """Make `FP8State`s of the plain states of `opt` that its recipe wants so; whether there were any."""
+    recipe, changed = _prepared[opt], False
+    for index, parameter in enumerate(_parameters(opt)):
+        if parameter in opt.state:
+            changed |= _convert(index, parameter, opt.state[parameter], recipe)
+    return changed
+
+
+def _convert(index: int, parameter: Tensor, state: dict[str, Any], recipe: StateRecipe) -> bool:
+    rides, changed = recipe.rounding(parameter), False
+    for name, value in state.items():
+        if isinstance(value, Tensor) and is_fp8(value):
+            rides = "nearest"  # what belongs to the parameter is on an earlier state
+        elif isinstance(value, Tensor):
+            decision = recipe.decide(name, parameter, value)
+            if decision.format is not None:
+                state[name] = _converted(value, parameter, decision, salt(index, name), rides)
+                rides, changed = "nearest", True
+    return changed
+
+
+def _converted(value: Tensor, parameter: Tensor, decision: Decision, salt: int, rounding: str) -> Tensor:
+    if isinstance(value, DTensor):
+        local = _converted(value.to_local(), _local(parameter), decision, salt, rounding)
+        return DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+    low = torch.zeros_like(value, dtype=torch.int16) if rounding == "split" else None
+    return FP8State.of(value, str(decision.format), salt, rounding, low)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def is_fp8(value: Tensor) -> bool:
+    """Whether a state is, or is sharded from, an `FP8State`."""
+    return isinstance(_local(value), FP8State)
+
+
+def _parameters(opt: Optimizer) -> list[Tensor]:
+    return [p for group in opt.param_groups for p in group["params"]]
+
+
+def _wrap_init_group(opt: Optimizer) -> None:
+    """Convert states before `_init_group` hands them out: call it once for its effect, and once more for its lists."""
+    original = getattr(opt, "_init_group", None)
+    if original is None:
+        return
+    owner = weakref.ref(opt)
+
+    def init_group(group: dict[str, Any], *lists: Any, **named: Any) -> Any:
+        copies = [list(x) if isinstance(x, list) else x for x in lists]
+        copied = {name: list(x) if isinstance(x, list) else x for name, x in named.items()}
+        original(group, *copies, **copied)
+        prepared = owner()
+        assert prepared is not None
+        convert_states(prepared)
+        return original(group, *lists, **named)
+
+    opt._init_group = init_group  # type: ignore[attr-defined]
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def plain_state_dict(opt: Optimizer, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """`opt.state_dict()` with plain tensors of `dtype` instead of 8-bit states: a checkpoint for any optimizer.
+
+    The missing bits of split parameters are not in it: they are the parameter's, in FP8 checkpoints only.
+    """
+    whole = opt.state_dict()
+    states = {
+        key: {name: _plain(value, dtype) for name, value in state.items()} for key, state in whole["state"].items()
+    }
+    return {**whole, "state": states}
+
+
+def _plain(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor) or not is_fp8(value):
+        return value
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        return DTensor.from_local(
+            local.dequantize(dtype),  # type: ignore[call-arg]
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return value.dequantize(dtype)  # type: ignore[call-arg]
+
+
+def _before_loading(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Check everything, then convert it: nothing of `opt` has been touched when this raises."""
+    recipe = _prepared[opt]
+    loaded = state_dict.get("state")
+    saved = [key for group in state_dict.get("param_groups", []) for key in group["params"]]
+    mine = _parameters(opt)
+    if not isinstance(loaded, Mapping) or len(saved) != len(mine):
+        raise StateError(f"the checkpoint has {len(saved)} parameters, this optimizer {len(mine)}")
+    parameters = dict(zip(saved, enumerate(mine), strict=True))
+    states: dict[Any, Any] = {}
+    for key, state in loaded.items():
+        if key not in parameters:
+            raise StateError(f"the checkpoint has states of a parameter {key!r} that is in none of its groups")
+        index, parameter = parameters[key]
+        for name, value in state.items():
+            _check(key, name, value, parameter)
+        states[key] = {name: _own(value, parameter) for name, value in state.items()}
+        _convert(index, parameter, _in_dtype_of(parameter, states[key], recipe), recipe)
+    return {**state_dict, "state": states}
+
+
+def _check(key: Any, name: str, value: Any, parameter: Tensor) -> None:
+    if not isinstance(value, Tensor) or (not is_fp8(value) and value.numel() == 1):
+        return
+    if value.shape != parameter.shape:
+        raise StateError(
+            f"state {name!r} of parameter {key} has shape {list(value.shape)}, the parameter {list(parameter.shape)}: "
+            "the checkpoint is of another model"
+        )
+    local = _local(value)
+    if isinstance(local, FP8State):
+        local.check()
+
+
+def _own(value: Any, parameter: Tensor) -> Any:
+    """A copy on the parameter's device: stepping must not change the checkpoint."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    return value.to(parameter.device).clone()
+
+
+def _in_dtype_of(parameter: Tensor, state: dict[str, Any], recipe: StateRecipe) -> dict[str, Any]:
+    """Plain states in the parameter's dtype by name only: converting must see FP32 values, not rounded ones."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
+            local = _local(value)
+            if isinstance(local, FP8State):
+                _recode(state, name, value, parameter, recipe)
+    return state
+
+
+def _recode(state: dict[str, Any], name: str, value: Tensor, parameter: Tensor, recipe: StateRecipe) -> None:
+    local = _local(value)
+    assert isinstance(local, FP8State)
+    decision = recipe.decide(name, parameter, torch.empty_like(parameter, device="meta"))
+    wanted = str(decision.format) if decision.format is not None else ""
+    if local.format != wanted or local.dtype != parameter.dtype:
+        state[name] = _plain(value, parameter.dtype)
