@@ -22,10 +22,11 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import delayed, devices, failures, plans
+from fp8compile import delayed, devices, failures, optimizers, plans
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
 from fp8compile.passes.compilation import Compilation, Input
+from fp8compile.passes.optimizer_pipeline import has_states, run_optimizer
 from fp8compile.passes.pipeline import run_after_cut, run_pipeline
 from fp8compile.plan import Plan
 from fp8compile.sources import source_digest
@@ -49,12 +50,14 @@ def fp8(
     if parsed.recipe.is_delayed:
         _guard_identity(gm, example_inputs)
     joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), _namespace(example_inputs))
+    if (opt := optimizers.traced_optimizer(gm, example_inputs)) is not None:
+        joint.optimizer = optimizers.plan_of(opt, parsed)
     settings = _inductor_settings(parsed) | {
         "joint_custom_pre_pass": joint,
         "custom_partitioner_fn": Partitioner(parsed),
-        "post_grad_custom_post_pass": LoweringPass(parsed),
+        "post_grad_custom_post_pass": LoweringPass(parsed, joint.plans),
     }
-    eagerly = functools.partial(_run_eagerly, options=parsed)
+    eagerly = functools.partial(_run_eagerly, options=parsed, plans=joint.plans)
     executor: dict[str, Any] = {"inner_compile": eagerly} if parsed.executor == "eager" else {}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=settings, **executor)
     plans.remember(plans.key(gm, example_inputs, joint.uuid()), joint.plans, parsed)
@@ -69,9 +72,13 @@ class JointPass(CustomGraphPass):
     inputs: tuple[Input, ...]
     namespace: str
     plans: list[Plan] = field(default_factory=list)
+    optimizer: Plan | None = None  # of an optimizer's graph, which is rewritten after Inductor's own passes
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place, or leave it as it was when a pass fails."""
+        if self.optimizer is not None:
+            self.plans.append(self.optimizer)
+            return
         c = self._compilation(graph)
         backup = _copy(graph)
         try:
@@ -106,21 +113,26 @@ class LoweringPass(CustomGraphPass):
     """Makes kernels, or what Inductor compiles, of the markers in a forward, backward or inference graph."""
 
     options: Options
+    plans: list[Plan] = field(default_factory=list)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place."""
         on_gpu = _device(graph).type == "cuda"
-        _lower(graph, "triton" if on_gpu and self.options.kernels == "generated" else "inductor", self.options)
+        executor = "triton" if on_gpu and self.options.kernels == "generated" else "inductor"
+        _lower(graph, executor, self.options, self.plans)
 
     def uuid(self) -> str:
         """The source and the options decide what this pass does."""
         return hashlib.sha256(repr((source_digest(), self.options)).encode()).hexdigest()
 
 
-def _lower(graph: fx.Graph, executor: str, options: Options) -> None:
+def _lower(graph: fx.Graph, executor: str, options: Options, plans: list[Plan]) -> None:
     """Run the passes after the cut; where one fails, Inductor (or the operators) take the markers as they are."""
     backup = _copy(graph)
     try:
+        if has_states(graph):
+            optimizers.record(plans, run_optimizer(graph))
+            return
         run_after_cut(graph, executor)
     except Exception as error:
         if options.strict:
@@ -179,10 +191,12 @@ def _inductor_settings(options: Options) -> dict[str, Any]:
     return settings | dict(options.inductor)
 
 
-def _run_eagerly(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Options, **_: Any) -> Compiled:
+def _run_eagerly(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Options, plans: list[Plan], **_: Any
+) -> Compiled:
     """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
-    if options.kernels == "generated":
-        _lower(gm.graph, "operators", options)
+    if options.kernels == "generated" or has_states(gm.graph):
+        _lower(gm.graph, "operators", options, plans)
         gm.recompile()
 
     def run(args: list[Any]) -> Any:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8compile.errors import OptionError, StateError
+from fp8compile.plan import State
 from fp8compile.state_recipe import Decision, StateRecipe, salt
 from fp8compile.states import FP8State
 
@@ -44,9 +45,18 @@ def prepare_optimizer(opt: Optimizer, recipe: StateRecipe | str | Mapping[str, A
     _prepared[opt] = parsed
     _wrap_init_group(opt)
     opt.register_load_state_dict_pre_hook(_before_loading)
-    opt.register_load_state_dict_post_hook(lambda opt: convert_states(opt) and None)
-    convert_states(opt)
+    opt.register_load_state_dict_post_hook(_settle)
+    _settle(opt)
     return opt
+
+
+def _settle(opt: Optimizer) -> None:
+    """Convert states; and trace parameter by parameter where the rate is a float, as in foreach operators Dynamo would
+    make it a constant and compile again each time it changes. What is traced is merged all the same."""
+    for group in opt.param_groups:
+        if "foreach" in group and not isinstance(group.get("lr"), Tensor):
+            group["foreach"] = False
+    convert_states(opt)
 
 
 def is_prepared(opt: Optimizer) -> bool:
@@ -75,6 +85,19 @@ def convert_states(opt: Optimizer) -> bool:
         if parameter in opt.state:
             changed |= _convert(index, parameter, opt.state[parameter], recipe)
     return changed
+
+
+def state_rows(opt: Optimizer) -> list[State]:
+    """What became of every state of `opt` that has a number for each element, and why."""
+    recipe, rows = _prepared[opt], []
+    for index, parameter in enumerate(_parameters(opt)):
+        for name, value in opt.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                reason = recipe.decide(name, parameter, value).reason
+                local = _local(value)
+                format = local.format if isinstance(local, FP8State) else ""
+                rows.append(State(index, name, tuple(value.shape), format, reason))
+    return rows
 
 
 def _convert(index: int, parameter: Tensor, state: dict[str, Any], recipe: StateRecipe) -> bool:

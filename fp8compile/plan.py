@@ -62,15 +62,40 @@ class Matmul:
     milliseconds_fp8: float | None = None
 
 
+@dataclass(frozen=True)
+class State:
+    """One state of an optimizer: `parameter` counts them through its groups; format "": a plain tensor; and why."""
+
+    parameter: int
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class MergedUpdate:
+    """So many parameters that one launch updates, by an expression of so many values; reason: why it is not merged."""
+
+    parameters: int
+    elements: int
+    formats: tuple[str, ...]
+    values: int
+    reason: str = ""
+
+
 @dataclass
 class Plan:
-    """Rows for every matmul of one graph; `graph` says which (training or inference), `failure` why no pass ran."""
+    """Rows for every matmul of one graph; `graph` says which (training, inference or optimizer), `failure` why no pass
+    ran. An optimizer's has rows for its states and for the updates that were merged."""
 
     graph: str = "training"
     recipe: str = ""
     device: str = ""
     matmuls: list[Matmul] = field(default_factory=list)
     failure: str = ""
+    states: list[State] = field(default_factory=list)
+    updates: list[MergedUpdate] = field(default_factory=list)
 
     def row(self, node: str) -> Matmul | None:
         """The row of the matmul at graph node `node`."""
@@ -107,4 +132,6 @@ class Plan:
             for side in ("left", "right"):
                 row[side] = Operand(**row[side]) if row[side] else None
             rows.append(Matmul(**{**row, "merged": tuple(row["merged"]), "padded": tuple(row["padded"])}))
-        return Plan(matmuls=rows, **data)
+        states = [State(**{**row, "shape": tuple(row["shape"])}) for row in data.pop("states", [])]
+        updates = [MergedUpdate(**{**row, "formats": tuple(row["formats"])}) for row in data.pop("updates", [])]
+        return Plan(matmuls=rows, states=states, updates=updates, **data)

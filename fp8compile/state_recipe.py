@@ -29,7 +29,6 @@ from fp8compile.state_formats import FLOAT32, StateFormat, parse_state_format
 PARAMETERS = ("nearest", "stochastic", "split")
 SECOND_MOMENTS = ("sq", "sum", "delta")
 VECTOR = 1 << 20  # a vector of fewer elements is a norm weight or a bias; of more, something flattened
-NOT_OF_ELEMENTS = ("step", "mu_product", "mu", "eta", "ax")  # numbers, also where the parameter is one itself
 ROUNDED = (torch.bfloat16, torch.float16)
 
 
@@ -70,8 +69,10 @@ class StateRecipe:
     def decide(self, name: str, parameter: Tensor, state: Tensor) -> Decision:
         """What becomes of the state `name` of `parameter`, by their global shapes and dtypes."""
         elements = parameter.numel()  # of a DTensor: of all shards
-        if state.shape != parameter.shape or not state.is_floating_point() or name in NOT_OF_ELEMENTS:
+        if state.shape != parameter.shape or not state.is_floating_point():
             return Decision(None, "not one number an element")
+        if parameter.dim() == 0:
+            return Decision(None, "a single number")
         if parameter.dtype not in (torch.float32, *ROUNDED) or state.dtype != parameter.dtype:
             return Decision(None, f"{state.dtype} state of a {parameter.dtype} parameter")
         small = ""

@@ -1,0 +1,63 @@
+"""`torch.compile(opt.step, backend="fp8")` on an optimizer that nobody prepared.
+
+Dynamo hands a backend a graph, not the optimizer; but while it does, the frame that it traces is at hand, and its
+`self` is the optimizer. If that has plain states which should be 8-bit ones, they are exchanged and Dynamo is told to
+trace again, before anything is compiled. Private API of torch, imported here only; where it finds nothing, the graph
+is compiled with the states as they are, and `fp8compile.prepare_optimizer` does the same explicitly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # the restart that keeps what was learned of scalars
+from torch._dynamo.symbolic_convert import InstructionTranslator  # knows the frame under trace
+from torch.optim import Optimizer
+
+from fp8compile import optim
+from fp8compile.options import Options
+from fp8compile.plan import MergedUpdate, Plan
+
+
+def traced_optimizer(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Optimizer | None:
+    """The optimizer whose step this graph is; None for any other graph.
+
+    Its `self` or first argument is an optimizer; or a local variable is one, and the graph has states of it.
+    """
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:  # not called by Dynamo
+        return None
+    frame = dict((tx.output.root_tx or tx).f_locals)
+    first = [frame.get("self"), *list(frame.get("args") or ())[:1]]
+    if found := next((x for x in first if isinstance(x, Optimizer)), None):
+        return found
+    near = [getattr(x, "__self__", x) for x in frame.values()]
+    inputs = {id(x) for x in (*example_inputs, *gm.__dict__.get("_buffers", {}).values(), *gm.__dict__.values())}
+    return next((x for x in near if isinstance(x, Optimizer) and inputs & _state_ids(x)), None)
+
+
+def _state_ids(opt: Optimizer) -> set[int]:
+    return {id(x) for state in opt.state.values() for x in state.values() if isinstance(x, torch.Tensor)}
+
+
+def plan_of(opt: Optimizer, options: Options) -> Plan:
+    """Make the states of `opt` 8-bit ones; a plan with a row for each, to which passes add what they merge.
+
+    Raises Dynamo's own signal to trace again if that changed any.
+    """
+    known = optim.is_prepared(opt)
+    optim.prepare_optimizer(opt, options.states if not known else None)
+    if optim.convert_states(opt) or not known:
+        InstructionTranslator.current_tx().speculation_log.clear()  # the next trace may take another path
+        raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8")
+    return Plan("optimizer", states=optim.state_rows(opt))
+
+
+def record(plans: Sequence[Plan], updates: list[MergedUpdate]) -> None:
+    """Add the rows of what was merged to the optimizer's plan, and warn of a parameter that is rounded otherwise."""
+    if plans:
+        plans[-1].updates = updates
