@@ -51,7 +51,7 @@ def fp8(
         _guard_identity(gm, example_inputs)
     joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), _namespace(example_inputs))
     if (opt := optimizers.traced_optimizer(gm, example_inputs)) is not None:
-        joint.optimizer = optimizers.plan_of(opt, parsed)
+        joint.optimizer = optimizers.plan_of(opt, gm, parsed)
     settings = _inductor_settings(parsed) | {
         "joint_custom_pre_pass": joint,
         "custom_partitioner_fn": Partitioner(parsed),

@@ -14,7 +14,8 @@ plain tensors for everybody else. `load_state_dict` takes either, and checks all
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from torch.optim import Optimizer
 
 from fp8compile.errors import OptionError, StateError
 from fp8compile.plan import State
-from fp8compile.state_recipe import Decision, StateRecipe, salt
+from fp8compile.state_formats import StateFormat
+from fp8compile.state_recipe import StateRecipe, salt
 from fp8compile.states import FP8State
 
 _prepared: weakref.WeakKeyDictionary[Optimizer, StateRecipe] = weakref.WeakKeyDictionary()
@@ -101,26 +103,27 @@ def state_rows(opt: Optimizer) -> list[State]:
 
 
 def _convert(index: int, parameter: Tensor, state: dict[str, Any], recipe: StateRecipe) -> bool:
+    """Make 8-bit states of the plain ones of one parameter, in `state`; whether there were any."""
     rides, changed = recipe.rounding(parameter), False
     for name, value in state.items():
         if isinstance(value, Tensor) and is_fp8(value):
             rides = "nearest"  # what belongs to the parameter is on an earlier state
         elif isinstance(value, Tensor):
-            decision = recipe.decide(name, parameter, value)
-            if decision.format is not None:
-                state[name] = _converted(value, parameter, decision, salt(index, name), rides)
+            format = recipe.decide(name, parameter, value).format
+            if format is not None:
+                state[name] = _mapped(value, partial(FP8State.of, format=str(format), salt=salt(index, name)), rides)
                 rides, changed = "nearest", True
     return changed
 
 
-def _converted(value: Tensor, parameter: Tensor, decision: Decision, salt: int, rounding: str) -> Tensor:
-    if isinstance(value, DTensor):
-        local = _converted(value.to_local(), _local(parameter), decision, salt, rounding)
-        return DTensor.from_local(
-            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
-    low = torch.zeros_like(value, dtype=torch.int16) if rounding == "split" else None
-    return FP8State.of(value, str(decision.format), salt, rounding, low)
+def _mapped(value: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
+    """`make` of the local part of `value`, sharded as `value` is."""
+    if not isinstance(value, DTensor):
+        return make(value, *args)
+    local = make(value.to_local(), *args)
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
 
 
 def _local(x: Tensor) -> Tensor:
@@ -173,37 +176,23 @@ def plain_state_dict(opt: Optimizer, dtype: torch.dtype = torch.float32) -> dict
 def _plain(value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor) or not is_fp8(value):
         return value
-    if isinstance(value, DTensor):
-        local = value.to_local()
-        return DTensor.from_local(
-            local.dequantize(dtype),  # type: ignore[call-arg]
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
-    return value.dequantize(dtype)  # type: ignore[call-arg]
+    return _mapped(value, lambda local: local.dequantize(dtype))
 
 
 def _before_loading(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check everything, then convert it: nothing of `opt` has been touched when this raises."""
-    recipe = _prepared[opt]
+    recipe, mine = _prepared[opt], _parameters(opt)
     loaded = state_dict.get("state")
     saved = [key for group in state_dict.get("param_groups", []) for key in group["params"]]
-    mine = _parameters(opt)
     if not isinstance(loaded, Mapping) or len(saved) != len(mine):
         raise StateError(f"the checkpoint has {len(saved)} parameters, this optimizer {len(mine)}")
     parameters = dict(zip(saved, enumerate(mine), strict=True))
-    states: dict[Any, Any] = {}
     for key, state in loaded.items():
         if key not in parameters:
             raise StateError(f"the checkpoint has states of a parameter {key!r} that is in none of its groups")
-        index, parameter = parameters[key]
         for name, value in state.items():
-            _check(key, name, value, parameter)
-        states[key] = {name: _own(value, parameter) for name, value in state.items()}
-        _convert(index, parameter, _in_dtype_of(parameter, states[key], recipe), recipe)
+            _check(key, name, value, parameters[key][1])
+    states = {key: _adopted(*parameters[key], state, recipe) for key, state in loaded.items()}
     return {**state_dict, "state": states}
 
 
@@ -220,27 +209,32 @@ def _check(key: Any, name: str, value: Any, parameter: Tensor) -> None:
         local.check()
 
 
-def _own(value: Any, parameter: Tensor) -> Any:
-    """A copy on the parameter's device: stepping must not change the checkpoint."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    return value.to(parameter.device).clone()
-
-
-def _in_dtype_of(parameter: Tensor, state: dict[str, Any], recipe: StateRecipe) -> dict[str, Any]:
-    """Plain states in the parameter's dtype by name only: converting must see FP32 values, not rounded ones."""
+def _adopted(index: int, parameter: Tensor, state: Mapping[str, Any], recipe: StateRecipe) -> dict[str, Any]:
+    """Copies of the loaded states of one parameter as `recipe` wants them, 8-bit ones bit for bit where it can be."""
+    rides, adopted = recipe.rounding(parameter), {}
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
-            local = _local(value)
-            if isinstance(local, FP8State):
-                _recode(state, name, value, parameter, recipe)
-    return state
+        adopted[name] = value
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            continue
+        value = value.to(parameter.device).clone()
+        format = recipe.decide(name, parameter, value).format
+        adopted[name] = value if format is not None else _plain(value, parameter.dtype)
+        if format is not None:
+            make = partial(_in_format, format=format, salt=salt(index, name), dtype=parameter.dtype)
+            adopted[name] = _mapped(value, make, rides)
+            rides = "nearest"
+    return adopted
 
 
-def _recode(state: dict[str, Any], name: str, value: Tensor, parameter: Tensor, recipe: StateRecipe) -> None:
-    local = _local(value)
-    assert isinstance(local, FP8State)
-    decision = recipe.decide(name, parameter, torch.empty_like(parameter, device="meta"))
-    wanted = str(decision.format) if decision.format is not None else ""
-    if local.format != wanted or local.dtype != parameter.dtype:
-        state[name] = _plain(value, parameter.dtype)
+def _in_format(x: Tensor, rounding: str, format: StateFormat, salt: int, dtype: torch.dtype) -> FP8State:
+    """`x` (plain, or stored in any format) as an `FP8State` that keeps of it what it can."""
+    name = str(format)
+    if not isinstance(x, FP8State):
+        return FP8State.of(x.contiguous(), rounding, format=name, salt=salt, dtype=dtype)
+    fresh = FP8State.of(x.dequantize(torch.float32), rounding, format=name, salt=salt, dtype=dtype)
+    if x.format == name:
+        fresh.payload, fresh.side = x.payload, x.side
+    for kept in ("counter", "low"):
+        if getattr(fresh, kept) is not None and getattr(x, kept) is not None:
+            setattr(fresh, kept, getattr(x, kept))
+    return fresh

@@ -8,6 +8,8 @@ is compiled with the states as they are, and `fp8compile.prepare_optimizer` does
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,9 @@ from torch._dynamo.symbolic_convert import InstructionTranslator  # knows the fr
 from torch.optim import Optimizer
 
 from fp8compile import optim
+from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
+from fp8compile.passes import spread_scalars
 from fp8compile.plan import MergedUpdate, Plan
 
 
@@ -44,8 +48,8 @@ def _state_ids(opt: Optimizer) -> set[int]:
     return {id(x) for state in opt.state.values() for x in state.values() if isinstance(x, torch.Tensor)}
 
 
-def plan_of(opt: Optimizer, options: Options) -> Plan:
-    """Make the states of `opt` 8-bit ones; a plan with a row for each, to which passes add what they merge.
+def plan_of(opt: Optimizer, gm: fx.GraphModule, options: Options) -> Plan:
+    """Make the states of `opt` 8-bit ones, and its graph ready for AOTAutograd; a plan with a row for each, to which passes add what they merge.
 
     Raises Dynamo's own signal to trace again if that changed any.
     """
@@ -54,10 +58,18 @@ def plan_of(opt: Optimizer, options: Options) -> Plan:
     if optim.convert_states(opt) or not known:
         InstructionTranslator.current_tx().speculation_log.clear()  # the next trace may take another path
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8")
+    spread_scalars.run(gm)
     return Plan("optimizer", states=optim.state_rows(opt))
 
 
 def record(plans: Sequence[Plan], updates: list[MergedUpdate]) -> None:
-    """Add the rows of what was merged to the optimizer's plan, and warn of a parameter that is rounded otherwise."""
+    """Add the rows of what was merged to the optimizer's plan, and warn of what was not."""
     if plans:
         plans[-1].updates = updates
+    for reason, count in Counter(u.reason for u in updates if u.reason).items():
+        warnings.warn(
+            f"fp8: {count} parameter updates of this optimizer run operator by operator, their BF16 parameters rounded "
+            f"to nearest: {reason}.",
+            Fp8Warning,
+            stacklevel=2,
+        )

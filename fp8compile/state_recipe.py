@@ -73,7 +73,7 @@ class StateRecipe:
             return Decision(None, "not one number an element")
         if parameter.dim() == 0:
             return Decision(None, "a single number")
-        if parameter.dtype not in (torch.float32, *ROUNDED) or state.dtype != parameter.dtype:
+        if parameter.dtype not in (torch.float32, *ROUNDED) or state.dtype not in (torch.float32, *ROUNDED):
             return Decision(None, f"{state.dtype} state of a {parameter.dtype} parameter")
         small = ""
         if elements < self.smallest:

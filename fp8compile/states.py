@@ -63,14 +63,22 @@ class FP8State(Tensor):
         self.format, self.parameter = format, parameter
 
     @staticmethod
-    def of(x: Tensor, format: str, salt: int = 0, parameter: str = "nearest", low: Tensor | None = None) -> FP8State:
-        """`x` stored in `format`. `salt` sets its random bits apart from those of other states."""
+    def of(
+        x: Tensor, rounding: str = "nearest", *, format: str, salt: int = 0, dtype: torch.dtype | None = None
+    ) -> FP8State:
+        """`x` stored in `format`, a state in `dtype` (default: x's) to those who read it.
+
+        `rounding` is that of its parameter, whose missing bits or random bits it carries; `salt` sets its random bits
+        apart from those of other states.
+        """
         how = parse_state_format(format)
-        counter = None
-        if how.stochastic or parameter == "stochastic":
+        counter = low = None
+        if how.stochastic or rounding == "stochastic":
             counter = torch.tensor([salt % (1 << 31)], dtype=torch.int32, device=x.device)
-        payload, side = state_ops.store_state(x.detach().contiguous(), counter, low, format, parameter)
-        return FP8State(payload, side, counter, low, format, parameter, x.dtype)
+        if rounding == "split":
+            low = torch.zeros(x.shape, dtype=torch.int16, device=x.device)
+        payload, side = state_ops.store_state(x.detach().contiguous(), counter, low, format, rounding)
+        return FP8State(payload, side, counter, low, format, rounding, dtype or x.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, str, torch.dtype]]:
         names = [name for name in INNER if getattr(self, name) is not None]

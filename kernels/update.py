@@ -16,10 +16,19 @@ Tensors = dict[str, Tensor]  # of one slot, by name
 
 
 def run(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor], spec: str) -> None:
-    """Update every parameter in place, one after the other; counters are advanced by the caller."""
+    """Update every parameter in place, and advance the counters of random bits."""
     update = from_json(spec)
-    for slots in parameters(update, stored, read, scalars):
+    every = list(parameters(update, stored, read, scalars))
+    for slots in every:
         _run_one(update, slots)
+    advance(every)
+
+
+def advance(every: Sequence[dict[int, Tensors]]) -> None:
+    """Count one step for every counter; a parameter and its state may share one."""
+    counters = {x["counter"].data_ptr(): x["counter"] for slots in every for x in slots.values() if "counter" in x}
+    if counters:
+        torch._foreach_add_(list(counters.values()), 1)
 
 
 def parameters(

@@ -52,7 +52,11 @@ def _text(node: Any, known: dict[fx.Node, str]) -> str:
     if node not in known:
         call = call_of(node) if is_elementwise(node) else None
         if call is not None:
-            parts = [call[0], *(_text(a, known) for a in call[1]), *(f"{k}{_text(a, known)}" for k, a in call[2].items())]
+            parts = [
+                call[0],
+                *(_text(a, known) for a in call[1]),
+                *(f"{k}{_text(a, known)}" for k, a in call[2].items()),
+            ]
         elif node.target is state_ops.load_state:
             parts = ["state", str(node.args[2])]
         else:
@@ -82,7 +86,9 @@ class _SpecWriter:
         riders = [t for t in self.update.targets if t.parameter_rounding != "nearest"]
         plain = [t for t in self.update.targets if t.store is None]
         if riders and (len(riders) > 1 or len(plain) != 1):
-            raise UpdateSkipError("which of its tensors is the parameter is not clear, so it cannot be rounded specially")
+            raise UpdateSkipError(
+                "which of its tensors is the parameter is not clear, so it cannot be rounded specially"
+            )
         return riders[0] if riders else None
 
     # ---- what rules write with ----------------------------------------------------------------------------------
