@@ -75,8 +75,8 @@ def refuse_fused(opt: Optimizer) -> None:
     """Raise `OptionError` for an optimizer whose step is one opaque kernel."""
     if any(group.get("fused") for group in opt.param_groups):
         raise OptionError(
-            f"{type(opt).__name__}(fused=True) runs torch's own kernel, which torch.compile does not see into: make the "
-            "optimizer without fused=True (foreach or not); its compiled step is one launch for each kind of update"
+            f"{type(opt).__name__}(fused=True) runs torch's own kernel, which torch.compile does not see into: make "
+            "the optimizer without fused=True (foreach or not); its compiled step is one launch for each kind of update"
         )
 
 

@@ -49,15 +49,17 @@ def _state_ids(opt: Optimizer) -> set[int]:
 
 
 def plan_of(opt: Optimizer, gm: fx.GraphModule, options: Options) -> Plan:
-    """Make the states of `opt` 8-bit ones, and its graph ready for AOTAutograd; a plan with a row for each, to which passes add what they merge.
+    """Make the states of `opt` 8-bit ones, and its graph ready for AOTAutograd.
 
-    Raises Dynamo's own signal to trace again if that changed any.
+    Returns a plan with a row for each state, to which passes add what they merge. Raises Dynamo's own signal to trace
+    again if any state changed.
     """
     known = optim.is_prepared(opt)
     optim.prepare_optimizer(opt, options.states if not known else None)
     if optim.convert_states(opt) or not known:
         InstructionTranslator.current_tx().speculation_log.clear()  # the next trace may take another path
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8")
+    _warn_of_rounding(opt)
     spread_scalars.run(gm)
     return Plan("optimizer", states=optim.state_rows(opt))
 
@@ -67,9 +69,28 @@ def record(plans: Sequence[Plan], updates: list[MergedUpdate]) -> None:
     if plans:
         plans[-1].updates = updates
     for reason, count in Counter(u.reason for u in updates if u.reason).items():
-        warnings.warn(
-            f"fp8: {count} parameter updates of this optimizer run operator by operator, their BF16 parameters rounded "
-            f"to nearest: {reason}.",
-            Fp8Warning,
-            stacklevel=2,
+        _say(f"{count} parameter updates run operator by operator, BF16 parameters rounded to nearest: {reason}")
+
+
+def _warn_of_rounding(opt: Optimizer) -> None:
+    """Say so where a BF16 parameter has no state that could carry what its rounding needs."""
+    recipe = optim.recipe_of(opt)
+    bare = [
+        p
+        for group in opt.param_groups
+        for p in group["params"]
+        if p.grad is not None and recipe.rounding(p) != "nearest" and not any(map(_is_state, opt.state[p].values()))
+    ]
+    if bare:
+        _say(
+            f"{len(bare)} BF16 parameters are rounded to nearest, not {recipe.parameters}: they have no state to carry "
+            "what that needs (an optimizer without states, its first step, or a parameter of one element)"
         )
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and optim.is_fp8(x)
+
+
+def _say(message: str) -> None:
+    warnings.warn(f"fp8: {message}.", Fp8Warning, stacklevel=3)

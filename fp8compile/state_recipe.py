@@ -5,8 +5,11 @@
 | first | `"log"` | format of states that are no second moments (`fp8compile/state_formats.py`) |
 | second | `"log/stochastic"` | format of second moments: states with "sq", "sum" or "delta" in their name |
 | formats | `{}` | format by name of the state, before the two above |
-| parameters | `"nearest"` | how a BF16 parameter is rounded: `"nearest"`, `"stochastic"`, or `"split"` (an FP32 master: 16 more bits) |
+| parameters | `"nearest"` | how a BF16 parameter is rounded: `"nearest"`, `"stochastic"`, or `"split"` (16 more bits) |
 | smallest | 4096 | parameters of fewer elements keep FP32 states |
+
+`split` keeps the 16 bits that an FP32 parameter has more: the BF16 parameter is always the FP32 one, rounded. The first
+state of a parameter carries them, so an optimizer without states cannot have them.
 
 The defaults are what measured best (`benchmarks/optimizer_states.py`): over 2000 steps of real training the mean of
 v̂ / v is 1.0003, and m / √v has 2 % of the error of plain FP8. The rule what is small asks for the size of the global

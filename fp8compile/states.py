@@ -35,7 +35,7 @@ class FP8State(Tensor):
     low: Tensor | None
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: D102
         cls,
         payload: Tensor,
         side: Tensor,
@@ -87,6 +87,10 @@ class FP8State(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> FP8State:
         return FP8State(*(inner.get(name) for name in INNER), *context)  # type: ignore[arg-type]
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code depends on, for torch's caches."""
+        return f"FP8State {self.format} {self.parameter} {self.dtype} {[getattr(self, n) is None for n in INNER]}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"FP8State({list(self.shape)}, {self.format}, dtype={self.dtype}, device={self.device})"

@@ -46,7 +46,7 @@ def run(graph: fx.Graph) -> list[MergedUpdate]:
 
 
 def _first_copy(graph: fx.Graph) -> fx.Node:
-    """A place before which everything is computed and nothing is written: copies to inputs are moved behind the rest."""
+    """A place before which all is computed and nothing written: copies to inputs are moved behind the rest."""
     copies = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
     written = {copy.args[0] for copy in copies}
     order = {node: i for i, node in enumerate(graph.nodes)}

@@ -1,7 +1,7 @@
 """Spread scalars: a learning rate that changes becomes an input of the graph, in every form an optimizer writes it.
 
-Before      param.add_(grad, alpha=rate)        param.addcdiv_(m, root, value=rate)       fma(quotient, rate, param)
-After       param.add_(mul(grad, rate))         param.add_(mul(div(m, root), rate))       add(param, mul(quotient, rate))
+Before      param.add_(grad, alpha=rate)      param.addcdiv_(m, root, value=rate)     fma(quotient, rate, param)
+After       param.add_(mul(grad, rate))       param.add_(mul(div(m, root), rate))     add(param, mul(quotient, rate))
 
 It works on Dynamo's graph, where a rate that has changed once is a symbolic number. AOTAutograd makes a tensor of such
 a number where it is a factor; as `alpha` or `value` it would make it a constant, and compile again at every change.
