@@ -90,7 +90,8 @@ class FP8State(Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """What compiled code depends on, for torch's caches."""
-        return f"FP8State {self.format} {self.parameter} {self.dtype} {[getattr(self, n) is None for n in INNER]}"
+        what = [tuple(self.shape), self.stride(), self.dtype, self.device, [getattr(self, n) is None for n in INNER]]
+        return f"FP8State {self.format} {self.parameter} {what}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"FP8State({list(self.shape)}, {self.format}, dtype={self.dtype}, device={self.device})"

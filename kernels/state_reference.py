@@ -67,10 +67,10 @@ def encode(x: Tensor, format: StateFormat | str, counter: Tensor | None = None) 
     signed = negative.any(1, keepdim=True)
     position, top = _positions(how, magnitude, low, high, signed)
     if how.stochastic:
-        code = _round_randomly(position, magnitude, _decoder(how, low, high, signed), _noise(x, counter))
+        index = _round_randomly(position, magnitude, _decoder(how, low, high, signed), _noise(x, counter))
     else:
-        code = position.round().int()
-    code = code.clamp(0 if how.linear else 1).minimum(top)
+        index = position.round().int()
+    code = index.clamp(0 if how.linear or how.code == "log" else 1).minimum(top) + int(how.code == "log")
     if how.linear:
         low, signed = torch.zeros_like(low), torch.zeros_like(signed)
     code = torch.where(magnitude == 0, 0, code)
@@ -93,18 +93,18 @@ def _noise(x: Tensor, counter: Tensor | None) -> Tensor:
 
 
 def _round_randomly(position: Tensor, magnitude: Tensor, decode_bits: Decoder, noise: Tensor) -> Tensor:
-    """The code below, or the next with the probability that makes the mean of what is read back the value itself."""
+    """The position below, or the next with the probability that makes the mean of what is read back the value itself."""
     below = position.floor().int()
     x, x0, x1 = (b.view(torch.float32) for b in (magnitude, decode_bits(below), decode_bits(below + 1)))
     return below + (noise * (x1 - x0) < x - x0).int()
 
 
 def _positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each magnitude lies between codes, an integer (within 2⁻¹²) on a code; and the greatest code."""
+    """Where each magnitude lies between codes (in `log` from 0: code 0 is zero, code 1 the least), and the greatest."""
     span = (high - low).clamp_min(1)
     if how.code == "log":
         steps = _log_steps(signed)
-        return (magnitude - low).float() * (steps.float() / span.float()) + 1, steps + 1
+        return (magnitude - low).float() * (steps.float() / span.float()), steps
     to = MINIFLOATS[how.code]
     top = torch.full_like(high, to.top)
     if how.linear:
@@ -127,13 +127,14 @@ def _position(y: Tensor, to: Minifloat) -> Tensor:
 
 
 def _scale(high: Tensor, to: Minifloat) -> Tensor:
-    """Greatest magnitude / format max, two ULPs up so that max · scale reaches it."""
+    """Greatest magnitude / format max, rounded up so that max · scale reaches it."""
     greatest = high.clamp_max(INF_BITS - 1).view(torch.float32)
-    return _up(greatest / torch.full_like(greatest, to.max)).clamp_min(2.0**-126)
+    return _up(greatest * (1 / to.max)).clamp_min(2.0**-126)
 
 
 def _up(x: Tensor) -> Tensor:
-    return (x.view(torch.int32) + 2).view(torch.float32)
+    """Four ULPs more: what four roundings may have taken."""
+    return (x.view(torch.int32) + 4).view(torch.float32)
 
 
 # ---- decode ---------------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def decode(payload: Tensor, side: Tensor, format: StateFormat | str) -> Tensor:
     has_sign = signed if how.code == "log" else torch.ones_like(signed)
     negative = has_sign & (code >= SIGN)
     magnitude = torch.where(has_sign, code & MAGNITUDE, code)
-    found = torch.where(magnitude == 0, 0, _decoder(how, low, high, signed)(magnitude))
+    found = torch.where(magnitude == 0, 0, _decoder(how, low, high, signed)(magnitude - int(how.code == "log")))
     x = (found | negative.int() << 31).view(torch.float32)
     high_value = high.view(torch.float32)
     x = x + (high_value - high_value)  # nan where the group was not finite
@@ -158,16 +159,16 @@ def decode(payload: Tensor, side: Tensor, format: StateFormat | str) -> Tensor:
 
 
 def _decoder(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> Decoder:
-    """From codes to FP32 bits of magnitudes: never above the group's greatest, which the greatest code is."""
+    """From positions to FP32 bits of magnitudes: never above the group's greatest, which the greatest is."""
     span = (high - low).float()
     if how.code == "log":
-        step = _up(span / _log_steps(signed).float())
-        return lambda code: (low + ((code - 1).float() * step).round().int()).minimum(high)
+        step = _up(span * torch.where(signed, 1 / LOG_STEPS[0], 1 / LOG_STEPS[1]))
+        return lambda index: (low + (index.float() * step).round().int()).minimum(high)
     of = MINIFLOATS[how.code]
     if how.linear:
         scale = _scale(high, of)
         return lambda code: (_bits_of_code(code, of).view(torch.float32) * scale).view(torch.int32).minimum(high)
-    per_bit = _up(span / torch.full_like(span, of.span))
+    per_bit = _up(span * (1 / of.span))
     return lambda code: (low + ((_bits_of_code(code, of) - of.low_bits).float() * per_bit).round().int()).minimum(high)
 
 

@@ -50,7 +50,7 @@ def test_passes_change_nothing_but_rounding(name, foreach):
 
 @pytest.mark.parametrize("name", ["adamw", "amsgrad", "nadam", "rmsprop_centered", "adagrad", "adadelta", "adamax"])
 def test_eight_bit_states_are_those_of_the_reference(name):
-    opt, mine, reference, theirs, _ = run(name, None, steps=4)
+    opt, mine, reference, theirs, _ = run(name, None, steps=3)
     for p, q in zip(mine[:2], theirs[:2], strict=True):
         assert formats(opt, p)
         for key in formats(opt, p):
@@ -58,7 +58,7 @@ def test_eight_bit_states_are_those_of_the_reference(name):
             # Another order of operations moves the ends of a group by ULPs (of what was subtracted, for the least of a
             # first moment), and here and there a value to the next code: a code is 2 to 10 %.
             differ = (mine_read - theirs_read).abs() > 1e-2 * theirs_read.abs()
-            assert differ.float().mean() < 0.03, key
+            assert differ.float().mean() < 0.01, key
         assert relative(p, q) < 1e-4
 
 
