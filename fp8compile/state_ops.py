@@ -56,6 +56,7 @@ _library.define(
 _library.impl("load_state", _load, "CompositeExplicitAutograd")
 _library.impl("store_state", _store, "CompositeExplicitAutograd")
 _library.impl("update_parameters", update.run, "CompositeExplicitAutograd")
+_library.impl("update_parameters", update.run_on_gpu, "CUDA")
 for _name, _fake in (("load_state", _fake_load), ("store_state", _fake_store), ("update_parameters", _fake_update)):
     torch.library.register_fake(f"fp8::{_name}", _fake, lib=_library)
 

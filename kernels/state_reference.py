@@ -93,7 +93,7 @@ def _noise(x: Tensor, counter: Tensor | None) -> Tensor:
 
 
 def _round_randomly(position: Tensor, magnitude: Tensor, decode_bits: Decoder, noise: Tensor) -> Tensor:
-    """The position below, or the next with the probability that makes the mean of what is read back the value itself."""
+    """The position below, or the next with the probability that makes the mean of what is read the value itself."""
     below = position.floor().int()
     x, x0, x1 = (b.view(torch.float32) for b in (magnitude, decode_bits(below), decode_bits(below + 1)))
     return below + (noise * (x1 - x0) < x - x0).int()

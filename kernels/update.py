@@ -24,6 +24,14 @@ def run(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tens
     advance(every)
 
 
+def run_on_gpu(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor], spec: str) -> None:
+    """The same by one launch."""
+    from fp8compile.kernels import update_launch  # its generator needs no Triton, its launch does
+
+    update_launch.launch(spec, stored, read, scalars)
+    advance(list(parameters(from_json(spec), stored, read, scalars)))
+
+
 def advance(every: Sequence[dict[int, Tensors]]) -> None:
     """Count one step for every counter; a parameter and its state may share one."""
     counters = {x["counter"].data_ptr(): x["counter"] for slots in every for x in slots.values() if "counter" in x}
