@@ -109,13 +109,13 @@ class _Emitter:
         groups = self.schedule.groups
         self.lines += [
             f"start = first_group * {GROUP}",
-            f"group = tl.arange(0, {groups})[:, None]",
-            f"offset = group * {GROUP} + tl.arange(0, {GROUP})[None, :]",
+            f"groups = tl.arange(0, {groups})",
+            f"offset = groups[:, None] * {GROUP} + tl.arange(0, {GROUP})[None, :]",
             "inside = offset < left",
-            f"has_group = group * {GROUP} < left",
+            f"has_group = groups * {GROUP} < left",
             "if FULL:",
             "    inside = tl.full(offset.shape, True, tl.int1)",
-            "    has_group = tl.full(group.shape, True, tl.int1)",
+            "    has_group = tl.full(groups.shape, True, tl.int1)",
         ]
         if any(slot.counter for slot in self.update.slots):
             self.lines.append("position = (start + offset).to(tl.uint32)")
@@ -125,18 +125,16 @@ class _Emitter:
         pointer = f"{name}{slot}"
         if pointer not in self.pointers:
             self.pointers.add(pointer)
-            address = f"tl.multiple_of(tl.load(row + {self.columns[slot, name]}), {ALIGNMENT})"
-            base = (
-                f"{address if name != 'counter' else address.replace(str(ALIGNMENT), '4')}.to(tl.pointer_type({type}))"
-            )
-            self.lines.append(f"{pointer} = {base}{f' + {start}' if start else ''}")
+            address = f"tl.load(row + {self.columns[slot, name]}).to(tl.pointer_type({type}))"
+            text = f"tl.multiple_of({address} + {start}, {ALIGNMENT})" if start else address
+            self.lines.append(f"{pointer} = {text}")
         return pointer
 
     def _loaded(self, slot: int, name: str, type: str, other: str = "0.0") -> str:
         return f"tl.load({self._pointer(slot, name, type)} + offset, mask=inside, other={other})"
 
     def _side(self, slot: int) -> str:
-        return self._pointer(slot, "side", "tl.float32", "first_group * 2")
+        return self._pointer(slot, "side", "tl.int64", "first_group")
 
     def _counter(self, slot: int) -> str:
         name = f"count{slot}"
@@ -175,9 +173,9 @@ class _Emitter:
         if how.is_exact:
             return self._loaded(i, "payload", "tl.float32")
         side = self._side(i)
-        ends = [f"tl.load({side} + 2 * group + {k}, mask=has_group, other=0.0)" for k in (0, 1)]
         payload = self._loaded(i, "payload", "tl.uint8", "0")
-        return f"decode_{state_helpers.name_of(how)}({payload}, {', '.join(ends)})"
+        ends = f"tl.load({side} + groups, mask=has_group, other=0)[:, None]"
+        return f"decode_{state_helpers.name_of(how)}({payload}, {ends})"
 
     # ---- stores -------------------------------------------------------------------------------------------------
 
@@ -201,11 +199,10 @@ class _Emitter:
         name = state_helpers.name_of(how)
         x = f"tl.where(inside, s{i}, 0.0)"
         call = f"encode_{name}_randomly({x}, position, {self._counter(i)})" if how.stochastic else f"encode_{name}({x})"
-        self.lines.append(f"code{i}, least{i}, greatest{i} = {call}")
+        self.lines.append(f"code{i}, side_of{i} = {call}")
         self._write(i, "payload", "tl.uint8", f"code{i}")
         side = self._side(i)
-        for k, what in enumerate(("least", "greatest")):
-            self.lines.append(f"tl.store({side} + 2 * group + {k}, {what}{i}, mask=has_group)")
+        self.lines.append(f"tl.store({side} + groups, side_of{i}, mask=has_group)")
 
     def _write(self, i: int, name: str, type: str, text: str) -> None:
         pointer = self._pointer(i, name, type)

@@ -19,7 +19,7 @@ def nearest(x):
     "interpreter": '''
 @triton.jit
 def nearest(x):
-    """x ≥ 0 to the nearest integer, ties to even; from 2^23 on every float is one. What it makes of x < 0 is not used."""
+    """x ≥ 0 to the nearest integer, ties to even; from 2^23 on every float is one. Of x < 0 nothing is used."""
     x = tl.maximum(x, 0.0)
     return tl.where(x < 8388608.0, (x + 8388608.0) - 8388608.0, x).to(tl.int32)
 ''',
@@ -52,43 +52,59 @@ def mix(h):
 
 @triton.jit
 def random_bits(position, counter, stream):
-    """32 bits for each position (uint32)."""
-    key = mix(counter.to(tl.uint32, bitcast=True) * 2 + stream)
-    return mix(position * 0x9E3779B1 + key)
+    """32 bits for each position (uint32), of which the upper ones are random."""
+    h = position * 0x9E3779B1 + mix(counter.to(tl.uint32, bitcast=True) * 2 + stream)
+    return (h ^ (h >> 15)) * 0x85EBCA6B
 
 
 @triton.jit
 def ends(x):
-    """Bits of |x| (subnormals as 0), of each group the least nonzero and the greatest, and whether it has negatives."""
+    """Bits of x and of |x| (subnormals as 0), of each group the least nonzero and greatest, and if it has signs."""
     bits = as_bits(x)
+    bits = tl.where((bits & 0x7FFFFFFF) < 0x00800000, 0, bits)
     magnitude = bits & 0x7FFFFFFF
-    magnitude = tl.where(magnitude < 0x00800000, 0, magnitude)
     high = tl.max(magnitude, 1, keep_dims=True)
-    low = tl.min(tl.where(magnitude == 0, 0x7FFFFFFF, magnitude), 1, keep_dims=True)
-    negative = (bits < 0) & (magnitude > 0)
-    signed = tl.max(negative.to(tl.int32), 1, keep_dims=True)
-    return magnitude, tl.minimum(low, high), high, negative, signed
+    before = (magnitude - 1).to(tl.uint32, bitcast=True)  # of zero the greatest there is
+    low = tl.min(before, 1, keep_dims=True).to(tl.int32, bitcast=True) + 1
+    signed = (tl.min(bits, 1, keep_dims=True) < 0).to(tl.int32)
+    return bits, magnitude, low, high, signed
+
+
+@triton.jit
+def side_of(least, greatest):
+    """Both ends of each group (bits of FP32) in one 64-bit word, which a little-endian memory has in this order."""
+    word = (greatest.to(tl.int64) << 32) | (least.to(tl.int64) & 0xFFFFFFFF)
+    return tl.reshape(word, [least.shape[0]])
+
+
+@triton.jit
+def finished(code, bits, magnitude, high):
+    """The byte of a code: with its sign, zero for zero (but in a group that is not finite, which has none)."""
+    code = tl.where(magnitude == 0, (high >= 0x7F800000).to(tl.int32), code)
+    return (code | ((bits >> 24) & 128)).to(tl.uint8)
 '''
 
 STOCHASTIC = '''
 @triton.jit
-def round_randomly(position, magnitude, below, above, noise):
-    """The position below, or the next with the probability that makes the mean of what is read the value itself."""
+def goes_up(magnitude, below, above, position, counter):
+    """Whether a value is rounded up: with the probability that makes the mean of what is read the value itself."""
+    noise = as_float((random_bits(position, counter, 0) >> 9).to(tl.int32) | 0x3F800000) - 1.0
     x0 = as_float(below)
-    return position + (noise * (as_float(above) - x0) < as_float(magnitude) - x0).to(tl.int32)
+    return (noise * (as_float(above) - x0) < as_float(magnitude) - x0).to(tl.int32)
 
 
 @triton.jit
-def noise_of(position, counter):
-    """Of the 2^16 middles of equal parts of (0, 1)."""
-    return ((random_bits(position, counter, 0) >> 16).to(tl.float32) + 0.5) * 1.52587890625e-05
+def below_of(t):
+    """The position below: t - 1/2 to nearest, as an integer and as a float."""
+    shifted = (t - 0.5) + 12582912.0
+    return as_bits(shifted) - 0x4B400000, shifted - 12582912.0
 '''
 
 PARAMETER = '''
 @triton.jit
 def round_parameter(x, position, counter):
     """FP32 to BF16, up with the probability that makes the mean x."""
-    noise = (random_bits(position, counter, 1) & 0xFFFF).to(tl.int32)
+    noise = (random_bits(position, counter, 1) >> 16).to(tl.int32)
     bits = as_bits(x)
     rounded = as_float((bits + noise) & -0x10000)
     return tl.where((bits & 0x7FFFFFFF) < 0x7F800000, rounded, x).to(tl.bfloat16)
@@ -129,29 +145,27 @@ def helpers_of(how: StateFormat) -> str:
 def encoder_of(how: StateFormat) -> str:
     """The function encode_<name>, or encode_<name>_randomly where the format is stochastic."""
     name = name_of(how)
-    first = int(how.code == "log")
-    least = 0 if how.linear or first else 1
-    draws = how.stochastic
-    head = f"encode_{name}_randomly(x, position, counter)" if draws else f"encode_{name}(x)"
-    index = "nearest(t)"
-    if draws:
-        index = (
-            f"round_randomly(t.to(tl.int32), magnitude, bits_{name}(t.to(tl.int32), low, high, signed), "
-            f"bits_{name}(t.to(tl.int32) + 1, low, high, signed), noise_of(position, counter))"
-        )
-    keep = "0, as_float(high)" if how.linear else "as_float(low | (signed << 31)), as_float(high)"
-    keep = keep.replace("0, ", "as_float(low * 0), ", 1) if how.linear else keep
-    top = "tl.where(signed != 0, 126, 254)" if first else str(MINIFLOATS[how.code].top)
+    is_log = how.code == "log"
+    head = f"encode_{name}_randomly(x, position, counter)" if how.stochastic else f"encode_{name}(x)"
+    lines = ["bits, magnitude, low, high, signed = ends(x)", f"t = position_{name}(magnitude, low, high, signed)"]
+    if how.stochastic:
+        neighbours = f"neighbours_{name}(k, kf, low, high, signed)"
+        lines += ["k, kf = below_of(t)", f"below, above = {neighbours}"]
+        lines.append("index = k + goes_up(magnitude, below, above, position, counter)")
+    else:
+        lines.append("index = as_bits(t + 12582912.0) - 0x4B400000")
+    if is_log:  # a position lies in [0, steps]: there is nothing to clamp
+        lines.append("index = index + 1")
+    else:
+        lines.append(f"index = tl.minimum(tl.maximum(index, {int(not how.linear)}), {MINIFLOATS[how.code].top})")
+    least = "low * 0" if how.linear else "low | (signed << 31)"
+    lines.append(f"return finished(index, bits, magnitude, high), side_of({least}, high)")
+    body = "\n".join(f"    {line}" for line in lines)
     return f'''
 @triton.jit
 def {head}:
     """Codes of a tile, and the side data of its groups."""
-    magnitude, low, high, negative, signed = ends(x)
-    t = position_{name}(magnitude, low, high, signed)
-    index = tl.minimum(tl.maximum({index}, {least}), {top}){" + 1" if first else ""}
-    code = tl.where(magnitude == 0, 0, index)
-    code = code | (negative & (code > 0)).to(tl.int32) * 128
-    return code.to(tl.uint8), {keep}
+{body}
 '''
 
 
@@ -166,9 +180,15 @@ def position_log(magnitude, low, high, signed):
 
 
 @triton.jit
-def bits_log(index, low, high, signed):
-    step = up((high - low).to(tl.float32) * tl.where(signed != 0, {1 / few!r}, {1 / many!r}))
-    return tl.minimum(low + nearest(index.to(tl.float32) * step), high)
+def step_log(low, high, signed):
+    return up((high - low).to(tl.float32) * tl.where(signed != 0, {1 / few!r}, {1 / many!r}))
+
+
+@triton.jit
+def neighbours_log(k, kf, low, high, signed):
+    step = step_log(low, high, signed)
+    below = low + nearest(kf * step)
+    return below, below + step.to(tl.int32)
 """
 
 
@@ -204,6 +224,11 @@ def bits_{name}(code, low, high, signed):
     per_bit = up((high - low).to(tl.float32) * {1 / of.span!r})
     offset = (bits_of_code_{name}(code) - {of.low_bits}).to(tl.float32) * per_bit
     return tl.minimum(low + nearest(offset), high)
+
+
+@triton.jit
+def neighbours_{name}(k, kf, low, high, signed):
+    return bits_{name}(k, low, high, signed), bits_{name}(k + 1, low, high, signed)
 """
 
 
@@ -225,27 +250,46 @@ def position_{name}(magnitude, low, high, signed):
 @triton.jit
 def bits_{name}(code, low, high, signed):
     return tl.minimum(as_bits(as_float(bits_of_code_{name}(code)) * scale_{name}(high)), high)
+
+
+@triton.jit
+def neighbours_{name}(k, kf, low, high, signed):
+    return bits_{name}(k, low, high, signed), bits_{name}(k + 1, low, high, signed)
 """
 
 
 def _decode(how: StateFormat, name: str) -> str:
     if how.code == "log":
-        sign = "signed != 0"
-        index = "magnitude - 1"
-    else:
-        sign = "magnitude >= 0"
-        index = "magnitude"
-    magnitude = "tl.where(signed != 0, code & 127, code)" if how.code == "log" else "code & 127"
+        return _DECODE_LOG
     return f'''
 @triton.jit
-def decode_{name}(payload, least, greatest):
+def decode_{name}(payload, side):
     """The values of a tile of codes; nan where a group was not finite."""
     code = payload.to(tl.int32)
-    low = as_bits(least)
+    magnitude = code & 127
+    low, high = side.to(tl.int32), (side >> 32).to(tl.int32)
+    greatest = as_float(high)
+    bits = bits_{name}(magnitude, low & 0x7FFFFFFF, high, 0)
+    bits = tl.where(magnitude == 0, 0, bits) | ((code & 128) << 24)
+    return as_float(bits) + (greatest - greatest)
+'''
+
+
+_DECODE_LOG = '''
+@triton.jit
+def decode_log(payload, side):
+    """The values of a tile of codes; nan where a group was not finite, which has no code 0."""
+    code = payload.to(tl.int32)
+    low, high = side.to(tl.int32), (side >> 32).to(tl.int32)
     signed = (low < 0).to(tl.int32)
     low = low & 0x7FFFFFFF
-    magnitude = {magnitude}
-    bits = tl.where(magnitude == 0, 0, bits_{name}({index}, low, as_bits(greatest), signed))
-    negative = (code >= 128) & ({sign})
-    return as_float(bits | (negative.to(tl.int32) << 31)) + (greatest - greatest)
+    step = step_log(low, high, signed)
+    is_finite = high < 0x7F800000
+    low = tl.where(is_finite, low, 0x7FC00000)
+    high = tl.where(is_finite, high, 0x7FC00000)
+    step = tl.where(is_finite, step, 0.0)
+    magnitude = code & (255 - (signed << 7))
+    index = as_float(magnitude | 0x4B000000) - 8388609.0
+    bits = tl.minimum(low + nearest(index * step), high)
+    return as_float(tl.where(magnitude == 0, 0, bits) | ((code - magnitude) << 24))
 '''

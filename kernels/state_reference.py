@@ -9,7 +9,7 @@ What holds, for every format of `fp8compile/state_formats.py` (tests/optimizer/t
 - The relative error of an element is at most half a step of its group: (greatest / least)^(1/126) in `log`.
 - Storing what was stored changes no bit of what is read, stochastic or not: the ends are kept as they are, and all
   between them lands within 2⁻¹² of a step of where it came from.
-- Stochastic rounding is unbiased: the mean of what is read is x, not that of its logarithm.
+- Stochastic rounding is unbiased: the mean of what is read is x, not that of its logarithm (to within an FP32 ULP).
 - A group with an inf or a nan decodes to nan.
 - Every operation is an integer's or one correctly rounded FP32 operation: a kernel must agree bit for bit.
 
@@ -31,6 +31,7 @@ TINY_BITS, INF_BITS = 0x00800000, 0x7F800000
 MASK = 0xFFFFFFFF
 STATE_STREAM, PARAMETER_STREAM = 0, 1
 Decoder = Callable[[Tensor], Tensor]
+Neighbours = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 # ---- random bits ----------------------------------------------------------------------------------------------------
@@ -44,10 +45,11 @@ def mix(h: Tensor) -> Tensor:
 
 
 def random_bits(elements: int, counter: Tensor, stream: int) -> Tensor:
-    """32 random bits (int64 [elements]), a function of position, counter (int32 [1]) and stream alone."""
+    """Random 32 bits (int64 [elements]), of position, counter (int32 [1]) and stream alone; use the upper ones."""
     position = torch.arange(elements, device=counter.device)
     key = mix((counter.long() * 2 + stream) & MASK)
-    return mix((position * 0x9E3779B1 + key) & MASK)
+    h = (position * 0x9E3779B1 + key) & MASK
+    return ((h ^ (h >> 15)) * 0x85EBCA6B) & MASK
 
 
 # ---- encode ---------------------------------------------------------------------------------------------------------
@@ -67,13 +69,13 @@ def encode(x: Tensor, format: StateFormat | str, counter: Tensor | None = None) 
     signed = negative.any(1, keepdim=True)
     position, top = _positions(how, magnitude, low, high, signed)
     if how.stochastic:
-        index = _round_randomly(position, magnitude, _decoder(how, low, high, signed), _noise(x, counter))
+        index = _round_randomly(position, magnitude, _neighbours(how, low, high, signed), _noise(x, counter))
     else:
         index = position.round().int()
     code = index.clamp(0 if how.linear or how.code == "log" else 1).minimum(top) + int(how.code == "log")
     if how.linear:
         low, signed = torch.zeros_like(low), torch.zeros_like(signed)
-    code = torch.where(magnitude == 0, 0, code)
+    code = torch.where(magnitude == 0, (high >= INF_BITS).int(), code)  # no zeros where all decodes to nan
     code = code | (negative & (code > 0)).int() * SIGN
     side = torch.cat([low | (signed.int() << 31), high], 1).view(torch.float32)
     return code.reshape(-1)[: x.numel()].to(torch.uint8).view(x.shape), side
@@ -85,17 +87,17 @@ def _grouped(x: Tensor) -> Tensor:
 
 
 def _noise(x: Tensor, counter: Tensor | None) -> Tensor:
-    """Of the 2¹⁶ middles of equal parts of (0, 1)."""
+    """Multiples of 2⁻²³ in [0, 1)."""
     if counter is None:
         raise ValueError("a stochastic state format needs a counter")
     elements = -(-x.numel() // GROUP) * GROUP
-    return ((random_bits(elements, counter, STATE_STREAM) >> 16).float() + 0.5).view(-1, GROUP) * 2.0**-16
+    return (random_bits(elements, counter, STATE_STREAM) >> 9).float().view(-1, GROUP) * 2.0**-23
 
 
-def _round_randomly(position: Tensor, magnitude: Tensor, decode_bits: Decoder, noise: Tensor) -> Tensor:
+def _round_randomly(position: Tensor, magnitude: Tensor, neighbours: Neighbours, noise: Tensor) -> Tensor:
     """The position below, or the next with the probability that makes the mean of what is read the value itself."""
-    below = position.floor().int()
-    x, x0, x1 = (b.view(torch.float32) for b in (magnitude, decode_bits(below), decode_bits(below + 1)))
+    below = (position - 0.5).round().int()  # of a whole position this may be one less: then x is x1, and goes up
+    x, x0, x1 = (b.view(torch.float32) for b in (magnitude, *neighbours(below)))
     return below + (noise * (x1 - x0) < x - x0).int()
 
 
@@ -162,7 +164,7 @@ def _decoder(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> Dec
     """From positions to FP32 bits of magnitudes: never above the group's greatest, which the greatest is."""
     span = (high - low).float()
     if how.code == "log":
-        step = _up(span * torch.where(signed, 1 / LOG_STEPS[0], 1 / LOG_STEPS[1]))
+        step = _log_step(low, high, signed)
         return lambda index: (low + (index.float() * step).round().int()).minimum(high)
     of = MINIFLOATS[how.code]
     if how.linear:
@@ -170,6 +172,24 @@ def _decoder(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> Dec
         return lambda code: (_bits_of_code(code, of).view(torch.float32) * scale).view(torch.int32).minimum(high)
     per_bit = _up(span * (1 / of.span))
     return lambda code: (low + ((_bits_of_code(code, of) - of.low_bits).float() * per_bit).round().int()).minimum(high)
+
+
+def _neighbours(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> Neighbours:
+    """From positions to the FP32 bits of what is read of them and of the next; in `log` a step rounded down above."""
+    decode_bits = _decoder(how, low, high, signed)
+    if how.code != "log":
+        return lambda index: (decode_bits(index), decode_bits(index + 1))
+    step = _log_step(low, high, signed)
+
+    def neighbours(index: Tensor) -> tuple[Tensor, Tensor]:
+        below = low + (index.float() * step).round().int()
+        return below, below + step.int()
+
+    return neighbours
+
+
+def _log_step(low: Tensor, high: Tensor, signed: Tensor) -> Tensor:
+    return _up((high - low).float() * torch.where(signed, 1 / LOG_STEPS[0], 1 / LOG_STEPS[1]))
 
 
 def _bits_of_code(code: Tensor, of: Minifloat) -> Tensor:
@@ -184,7 +204,7 @@ def _bits_of_code(code: Tensor, of: Minifloat) -> Tensor:
 def round_stochastically(x: Tensor, counter: Tensor) -> Tensor:
     """FP32 → BF16, up with the probability that makes the result's mean x; inf and nan as a cast has them."""
     raw = x.contiguous().view(torch.int32)
-    noise = (random_bits(x.numel(), counter, PARAMETER_STREAM) & 0xFFFF).int().view(x.shape)
+    noise = (random_bits(x.numel(), counter, PARAMETER_STREAM) >> 16).int().view(x.shape)
     rounded = ((raw + noise) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 

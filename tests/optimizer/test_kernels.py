@@ -110,7 +110,8 @@ def test_addresses_that_changed_are_sent_again():
 
 def test_offsets_are_32_bit_and_addresses_64():
     source = update_launch.file_source(adam("log", "log"), SCHEDULE, "cuda")
-    assert source.count(".to(tl.int64)") == 2  # the start of the tile, the row of the table
+    tile = source[source.index("def tile(") :]
+    assert tile.count("int64)") == 2 + 2  # of the first group and of the row; and side data, 64 bits a group
     assert "+ offset, mask=inside" in source
 
 

@@ -148,9 +148,10 @@ def test_stochastic_rounding_is_unbiased_and_reproducible(name):
     x = torch.exp2(torch.linspace(-6, 0, GROUP)) * torch.tensor([1.0, -1.0]).repeat(64)
     draws = torch.stack([stored(x, name, COUNTER + i) for i in range(2000)])
     step = draws.amax(0) - draws.amin(0)
-    # The mean of n draws that differ by a step is off by step / (2 √n) in one standard deviation: five of them.
+    # The mean of n draws that differ by a step is off by step / (2 √n) in one standard deviation: five of them. Of a
+    # value so near a code that none of the draws went to the other, up to 1/500 of a step, itself a sixth of x at most.
     error = (draws.double().mean(0) - x).abs()
-    assert (error <= step * 5 * 0.5 / math.sqrt(2000) + x.abs() * 2.0**-20).all()
+    assert (error <= step * 5 * 0.5 / math.sqrt(2000) + x.abs() * 4e-4).all()
     assert torch.equal(stored(x, name), stored(x, name))
     assert (step > 0).float().mean() > 0.8
 
