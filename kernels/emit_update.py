@@ -118,7 +118,7 @@ class _Emitter:
             "    has_group = tl.full(groups.shape, True, tl.int1)",
         ]
         if any(slot.counter for slot in self.update.slots):
-            self.lines.append("position = (start + offset).to(tl.uint32)")
+            self.lines.append("position = start.to(tl.uint32) + offset.to(tl.uint32)")
 
     def _pointer(self, slot: int, name: str, type: str, start: str = "start") -> str:
         """The address of the tile in a tensor, computed once."""

@@ -14,10 +14,17 @@ from fp8compile.kernels.update_spec import PLAIN, SCALAR, SPLIT, STATE, Slot, Up
 SIZES = (1, 127, 128, 129, 5000, 0, 2048)
 
 
-def adam(first: str, second: str, parameter: str = "float32", gradient: str = "float32", root: str = "sqrt") -> Update:
+def adam(
+    first: str,
+    second: str,
+    parameter: str = "float32",
+    gradient: str = "float32",
+    root: str = "sqrt",
+    quotient: str = "div",
+) -> Update:
     """m = 0.9 m + 0.1 g;  v = 0.999 v + 0.001 g²;  p = p - rate · m / (√v + ε).
 
-    `root` may be another function: torch's root on a CPU is no correctly rounded one.
+    `root` and `quotient` may be other functions, which all devices round correctly.
     parameter: "float32", "bfloat16", "stochastic" (BF16) or "split" (BF16 and 16 bits).
     """
     values = [
@@ -39,7 +46,7 @@ def adam(first: str, second: str, parameter: str = "float32", gradient: str = "f
         Value(root, (14,)),
         Value("constant", (), (1e-8,)),
         Value("add", (15, 16)),
-        Value("div", (8, 17)),
+        Value(quotient, (8, 17)),
         Value("mul", (4, 18)),
         Value("sub", (0, 19)),  # 20: new p
     ]
