@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BLOCK = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336), (4096,), (4096,)]  # fmt: skip
+ATTENTION = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
+BLOCK = [*ATTENTION, (14336, 4096), (14336, 4096), (4096, 14336), (4096,), (4096,)]
 TINY = [(64, 64), (65, 70), (64,)]
 MIB = 1 << 20
 RATE, DECAY = 1e-4, 0.1
@@ -103,9 +104,8 @@ def bytes_of(x: Any) -> int:
     """Bytes of a tensor; of a wrapper, of the tensors in it."""
     if not isinstance(x, Tensor):
         return 0
-    if hasattr(x, "__tensor_flatten__"):
-        return sum(bytes_of(getattr(x, name)) for name in x.__tensor_flatten__()[0])
-    return x.nbytes
+    flatten = getattr(x, "__tensor_flatten__", None)
+    return x.nbytes if flatten is None else sum(bytes_of(getattr(x, name)) for name in flatten()[0])
 
 
 def milliseconds(step: Step) -> float:

@@ -124,7 +124,7 @@ class FP8State(Tensor):
         """Raise `StateError` if this cannot be what `store` left."""
         _check(self)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
-sys.path.insert(0, str(Path(__file__).parent / "optimizer"))
 
 import triton
 from triton.backends.compiler import GPUTarget

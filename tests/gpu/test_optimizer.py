@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optimizers import OPTIMIZERS, make_parameters, set_gradients
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "optimizer"))
-
-from optimizers import OPTIMIZERS, make_parameters, set_gradients
 from updates import SIZES, Data, adam, data_for
 
 import fp8compile

@@ -1,4 +1,4 @@
-"""Optimizers, parameters and gradients that the tests of this folder share, and a reference for 8-bit states.
+"""Optimizers, parameters and gradients that tests of optimizers share, and a reference for 8-bit states.
 
 `Simulated` is the independent reference: torch's own optimizer, eager, in FP32; after each step every state that
 fp8compile would keep in 8 bits is replaced by what `kernels/state_reference.py` makes of it.
