@@ -127,6 +127,6 @@ def is_elementwise(node: fx.Node) -> bool:
         return False
     name, args, _ = call
     if name in IDENTITIES:
-        source = args[-1] if name == "copy" else args[0]
+        source = args[1] if name == "copy" else args[0]
         return is_tensor(source) and value(source).dtype in (*FLOATS, torch.bool)
     return name in RULES or name == "pow" or name in ("full", "full_like", "zeros_like", "ones_like", "scalar_tensor")

@@ -131,7 +131,7 @@ class _SpecWriter:
 
     def _computed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if name in IDENTITIES:
-            return self.number(args[-1] if name == "copy" else args[0])
+            return self.number(args[1] if name == "copy" else args[0])
         if name in ("zeros_like", "ones_like"):
             return self.constant(float(name == "ones_like"))
         if name in ("full", "full_like", "scalar_tensor"):

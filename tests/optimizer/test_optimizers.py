@@ -77,9 +77,10 @@ def test_states_made_while_stepping_become_eight_bit_at_the_second_step(name):
         assert relative(p, q) < 1e-6
 
 
+@pytest.mark.parametrize("foreach", [None, True], ids=["single", "foreach"])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop_centered", "adadelta", "radam", "nadam"])
-def test_a_changing_rate_compiles_once_more_and_no_more(name):
-    *_, compilations = run(name, None, steps=6)
+def test_a_changing_rate_compiles_once_more_and_no_more(name, foreach):
+    *_, compilations = run(name, None, steps=5, foreach=foreach)
     assert len(compilations) <= 2 + (name == "sgd")  # its momentum is made by the first step
 
 
