@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from fp8compile import optim
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
-from fp8compile.passes import spread_scalars
+from fp8compile.passes import refuse_view_writes, spread_scalars
 from fp8compile.plan import MergedUpdate, Plan
 
 
@@ -60,6 +60,7 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, options: Options) -> Plan:
         InstructionTranslator.current_tx().speculation_log.clear()  # the next trace may take another path
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8")
     _warn_of_rounding(opt)
+    refuse_view_writes.run(gm)
     spread_scalars.run(gm)
     return Plan("optimizer", states=optim.state_rows(opt))
 
@@ -79,7 +80,9 @@ def _warn_of_rounding(opt: Optimizer) -> None:
         p
         for group in opt.param_groups
         for p in group["params"]
-        if p.grad is not None and recipe.rounding(p) != "nearest" and not any(map(_is_state, opt.state[p].values()))
+        if p.grad is not None
+        and recipe.rounding(p) != "nearest"
+        and not any(map(_is_state, opt.state.get(p, {}).values()))
     ]
     if bare:
         _say(

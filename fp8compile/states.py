@@ -137,6 +137,12 @@ class FP8State(Tensor):
             return args[0].like(lambda x: aten._to_copy.default(x, device=kwargs.get("device")))
         if func is aten.copy_.default and isinstance(args[0], FP8State):
             return _copy(*args[:2])
+        if func.is_view and type(args[0]) is FP8State and type(args[0].payload) is Tensor:
+            raise StateError(
+                f"{func} of an 8-bit optimizer state outside of a compiled step: what is written to a view would be "
+                "lost. Read state.dequantize(), compile the step, or take fp8compile.plain_state_dict(opt). A sharded "
+                "checkpoint of 8-bit states loads into equal shards only"
+            )
         return _through_plain(func, args, kwargs)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import optim
-from fp8compile.errors import OptionError
+from fp8compile.errors import OptionError, StateError
 from fp8compile.state_recipe import StateRecipe
 
 EXACT = "float32"  # states kept in FP32: what is left are the passes
@@ -251,6 +251,36 @@ def test_a_matmul_in_the_update_stays_outside():
     assert relative(mine[0], theirs[0]) < 1e-5
     updates = fp8compile.compiles()[-1].updates  # the moment's, and the parameter's, which have no element in common
     assert sorted((u.formats, u.reason) for u in updates) == [((), ""), (("float32",), "")]
+
+
+@pytest.mark.parametrize(
+    "write", [lambda m: m.view(-1)[:100].zero_(), lambda m: m.T.mul_(2), lambda m: m[0].copy_(m[1])]
+)
+def test_writing_to_a_part_of_a_state_is_refused(write):
+    """A view is made of the state's values: a write to it would be lost."""
+
+    class Forgetful(Lion):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                m = state["exp_avg"].lerp_(p.grad, 0.1)
+                write(m)
+                p.sub_(m)
+
+    mine = make_parameters([(80, 80)])
+    opt = Forgetful(mine)
+    step, _ = compiled(opt)
+    set_gradients(mine, 0)
+    step()
+    with pytest.raises(Exception, match="writes to a part of an optimizer state"):
+        step()
+    kept = opt.state[mine[0]]["exp_avg"]
+    assert isinstance(kept, fp8compile.FP8State)
+    with pytest.raises(StateError, match="would be lost"):
+        kept[:3]
 
 
 def test_with_inductor():
