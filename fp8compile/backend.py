@@ -118,21 +118,32 @@ class LoweringPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place."""
         on_gpu = _device(graph).type == "cuda"
-        executor = "triton" if on_gpu and self.options.kernels == "generated" else "inductor"
-        _lower(graph, executor, self.options, self.plans)
+        if has_states(graph):
+            _lower_optimizer(graph, self.options, self.plans)
+            return
+        _lower(graph, "triton" if on_gpu and self.options.kernels == "generated" else "inductor", self.options)
 
     def uuid(self) -> str:
         """The source and the options decide what this pass does."""
         return hashlib.sha256(repr((source_digest(), self.options)).encode()).hexdigest()
 
 
-def _lower(graph: fx.Graph, executor: str, options: Options, plans: list[Plan]) -> None:
+def _lower_optimizer(graph: fx.Graph, options: Options, plans: list[Plan]) -> None:
+    """Run the passes of optimizer graphs; where one fails, every operation of the optimizer loads and stores states."""
+    backup = _copy(graph)
+    try:
+        optimizers.record(plans, run_optimizer(graph))
+    except Exception as error:
+        if options.strict:
+            raise
+        _restore(graph, backup)
+        failures.warn(error, graph, options, "Its updates run operator by operator, storing states in between")
+
+
+def _lower(graph: fx.Graph, executor: str, options: Options) -> None:
     """Run the passes after the cut; where one fails, Inductor (or the operators) take the markers as they are."""
     backup = _copy(graph)
     try:
-        if has_states(graph):
-            optimizers.record(plans, run_optimizer(graph))
-            return
         run_after_cut(graph, executor)
     except Exception as error:
         if options.strict:
@@ -195,8 +206,11 @@ def _run_eagerly(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Options, plans: list[Plan], **_: Any
 ) -> Compiled:
     """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
-    if options.kernels == "generated" or has_states(gm.graph):
-        _lower(gm.graph, "operators", options, plans)
+    if has_states(gm.graph):
+        _lower_optimizer(gm.graph, options, plans)
+        gm.recompile()
+    elif options.kernels == "generated":
+        _lower(gm.graph, "operators", options)
         gm.recompile()
 
     def run(args: list[Any]) -> Any:

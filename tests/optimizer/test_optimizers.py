@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import optim
-from fp8compile.errors import OptionError, StateError
+from fp8compile.errors import Fp8Warning, OptionError, StateError
 from fp8compile.state_recipe import StateRecipe
 
 EXACT = "float32"  # states kept in FP32: what is left are the passes
@@ -281,6 +281,24 @@ def test_writing_to_a_part_of_a_state_is_refused(write):
     assert isinstance(kept, fp8compile.FP8State)
     with pytest.raises(StateError, match="would be lost"):
         kept[:3]
+
+
+def test_a_failing_pass_costs_the_merging_and_warns(monkeypatch):
+    def fails_half_way(graph):
+        for copy in list(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)):
+            graph.erase_node(copy)
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr("fp8compile.passes.merge_updates.run", fails_half_way)
+    opt, mine, reference, theirs = twins(torch.optim.AdamW, {})
+    step, _ = compiled(opt, states=EXACT, strict=False)
+    set_gradients(mine, 0)
+    set_gradients(theirs, 0)
+    with pytest.warns(Fp8Warning, match="operator by operator"):
+        step()
+    reference.step()
+    for p, q in zip(mine, theirs, strict=True):
+        assert relative(p, q) < 1e-6
 
 
 def test_with_inductor():
