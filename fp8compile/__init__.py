@@ -19,12 +19,15 @@ if _version > NEWEST:
     )
 
 from fp8compile import delayed  # noqa: E402
-from fp8compile.errors import Fp8Error, Fp8Warning, OptionError, VerificationError  # noqa: E402
+from fp8compile.errors import Fp8Error, Fp8Warning, OptionError, StateError, VerificationError  # noqa: E402
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
+from fp8compile.optim import plain_state_dict, prepare_optimizer  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Saved  # noqa: E402
 from fp8compile.plans import compiles, last_compile  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
+from fp8compile.state_recipe import StateRecipe  # noqa: E402
+from fp8compile.states import FP8State  # noqa: E402
 
 __all__ = [
     "E4M3",
@@ -32,6 +35,7 @@ __all__ = [
     "RECIPES",
     "Cast",
     "Delayed",
+    "FP8State",
     "Fp8Error",
     "Fp8Warning",
     "Granularity",
@@ -44,8 +48,12 @@ __all__ = [
     "Recipe",
     "Role",
     "Saved",
+    "StateError",
+    "StateRecipe",
     "VerificationError",
     "compiles",
     "delayed",
     "last_compile",
+    "plain_state_dict",
+    "prepare_optimizer",
 ]

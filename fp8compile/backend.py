@@ -22,11 +22,12 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import delayed, devices, failures, plans
+from fp8compile import delayed, devices, failures, optimizers, plans
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
 from fp8compile.passes.compilation import Compilation, Input, device_of
 from fp8compile.passes.graph_text import graph_text
+from fp8compile.passes.optimizer_pipeline import has_states, run_optimizer
 from fp8compile.passes.pipeline import run_after_cut, run_pipeline
 from fp8compile.passes.snapshot import copy_graph, restore_graph
 from fp8compile.plan import Lowered, Plan
@@ -53,6 +54,8 @@ def fp8(
         _guard_identity(gm, example_inputs)
         namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
     joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), namespace)
+    if (opt := optimizers.traced_optimizer(gm, example_inputs)) is not None:
+        joint.optimizer = optimizers.plan_of(opt, gm, parsed)
     record = joint.record = plans.Record(plans.key(gm, example_inputs, joint.uuid()), parsed)
     lowering = LoweringPass(parsed)
     settings = _inductor_settings(parsed) | {
@@ -75,9 +78,14 @@ class JointPass(CustomGraphPass):
     inputs: tuple[Input, ...]
     namespace: str
     record: plans.Record | None = field(default=None, repr=False)
+    optimizer: Plan | None = None  # of an optimizer's graph, which is rewritten after Inductor's own passes
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place, or leave it as it was when a pass fails."""
+        if self.optimizer is not None:
+            if self.record is not None:
+                self.record.add(self.optimizer)
+            return
         c = self._compilation(graph)
         backup = copy_graph(graph)
         try:
@@ -118,6 +126,9 @@ class LoweringPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place."""
+        if has_states(graph):
+            self.lowered = _lower_optimizer(graph, self.options)
+            return
         on_gpu = device_of(graph).type == "cuda"
         executor = "triton" if on_gpu and self.options.kernels == "generated" else "inductor"
         self.lowered = _lower(graph, executor, self.options, self.half)
@@ -125,6 +136,21 @@ class LoweringPass(CustomGraphPass):
     def uuid(self) -> str:
         """The source and the options decide what this pass does."""
         return hashlib.sha256(repr((source_digest(), self.options)).encode()).hexdigest()
+
+
+def _lower_optimizer(graph: fx.Graph, options: Options) -> Lowered:
+    """Run the passes of optimizer graphs; where one fails, every operation of the optimizer loads and stores states."""
+    backup = copy_graph(graph)
+    try:
+        updates = run_optimizer(graph)
+    except Exception as error:
+        if options.strict:
+            raise
+        restore_graph(graph, backup)
+        failures.warn(error, graph, options, "Its updates run operator by operator, storing states in between")
+        return Lowered(failure=failures.first_line(error))
+    optimizers.warn_of_unmerged(updates)
+    return Lowered(updates=updates)
 
 
 def _lower(graph: fx.Graph, executor: str, options: Options, half: str) -> Lowered:
@@ -199,10 +225,12 @@ def _run_eagerly(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: plans.Record, **settings: Any
 ) -> Compiled:
     """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
-    if lowering.options.kernels == "generated":
-        half = _half(settings)
-        record.add_half(half, _lower(gm.graph, "operators", lowering.options, half))
-        gm.recompile()
+    half, options = _half(settings), lowering.options
+    if has_states(gm.graph):
+        record.add_half(half, _lower_optimizer(gm.graph, options))
+    elif options.kernels == "generated":
+        record.add_half(half, _lower(gm.graph, "operators", options, half))
+    gm.recompile()
 
     def run(args: list[Any]) -> Any:
         given = list(args)

@@ -18,6 +18,10 @@ class VerificationError(Fp8Error):
     """A pass left an invalid graph: our bug. Names the pass, the node and the broken rule."""
 
 
+class StateError(Fp8Error, ValueError):
+    """An optimizer state that is corrupted, belongs to other parameters, or cannot be made."""
+
+
 class Fp8Warning(UserWarning):
     """Something was left undone, with its reason: nothing converted, a pattern without a match, a fall-back."""
 

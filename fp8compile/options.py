@@ -11,6 +11,7 @@ from torch._inductor import config as inductor_config  # to check the names of s
 
 from fp8compile.errors import OptionError, unknown_name
 from fp8compile.recipe import RECIPES, Recipe
+from fp8compile.state_recipe import StateRecipe
 
 EXECUTORS = ("inductor", "eager")
 KERNELS = ("generated", "inductor")
@@ -39,6 +40,7 @@ class Options:
     kernels: "generated" makes Triton kernels of what is around FP8 casts; "inductor" leaves that to Inductor.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.
+    states: how an optimizer's states are kept where its step is compiled (`StateRecipe.parse`).
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
     inductor: settings of torch._inductor.config for this compilation.
     """
@@ -54,6 +56,7 @@ class Options:
     kernels: str = "generated"
     strict: bool = False
     verify: bool = True
+    states: StateRecipe = field(default_factory=StateRecipe)
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
 
@@ -69,6 +72,8 @@ class Options:
             given["mode"] = mode
         if "recipe" in given:
             given["recipe"] = Recipe.parse(given["recipe"])
+        if "states" in given:
+            given["states"] = StateRecipe.parse(given["states"])
         if "skip" in given:
             given["skip"] = _patterns(given["skip"])
         if "save" in given:

@@ -98,23 +98,48 @@ class Kernel:
     origins: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class State:
+    """One state of an optimizer: `parameter` counts them through its groups; format "": a plain tensor; and why."""
+
+    parameter: int
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class MergedUpdate:
+    """So many parameters that one launch updates, by an expression of so many values; reason: why it is not merged."""
+
+    parameters: int
+    elements: int
+    formats: tuple[str, ...]
+    values: int
+    reason: str = ""
+
+
 @dataclass
 class Lowered:
-    """What the passes after the cut made of one half: its kernels, which casts were left to Inductor and why."""
+    """What the passes after the cut made of one half: its kernels, which casts were left to Inductor and why; of an
+    optimizer's graph the updates that were merged."""
 
     kernels: list[Kernel] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     failure: str = ""
+    updates: list[MergedUpdate] = field(default_factory=list)
 
 
 @dataclass
 class Plan:
-    """Rows for every matmul of one graph; `graph` says which (training or inference), `failure` why no pass ran.
+    """Rows for every matmul of one graph; `graph` says which (training, inference or optimizer), `failure` why no pass
+    ran.
 
     `saved`: what the forward half keeps for the backward half, parameters left out; `recomputed`: how many nodes of
     each operator the backward half computes again.
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
-    backward when it is first needed).
+    backward when it is first needed). `states`: those of an optimizer.
     """
 
     graph: str = "training"
@@ -125,6 +150,7 @@ class Plan:
     saved: list[Saved] = field(default_factory=list)
     recomputed: dict[str, int] = field(default_factory=dict)
     halves: dict[str, Lowered] = field(default_factory=dict)
+    states: list[State] = field(default_factory=list)
 
     def row(self, node: str) -> Matmul | None:
         """The row of the matmul at graph node `node`."""
@@ -150,6 +176,11 @@ class Plan:
         return [kernel for half in self.halves.values() for kernel in half.kernels]
 
     @property
+    def updates(self) -> list[MergedUpdate]:
+        """The updates of an optimizer, as they were merged."""
+        return [update for half in self.halves.values() for update in half.updates]
+
+    @property
     def kept(self) -> list[Matmul]:
         """Rows that were left as they are."""
         return [m for m in self.matmuls if m.decision != FP8]
@@ -173,12 +204,15 @@ class Plan:
             rows.append(Matmul(**_with_tuples(row)))
         halves = {name: lowered_from(half) for name, half in data.pop("halves").items()}
         saved = [Saved(**_with_tuples(row)) for row in data.pop("saved")]
-        return Plan(matmuls=rows, halves=halves, saved=saved, **data)
+        states = [State(**_with_tuples(row)) for row in data.pop("states")]
+        return Plan(matmuls=rows, halves=halves, saved=saved, states=states, **data)
 
 
 def lowered_from(data: dict[str, Any]) -> Lowered:
     """A half from its plain data, as `dataclasses.asdict` gives it."""
-    return Lowered(**{**data, "kernels": [Kernel(**_with_tuples(kernel)) for kernel in data["kernels"]]})
+    kernels = [Kernel(**_with_tuples(kernel)) for kernel in data["kernels"]]
+    updates = [MergedUpdate(**_with_tuples(update)) for update in data["updates"]]
+    return Lowered(**{**data, "kernels": kernels, "updates": updates})
 
 
 def _with_tuples(row: dict[str, Any]) -> dict[str, Any]:

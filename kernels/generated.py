@@ -126,7 +126,7 @@ def module_of(region: Region, schedule: Schedule, target: str) -> ModuleType:
     path = Path(cache_dir()) / "fp8compile" / "kernels" / f"{kernel_name(region, schedule)}_{key}.py"
     if not path.exists():
         write_atomically(path, source)
-    return _import(path)
+    return import_file(path)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -138,7 +138,8 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _import(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
+    """The module that the file at `path` is, imported once."""
     name = f"fp8compile_kernel_{path.stem}"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,0 +1,240 @@
+"""FP8 states for any `torch.optim.Optimizer`, explicitly.
+
+    opt = fp8compile.prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    step = torch.compile(opt.step, backend="fp8")
+
+`torch.compile(opt.step, backend="fp8")` prepares an optimizer that is not. Either way states become `FP8State`s where
+the recipe says so: those there are at once, later ones when `_init_group` makes them, and those that an optimizer makes
+while it steps (SGD's momentum) when the next step is compiled.
+
+`state_dict()` holds `FP8State`s, which torch.save and torch.distributed.checkpoint keep; `plain_state_dict(opt)` holds
+plain tensors for everybody else. `load_state_dict` takes either, and checks all of it before anything is changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fp8compile.errors import OptionError, StateError
+from fp8compile.plan import State
+from fp8compile.state_formats import StateFormat
+from fp8compile.state_recipe import StateRecipe, salt
+from fp8compile.states import FP8State
+
+_prepared: weakref.WeakKeyDictionary[Optimizer, StateRecipe] = weakref.WeakKeyDictionary()
+
+
+def prepare_optimizer(opt: Optimizer, recipe: StateRecipe | str | Mapping[str, Any] | None = None) -> Optimizer:
+    """Keep the states of `opt` in 8 bits from now on, as `recipe` says (`StateRecipe.parse`); returns `opt`.
+
+    Raises `OptionError` for a recipe that means nothing, a fused optimizer (its kernel cannot be compiled), or one that
+    was prepared with another recipe.
+    """
+    parsed = StateRecipe.parse(recipe)
+    if opt in _prepared:
+        if recipe is not None and _prepared[opt] != parsed:
+            raise OptionError("this optimizer was prepared with another recipe; make a new one to change it")
+        return opt
+    refuse_fused(opt)
+    _prepared[opt] = parsed
+    _wrap_init_group(opt)
+    opt.register_load_state_dict_pre_hook(_before_loading)
+    opt.register_load_state_dict_post_hook(_settle)
+    _settle(opt)
+    return opt
+
+
+def _settle(opt: Optimizer) -> None:
+    """Convert states; and trace parameter by parameter where the rate is a float, as in foreach operators Dynamo would
+    make it a constant and compile again each time it changes. What is traced is merged all the same."""
+    for group in opt.param_groups:
+        if "foreach" in group and not isinstance(group.get("lr"), Tensor):
+            group["foreach"] = False
+    convert_states(opt)
+
+
+def is_prepared(opt: Optimizer) -> bool:
+    """Whether the states of `opt` are kept in 8 bits."""
+    return opt in _prepared
+
+
+def recipe_of(opt: Optimizer) -> StateRecipe:
+    """The recipe that `opt` was prepared with."""
+    return _prepared[opt]
+
+
+def refuse_fused(opt: Optimizer) -> None:
+    """Raise `OptionError` for an optimizer whose step is one opaque kernel."""
+    if any(group.get("fused") for group in opt.param_groups):
+        raise OptionError(
+            f"{type(opt).__name__}(fused=True) runs torch's own kernel, which torch.compile does not see into: make "
+            "the optimizer without fused=True (foreach or not); its compiled step is one launch for each kind of update"
+        )
+
+
+def convert_states(opt: Optimizer) -> bool:
+    """Make `FP8State`s of the plain states of `opt` that its recipe wants so; whether there were any."""
+    recipe, changed = _prepared[opt], False
+    for index, parameter in enumerate(_parameters(opt)):
+        if parameter in opt.state:
+            changed |= _convert(index, parameter, opt.state[parameter], recipe)
+    return changed
+
+
+def state_rows(opt: Optimizer) -> list[State]:
+    """What became of every state of `opt` that has a number for each element, and why."""
+    recipe, rows = _prepared[opt], []
+    for index, parameter in enumerate(_parameters(opt)):
+        for name, value in opt.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                reason = recipe.decide(name, parameter, value).reason
+                local = _local(value)
+                format = local.format if isinstance(local, FP8State) else ""
+                rows.append(State(index, name, tuple(value.shape), format, reason))
+    return rows
+
+
+def _convert(index: int, parameter: Tensor, state: dict[str, Any], recipe: StateRecipe) -> bool:
+    """Make 8-bit states of the plain ones of one parameter, in `state`; whether there were any."""
+    rides, changed = recipe.rounding(parameter), False
+    for name, value in state.items():
+        if isinstance(value, Tensor) and is_fp8(value):
+            rides = "nearest"  # what belongs to the parameter is on an earlier state
+        elif isinstance(value, Tensor):
+            format = recipe.decide(name, parameter, value).format
+            if format is not None:
+                state[name] = _mapped(value, partial(FP8State.of, format=str(format), salt=salt(index, name)), rides)
+                rides, changed = "nearest", True
+    return changed
+
+
+def _mapped(value: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
+    """`make` of the local part of `value`, sharded as `value` is."""
+    if not isinstance(value, DTensor):
+        return make(value, *args)
+    local = make(value.to_local(), *args)
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def is_fp8(value: Tensor) -> bool:
+    """Whether a state is, or is sharded from, an `FP8State`."""
+    return isinstance(_local(value), FP8State)
+
+
+def _parameters(opt: Optimizer) -> list[Tensor]:
+    return [p for group in opt.param_groups for p in group["params"]]
+
+
+def _wrap_init_group(opt: Optimizer) -> None:
+    """Convert states before `_init_group` hands them out: call it once for its effect, and once more for its lists."""
+    original = getattr(opt, "_init_group", None)
+    if original is None:
+        return
+    owner = weakref.ref(opt)
+
+    def init_group(group: dict[str, Any], *lists: Any, **named: Any) -> Any:
+        copies = [list(x) if isinstance(x, list) else x for x in lists]
+        copied = {name: list(x) if isinstance(x, list) else x for name, x in named.items()}
+        original(group, *copies, **copied)
+        prepared = owner()
+        assert prepared is not None
+        convert_states(prepared)
+        return original(group, *lists, **named)
+
+    opt._init_group = init_group  # type: ignore[attr-defined]
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def plain_state_dict(opt: Optimizer, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """`opt.state_dict()` with plain tensors of `dtype` instead of 8-bit states: a checkpoint for any optimizer.
+
+    The missing bits of split parameters are not in it: they are the parameter's, in FP8 checkpoints only.
+    """
+    whole = opt.state_dict()
+    states = {
+        key: {name: _plain(value, dtype) for name, value in state.items()} for key, state in whole["state"].items()
+    }
+    return {**whole, "state": states}
+
+
+def _plain(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor) or not is_fp8(value):
+        return value
+    return _mapped(value, lambda local: local.dequantize(dtype))
+
+
+def _before_loading(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Check everything, then convert it: nothing of `opt` has been touched when this raises."""
+    recipe, mine = _prepared[opt], _parameters(opt)
+    loaded = state_dict.get("state")
+    saved = [key for group in state_dict.get("param_groups", []) for key in group["params"]]
+    if not isinstance(loaded, Mapping) or len(saved) != len(mine):
+        raise StateError(f"the checkpoint has {len(saved)} parameters, this optimizer {len(mine)}")
+    parameters = dict(zip(saved, enumerate(mine), strict=True))
+    for key, state in loaded.items():
+        if key not in parameters:
+            raise StateError(f"the checkpoint has states of a parameter {key!r} that is in none of its groups")
+        for name, value in state.items():
+            _check(key, name, value, parameters[key][1])
+    states = {key: _adopted(*parameters[key], state, recipe) for key, state in loaded.items()}
+    return {**state_dict, "state": states}
+
+
+def _check(key: Any, name: str, value: Any, parameter: Tensor) -> None:
+    if not isinstance(value, Tensor) or (not is_fp8(value) and value.numel() == 1):
+        return
+    if value.shape != parameter.shape:
+        raise StateError(
+            f"state {name!r} of parameter {key} has shape {list(value.shape)}, the parameter {list(parameter.shape)}: "
+            "the checkpoint is of another model"
+        )
+    local = _local(value)
+    if isinstance(local, FP8State):
+        local.check()
+
+
+def _adopted(index: int, parameter: Tensor, state: Mapping[str, Any], recipe: StateRecipe) -> dict[str, Any]:
+    """Copies of the loaded states of one parameter as `recipe` wants them, 8-bit ones bit for bit where it can be."""
+    rides, adopted = recipe.rounding(parameter), {}
+    for name, value in state.items():
+        adopted[name] = value
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            continue
+        value = value.to(parameter.device).clone()
+        format = recipe.decide(name, parameter, value).format
+        adopted[name] = value if format is not None else _plain(value, parameter.dtype)
+        if format is not None:
+            make = partial(_in_format, format=format, salt=salt(index, name), dtype=parameter.dtype)
+            adopted[name] = _mapped(value, make, rides)
+            rides = "nearest"
+    return adopted
+
+
+def _in_format(x: Tensor, rounding: str, format: StateFormat, salt: int, dtype: torch.dtype) -> FP8State:
+    """`x` (plain, or stored in any format) as an `FP8State` that keeps of it what it can."""
+    name = str(format)
+    if not isinstance(x, FP8State):
+        return FP8State.of(x.contiguous(), rounding, format=name, salt=salt, dtype=dtype)
+    fresh = FP8State.of(x.dequantize(torch.float32), rounding, format=name, salt=salt, dtype=dtype)
+    if x.format == name:
+        fresh.payload, fresh.side = x.payload, x.side
+    for kept in ("counter", "low"):
+        if getattr(fresh, kept) is not None and getattr(x, kept) is not None:
+            setattr(fresh, kept, getattr(x, kept))
+    return fresh

@@ -1,0 +1,97 @@
+"""`torch.compile(opt.step, backend="fp8")` on an optimizer that nobody prepared.
+
+Dynamo hands a backend a graph, not the optimizer; but while it does, the frame that it traces is at hand, and its
+`self` is the optimizer. If that has plain states which should be 8-bit ones, they are exchanged and Dynamo is told to
+trace again, before anything is compiled. Private API of torch, imported here only; where it finds nothing, the graph
+is compiled with the states as they are, and `fp8compile.prepare_optimizer` does the same explicitly.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # the restart that keeps what was learned of scalars
+from torch._dynamo.symbolic_convert import InstructionTranslator  # knows the frame under trace
+from torch.optim import Optimizer
+
+from fp8compile import optim
+from fp8compile.errors import Fp8Warning
+from fp8compile.options import Options
+from fp8compile.passes import refuse_view_writes, spread_scalars
+from fp8compile.plan import MergedUpdate, Plan
+
+
+def traced_optimizer(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Optimizer | None:
+    """The optimizer whose step this graph is; None for any other graph.
+
+    Its `self` or first argument is an optimizer; or a local variable is one, and the graph has states of it.
+    """
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:  # not called by Dynamo
+        return None
+    frame = dict((tx.output.root_tx or tx).f_locals)
+    first = [frame.get("self"), *list(frame.get("args") or ())[:1]]
+    if found := next((x for x in first if isinstance(x, Optimizer)), None):
+        return found
+    near = [getattr(x, "__self__", x) for x in frame.values()]
+    inputs = {id(x) for x in (*example_inputs, *gm.__dict__.get("_buffers", {}).values(), *gm.__dict__.values())}
+    return next((x for x in near if isinstance(x, Optimizer) and inputs & _state_ids(x)), None)
+
+
+def _state_ids(opt: Optimizer) -> set[int]:
+    return {id(x) for state in opt.state.values() for x in state.values() if isinstance(x, torch.Tensor)}
+
+
+def plan_of(opt: Optimizer, gm: fx.GraphModule, options: Options) -> Plan:
+    """Make the states of `opt` 8-bit ones, and its graph ready for AOTAutograd.
+
+    Returns a plan with a row for each state, to which passes add what they merge. Raises Dynamo's own signal to trace
+    again if any state changed.
+    """
+    known = optim.is_prepared(opt)
+    optim.prepare_optimizer(opt, options.states if not known else None)
+    if optim.convert_states(opt) or not known:
+        InstructionTranslator.current_tx().speculation_log.clear()  # the next trace may take another path
+        raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8")
+    _warn_of_rounding(opt)
+    refuse_view_writes.run(gm)
+    spread_scalars.run(gm)
+    return Plan("optimizer", states=optim.state_rows(opt))
+
+
+def warn_of_unmerged(updates: list[MergedUpdate]) -> None:
+    """Say which updates run operator by operator."""
+    for reason, count in Counter(u.reason for u in updates if u.reason).items():
+        _say(f"{count} parameter updates run operator by operator, BF16 parameters rounded to nearest: {reason}")
+
+
+def _warn_of_rounding(opt: Optimizer) -> None:
+    """Say so where a BF16 parameter has no state that could carry what its rounding needs."""
+    recipe = optim.recipe_of(opt)
+    bare = [
+        p
+        for group in opt.param_groups
+        for p in group["params"]
+        if p.grad is not None
+        and recipe.rounding(p) != "nearest"
+        and not any(map(_is_state, opt.state.get(p, {}).values()))
+    ]
+    if bare:
+        _say(
+            f"{len(bare)} BF16 parameters are rounded to nearest, not {recipe.parameters}: they have no state to carry "
+            "what that needs (an optimizer without states, its first step, or a parameter of one element)"
+        )
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and optim.is_fp8(x)
+
+
+def _say(message: str) -> None:
+    warnings.warn(f"fp8: {message}.", Fp8Warning, stacklevel=3)

@@ -1,0 +1,65 @@
+"""The operators of optimizer graphs, registered once, at import.
+
+    fp8::load_state(payload, side, format, dtype)               -> the state, in `dtype`
+    fp8::store_state(x, counter, low, format, parameter)        -> (payload, side)
+    fp8::update_parameters(stored, read, scalars, spec)         -> nothing; writes what is `stored`
+
+The first two are what an `FP8State` does when an optimizer reads it or writes to it. `counter`, `low` and `parameter`
+change nothing of what is stored but its random bits: they tell the passes how the parameter is to be rounded
+(`fp8compile/state_recipe.py`). The last is what the passes make of the updates of many parameters: one launch
+(`kernels/update_spec.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.kernels import state_reference, update
+from fp8compile.state_formats import parse_state_format
+
+
+def _load(payload: Tensor, side: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    return state_reference.decode(payload, side, format).to(dtype)
+
+
+def _fake_load(payload: Tensor, side: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    return payload.new_empty(payload.shape, dtype=dtype)
+
+
+def _store(x: Tensor, counter: Tensor | None, low: Tensor | None, format: str, parameter: str) -> tuple[Tensor, Tensor]:
+    return state_reference.encode(x, format, counter)
+
+
+def _fake_store(
+    x: Tensor, counter: Tensor | None, low: Tensor | None, format: str, parameter: str
+) -> tuple[Tensor, Tensor]:
+    how = parse_state_format(format)
+    payload = x.new_empty(x.shape, dtype=how.payload_dtype)
+    return payload, x.new_empty(how.side_shape(x.numel()), dtype=torch.float32)
+
+
+def _fake_update(stored: list[Tensor], read: list[Tensor], scalars: list[Tensor], spec: str) -> None:
+    return None
+
+
+_library = torch.library.Library("fp8", "FRAGMENT")  # lives as long as the process
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
+_library.define("load_state(Tensor payload, Tensor side, str format, ScalarType dtype) -> Tensor", tags=_TAGS)
+_library.define(
+    "store_state(Tensor x, Tensor? counter, Tensor? low, str format, str parameter) -> (Tensor, Tensor)", tags=_TAGS
+)
+_library.define(
+    "update_parameters(Tensor(a!)[] stored, Tensor[] read, Tensor[] scalars, str spec) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("load_state", _load, "CompositeExplicitAutograd")
+_library.impl("store_state", _store, "CompositeExplicitAutograd")
+_library.impl("update_parameters", update.run, "CompositeExplicitAutograd")
+_library.impl("update_parameters", update.run_on_gpu, "CUDA")
+for _name, _fake in (("load_state", _fake_load), ("store_state", _fake_store), ("update_parameters", _fake_update)):
+    torch.library.register_fake(f"fp8::{_name}", _fake, lib=_library)
+
+load_state = torch.ops.fp8.load_state.default
+store_state = torch.ops.fp8.store_state.default
+update_parameters = torch.ops.fp8.update_parameters.default

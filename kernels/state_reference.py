@@ -1,0 +1,226 @@
+"""Optimizer states in 8 bits, in plain torch: what `encode` stores and `decode` gives back.
+
+    payload, side = encode(x, format, counter)        x ≈ decode(payload, side, format)
+
+What holds, for every format of `fp8compile/state_formats.py` (tests/optimizer/test_states.py):
+
+- Zeros are exact, and the least and greatest magnitude of a group (linear: the greatest); so are constant groups. What
+  FP32 calls subnormal (below 2⁻¹²⁶) becomes zero.
+- The relative error of an element is at most half a step of its group: (greatest / least)^(1/126) in `log`.
+- Storing what was stored changes no bit of what is read, stochastic or not: the ends are kept as they are, and all
+  between them lands within 2⁻¹² of a step of where it came from.
+- Stochastic rounding is unbiased: the mean of what is read is x, not that of its logarithm (to within an FP32 ULP).
+- A group with an inf or a nan decodes to nan.
+- Every operation is an integer's or one correctly rounded FP32 operation: a kernel must agree bit for bit.
+
+Random bits are a hash of (position, counter): nothing else is needed to make a step again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp8compile.state_formats import GROUP, MINIFLOATS, Minifloat, StateFormat, parse_state_format
+
+LOG_STEPS = 126, 254  # with a sign and without
+SIGN, MAGNITUDE = 0x80, 0x7F
+TINY_BITS, INF_BITS = 0x00800000, 0x7F800000
+MASK = 0xFFFFFFFF
+STATE_STREAM, PARAMETER_STREAM = 0, 1
+Decoder = Callable[[Tensor], Tensor]
+Neighbours = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+# ---- random bits ----------------------------------------------------------------------------------------------------
+
+
+def mix(h: Tensor) -> Tensor:
+    """MurmurHash3's finalizer: 32 bits (int64 ≥ 0) that all depend on all 32 bits of `h`."""
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & MASK
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & MASK
+    return h ^ (h >> 16)
+
+
+def random_bits(elements: int, counter: Tensor, stream: int) -> Tensor:
+    """Random 32 bits (int64 [elements]), of position, counter (int32 [1]) and stream alone; use the upper ones."""
+    position = torch.arange(elements, device=counter.device)
+    key = mix((counter.long() * 2 + stream) & MASK)
+    h = (position * 0x9E3779B1 + key) & MASK
+    return ((h ^ (h >> 15)) * 0x85EBCA6B) & MASK
+
+
+# ---- encode ---------------------------------------------------------------------------------------------------------
+
+
+def encode(x: Tensor, format: StateFormat | str, counter: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes of x (uint8, same shape) and side data (FP32 [groups, 2]); `counter` (int32 [1]) for stochastic formats."""
+    how = parse_state_format(format)
+    if how.is_exact:
+        return x.float().clone(), x.new_empty((0, 2), dtype=torch.float32)
+    grouped = _grouped(x.float())
+    magnitude = grouped.view(torch.int32) & 0x7FFFFFFF
+    magnitude = torch.where(magnitude < TINY_BITS, 0, magnitude)
+    negative = (grouped.view(torch.int32) < 0) & (magnitude > 0)
+    high = magnitude.amax(1, keepdim=True)
+    low = torch.where(magnitude == 0, 0x7FFFFFFF, magnitude).amin(1, keepdim=True).minimum(high)
+    signed = negative.any(1, keepdim=True)
+    position, top = _positions(how, magnitude, low, high, signed)
+    if how.stochastic:
+        index = _round_randomly(position, magnitude, _neighbours(how, low, high, signed), _noise(x, counter))
+    else:
+        index = position.round().int()
+    code = index.clamp(0 if how.linear or how.code == "log" else 1).minimum(top) + int(how.code == "log")
+    if how.linear:
+        low, signed = torch.zeros_like(low), torch.zeros_like(signed)
+    code = torch.where(magnitude == 0, (high >= INF_BITS).int(), code)  # no zeros where all decodes to nan
+    code = code | (negative & (code > 0)).int() * SIGN
+    side = torch.cat([low | (signed.int() << 31), high], 1).view(torch.float32)
+    return code.reshape(-1)[: x.numel()].to(torch.uint8).view(x.shape), side
+
+
+def _grouped(x: Tensor) -> Tensor:
+    flat = x.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
+
+
+def _noise(x: Tensor, counter: Tensor | None) -> Tensor:
+    """Multiples of 2⁻²³ in [0, 1)."""
+    if counter is None:
+        raise ValueError("a stochastic state format needs a counter")
+    elements = -(-x.numel() // GROUP) * GROUP
+    return (random_bits(elements, counter, STATE_STREAM) >> 9).float().view(-1, GROUP) * 2.0**-23
+
+
+def _round_randomly(position: Tensor, magnitude: Tensor, neighbours: Neighbours, noise: Tensor) -> Tensor:
+    """The position below, or the next with the probability that makes the mean of what is read the value itself."""
+    below = (position - 0.5).round().int()  # of a whole position this may be one less: then x is x1, and goes up
+    x, x0, x1 = (b.view(torch.float32) for b in (magnitude, *neighbours(below)))
+    return below + (noise * (x1 - x0) < x - x0).int()
+
+
+def _positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each magnitude lies between codes (in `log` from 0: code 0 is zero, code 1 the least), and the greatest."""
+    span = (high - low).clamp_min(1)
+    if how.code == "log":
+        steps = _log_steps(signed)
+        return (magnitude - low).float() * (steps.float() / span.float()), steps
+    to = MINIFLOATS[how.code]
+    top = torch.full_like(high, to.top)
+    if how.linear:
+        finite = magnitude.clamp_max(INF_BITS - 1).view(torch.float32)
+        return _position((finite / _scale(high, to)).view(torch.int32), to), top
+    per_bit = torch.full_like(span, to.span, dtype=torch.float32) / span.float()
+    stretched = ((magnitude - low).float() * per_bit).round().int().clamp(0, to.span) + to.low_bits
+    return _position(stretched, to), top
+
+
+def _log_steps(signed: Tensor) -> Tensor:
+    return torch.where(signed, LOG_STEPS[0], LOG_STEPS[1]).int()
+
+
+def _position(y: Tensor, to: Minifloat) -> Tensor:
+    """Where a positive number (its FP32 bits) lies between the codes of a minifloat: an integer on a code."""
+    below = y.view(torch.float32) * (1.0 / to.tiny)
+    above = (y - to.normal_bits).float() * 2.0**-to.shift + to.first_normal
+    return torch.where(y < to.normal_bits, below, above)
+
+
+def _scale(high: Tensor, to: Minifloat) -> Tensor:
+    """Greatest magnitude / format max, rounded up so that max · scale reaches it."""
+    greatest = high.clamp_max(INF_BITS - 1).view(torch.float32)
+    return _up(greatest * (1 / to.max)).clamp_min(2.0**-126)
+
+
+def _up(x: Tensor) -> Tensor:
+    """Four ULPs more: what four roundings may have taken."""
+    return (x.view(torch.int32) + 4).view(torch.float32)
+
+
+# ---- decode ---------------------------------------------------------------------------------------------------------
+
+
+def decode(payload: Tensor, side: Tensor, format: StateFormat | str) -> Tensor:
+    """FP32 values in the shape of `payload`."""
+    how = parse_state_format(format)
+    if how.is_exact:
+        return payload.clone()
+    code = _grouped(payload).int()
+    low, high = side.view(torch.int32).unbind(1)
+    signed, low, high = (low < 0).unsqueeze(1), (low & 0x7FFFFFFF).unsqueeze(1), high.unsqueeze(1)
+    has_sign = signed if how.code == "log" else torch.ones_like(signed)
+    negative = has_sign & (code >= SIGN)
+    magnitude = torch.where(has_sign, code & MAGNITUDE, code)
+    found = torch.where(magnitude == 0, 0, _decoder(how, low, high, signed)(magnitude - int(how.code == "log")))
+    x = (found | negative.int() << 31).view(torch.float32)
+    high_value = high.view(torch.float32)
+    x = x + (high_value - high_value)  # nan where the group was not finite
+    return x.reshape(-1)[: payload.numel()].view(payload.shape)
+
+
+def _decoder(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> Decoder:
+    """From positions to FP32 bits of magnitudes: never above the group's greatest, which the greatest is."""
+    span = (high - low).float()
+    if how.code == "log":
+        step = _log_step(low, high, signed)
+        return lambda index: (low + (index.float() * step).round().int()).minimum(high)
+    of = MINIFLOATS[how.code]
+    if how.linear:
+        scale = _scale(high, of)
+        return lambda code: (_bits_of_code(code, of).view(torch.float32) * scale).view(torch.int32).minimum(high)
+    per_bit = _up(span * (1 / of.span))
+    return lambda code: (low + ((_bits_of_code(code, of) - of.low_bits).float() * per_bit).round().int()).minimum(high)
+
+
+def _neighbours(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> Neighbours:
+    """From positions to the FP32 bits of what is read of them and of the next; in `log` a step rounded down above."""
+    decode_bits = _decoder(how, low, high, signed)
+    if how.code != "log":
+        return lambda index: (decode_bits(index), decode_bits(index + 1))
+    step = _log_step(low, high, signed)
+
+    def neighbours(index: Tensor) -> tuple[Tensor, Tensor]:
+        below = low + (index.float() * step).round().int()
+        return below, below + step.int()
+
+    return neighbours
+
+
+def _log_step(low: Tensor, high: Tensor, signed: Tensor) -> Tensor:
+    return _up((high - low).float() * torch.where(signed, 1 / LOG_STEPS[0], 1 / LOG_STEPS[1]))
+
+
+def _bits_of_code(code: Tensor, of: Minifloat) -> Tensor:
+    subnormal = (code.float() * of.tiny).view(torch.int32)
+    normal = (code << of.shift) + (of.normal_bits - (of.first_normal << of.shift))
+    return torch.where(code < of.first_normal, subnormal, normal)
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def round_stochastically(x: Tensor, counter: Tensor) -> Tensor:
+    """FP32 → BF16, up with the probability that makes the result's mean x; inf and nan as a cast has them."""
+    raw = x.contiguous().view(torch.int32)
+    noise = (random_bits(x.numel(), counter, PARAMETER_STREAM) >> 16).int().view(x.shape)
+    rounded = ((raw + noise) & -0x10000).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 → BF16 to nearest even, and the 16 bits (int16) that are missing.
+
+    65,537 FP32 numbers round to an even BF16 number (both ties do) and 16 bits know 65,536: the upper tie is kept as
+    its lower neighbour, 2⁻²⁴ of it away. All else is exact, and the BF16 number always is what FP32 rounds to.
+    """
+    high = x.to(torch.bfloat16)
+    missing = x.contiguous().view(torch.int32) - high.float().view(torch.int32)
+    low = torch.where(x.isfinite(), missing.clamp(-0x8000, 0x7FFF), 0)
+    return high, low.to(torch.int16)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """The FP32 number that `split` took apart."""
+    return (high.float().view(torch.int32) + low.int()).view(torch.float32)

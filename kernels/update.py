@@ -1,0 +1,89 @@
+"""What an update spec means, in plain torch, and where it runs: this on a CPU, a generated kernel on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.kernels import state_reference as states
+from fp8compile.kernels.expressions import EXPRESSIONS
+from fp8compile.kernels.update_spec import SPLIT, STATE, Slot, Update, from_json
+
+Tensors = dict[str, Tensor]  # of one slot, by name
+
+
+def run(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor], spec: str) -> None:
+    """Update every parameter in place, and advance the counters of random bits."""
+    update = from_json(spec)
+    every = list(parameters(update, stored, read, scalars))
+    for slots in every:
+        _run_one(update, slots)
+    advance(every)
+
+
+def run_on_gpu(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor], spec: str) -> None:
+    """The same by one launch."""
+    from fp8compile.kernels import update_launch  # its generator needs no Triton, its launch does
+
+    update_launch.launch(spec, stored, read, scalars)
+    advance(list(parameters(from_json(spec), stored, read, scalars)))
+
+
+def advance(every: Sequence[dict[int, Tensors]]) -> None:
+    """Count one step for every counter; a parameter and its state may share one."""
+    counters = {x["counter"].data_ptr(): x["counter"] for slots in every for x in slots.values() if "counter" in x}
+    if counters:
+        torch._foreach_add_(list(counters.values()), 1)
+
+
+def parameters(
+    update: Update, stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> Iterator[dict[int, Tensors]]:
+    """The slots of each parameter, out of the flat lists that the operator takes."""
+    lists = [(iter(stored), update.stored), (iter(read), update.read), (iter(scalars), update.scalars)]
+    count = len(stored) // update.width(update.stored)
+    for _ in range(count):
+        yield {i: {name: next(xs) for name in update.slots[i].tensors} for xs, positions in lists for i in positions}
+
+
+def _run_one(update: Update, slots: dict[int, Tensors]) -> None:
+    values: list[Any] = []
+    for value in update.values:
+        if value.op == "constant":
+            values.append(torch.tensor(value.params[0]))
+        elif value.op == "load":
+            values.append(_load(update.slots[value.params[0]], slots[value.params[0]]))
+        else:
+            values.append(EXPRESSIONS[value.op].torch(*(values[a] for a in value.args), *value.params))
+    for i in update.stored:
+        slot = update.slots[i]
+        assert slot.stored is not None
+        _store(slot, slots[i], values[slot.stored])
+
+
+def _load(slot: Slot, tensors: Tensors) -> Tensor:
+    if slot.kind == STATE:
+        return states.decode(tensors["payload"], tensors["side"], slot.type)
+    if slot.kind == SPLIT:
+        return states.join(tensors["x"], tensors["low"])
+    x = tensors["x"]
+    return x if x.dtype == torch.bool else x.float()
+
+
+def _store(slot: Slot, tensors: Tensors, x: Tensor) -> None:
+    if slot.kind == STATE:
+        shape = tensors["payload"].shape
+        payload, side = states.encode(x.expand(shape), slot.type, tensors.get("counter"))
+        tensors["payload"].copy_(payload)
+        tensors["side"].copy_(side)
+    elif slot.kind == SPLIT:
+        high, low = states.split(x)
+        tensors["x"].copy_(high)
+        tensors["low"].copy_(low)
+    elif slot.stochastic:
+        tensors["x"].copy_(states.round_stochastically(x, tensors["counter"]))
+    else:
+        tensors["x"].copy_(x)

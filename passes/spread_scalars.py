@@ -1,0 +1,80 @@
+"""Spread scalars: a learning rate that changes becomes an input of the graph, in every form an optimizer writes it.
+
+Before      %r = lr.item()                        param.add_(grad, alpha=-%r)    param.addcdiv_(m, root, value=-%r)
+After       %r = lr.item();  %t = mul(ones(), %r) param.add_(mul(grad, -%t))     param.add_(mul(div(m, root), -%t))
+
+It works on Dynamo's graph, where a rate that has changed once is a number taken out of a tensor. AOTAutograd makes
+tensors of the numbers that are plain factors, and constants of all others, which compiles again at every change; here
+all arithmetic is that of one tensor, of the same 64 bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+SCALED = {"add": "alpha", "add_": "alpha", "sub": "alpha", "sub_": "alpha"}
+SCALED |= {"addcdiv": "value", "addcdiv_": "value", "addcmul": "value", "addcmul_": "value"}
+ARITHMETIC = {"add", "sub", "mul", "truediv", "div", "neg", "pow", "add_", "sub_", "mul_", "div_", "rsub"}
+ARITHMETIC |= {"iadd", "isub", "imul", "itruediv"}
+
+
+def run(gm: fx.GraphModule) -> None:
+    """Rewrite Dynamo's graph in place."""
+    for node in list(gm.graph.nodes):
+        if node.op in ("call_method", "call_function"):
+            _spread(gm.graph, node)
+    for node in list(gm.graph.find_nodes(op="call_method", target="item")):
+        if _may_be_tensor(node):
+            _make_tensor(gm.graph, node)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _make_tensor(graph: fx.Graph, number: fx.Node) -> None:
+    """Use 1 · number instead of `number`: the one form of which AOTAutograd makes a tensor in every version."""
+    with graph.inserting_after(number):
+        one = graph.call_function(torch.ones, ((),), {"dtype": torch.float64})
+    with graph.inserting_after(one):
+        tensor = graph.call_function(torch.mul, (one, number))
+    number.replace_all_uses_with(tensor, delete_user_cb=lambda user: user is not tensor)
+
+
+def _spread(graph: fx.Graph, node: fx.Node) -> None:
+    """Make a factor of a number that is `alpha` or `value`."""
+    name = _name(node)
+    if node.target is torch.ops.prims.fma.default and any(map(_is_symbol, node.args)):
+        a, b, c = node.args
+        with graph.inserting_before(node):
+            node.target, node.args = torch.add, (c, graph.call_function(torch.mul, (a, b)))
+    elif name in SCALED and _is_symbol(scale := node.kwargs.get(SCALED[name])):
+        x, first, *second = node.args
+        with graph.inserting_before(node):
+            for other in second:
+                first = graph.call_function(torch.mul if "mul" in name else torch.div, (first, other))
+            node.args = (x, graph.call_function(torch.mul, (first, scale)))
+        node.kwargs = {}
+        if name.startswith("addc"):
+            target = "add_" if name.endswith("_") else "add"
+            node.target = target if node.op == "call_method" else getattr(torch.Tensor, target)
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _is_symbol(x: Any) -> bool:
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("example_value"), torch.SymFloat)
+
+
+def _may_be_tensor(number: fx.Node) -> bool:
+    """Whether everything that is computed from `number`, up to the first tensors, is arithmetic that tensors have."""
+    for user in number.users:
+        if _name(user) not in ARITHMETIC or user.kwargs or user.target is operator.ipow:
+            return False
+        if _is_symbol(user) and not _may_be_tensor(user):
+            return False
+    return isinstance(number.meta.get("example_value"), torch.SymFloat)

@@ -1,0 +1,199 @@
+"""Checkpoints: 8-bit states through torch.save, torch.distributed.checkpoint and plain dictionaries, both ways."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from optimizers import compiled, make_parameters, set_gradients
+from torch import nn
+
+import fp8compile
+from fp8compile.errors import StateError
+
+SHAPES = ((70, 65), (9,), (64, 64))
+RECIPE = {"first": "e4m3/stochastic", "second": "log/stochastic", "parameters": "split"}
+
+
+def fresh(dtype: torch.dtype = torch.bfloat16, recipe: object = None, prepared: bool = True):
+    mine = make_parameters(SHAPES, dtype)
+    opt = torch.optim.AdamW(mine, lr=1e-3, weight_decay=0.1)
+    if prepared:
+        fp8compile.prepare_optimizer(opt, recipe or RECIPE)
+    step, _ = compiled(opt)
+    return opt, mine, step
+
+
+def advance(mine: list[nn.Parameter], step, first: int, last: int) -> None:
+    for i in range(first, last):
+        set_gradients(mine, i)
+        step()
+
+
+def saved(state: object) -> dict:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def through_torch_save(state: dict, folder: Path) -> dict:
+    return saved(state)
+
+
+def through_dcp(state: dict, folder: Path) -> dict:
+    dcp.save({"optimizer": state}, checkpoint_id=folder, no_dist=True)
+    blank = fresh()
+    advance(blank[1], blank[2], 0, 1)
+    target = blank[0].state_dict()
+    dcp.load({"optimizer": target}, checkpoint_id=folder, no_dist=True)
+    return target
+
+
+@pytest.mark.parametrize("way", [through_torch_save, through_dcp])
+def test_resuming_is_bit_equal(way, tmp_path):
+    opt, mine, step = fresh()
+    advance(mine, step, 0, 3)
+    parameters, state = [p.detach().clone() for p in mine], way(opt.state_dict(), tmp_path)
+    advance(mine, step, 3, 6)
+
+    other, theirs, resumed = fresh()
+    with torch.no_grad():
+        for p, q in zip(theirs, parameters, strict=True):
+            p.copy_(q)
+    other.load_state_dict(state)
+    advance(theirs, resumed, 3, 6)
+    for p, q in zip(mine, theirs, strict=True):
+        assert torch.equal(p, q)
+        for name, x in opt.state[p].items():
+            y = other.state[q][name]
+            if isinstance(x, fp8compile.FP8State):
+                for part in ("payload", "side", "counter", "low"):
+                    a, b = getattr(x, part), getattr(y, part)
+                    assert (a is None and b is None) or torch.equal(a, b), (name, part)
+            else:
+                assert torch.equal(x, y)
+
+
+def test_loading_does_not_alias_the_checkpoint():
+    opt, mine, step = fresh()
+    advance(mine, step, 0, 2)
+    state = opt.state_dict()
+    before = copy.deepcopy(state)
+    other, theirs, resumed = fresh()
+    other.load_state_dict(state)
+    advance(theirs, resumed, 2, 4)
+    assert torch.equal(state["state"][0]["exp_avg"].payload, before["state"][0]["exp_avg"].payload)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_checkpoints_load_into_eight_bit_states_and_back(dtype):
+    plain, theirs, _ = fresh(dtype, prepared=False)
+    for i in range(3):
+        set_gradients(theirs, i)
+        plain.step()
+    opt, mine, step = fresh(dtype, "log")
+    opt.load_state_dict(saved(plain.state_dict()))
+    assert opt.state[mine[0]]["exp_avg"].format == "log"
+    for p, q in zip(mine, theirs, strict=True):
+        a, b = opt.state[p]["exp_avg_sq"], plain.state[q]["exp_avg_sq"]
+        assert torch.allclose(a + 0.0, b, rtol=0.06)  # half a step of 254 over some 20 octaves
+        assert opt.state[p]["step"] == 3
+    advance(mine, step, 3, 4)
+
+    back = fp8compile.plain_state_dict(opt)
+    assert all(type(x) is torch.Tensor for state in back["state"].values() for x in state.values())
+    again, others, _ = fresh(dtype, prepared=False)
+    again.load_state_dict(saved(back))
+    assert again.state[others[0]]["exp_avg"].dtype == dtype
+    set_gradients(others, 4)
+    again.step()
+
+
+def test_plain_fp32_states_reach_a_bf16_parameter_unrounded():
+    """torch casts loaded states to the parameter's dtype; what is stored must come from the FP32 values."""
+    opt, mine, _ = fresh(recipe="float32")
+    values = torch.rand(SHAPES[0]) + 1e-3
+    state = {"step": torch.tensor(1.0), "exp_avg": values, "exp_avg_sq": values}
+    whole = opt.state_dict()
+    opt.load_state_dict({**whole, "state": {0: state}})
+    assert torch.equal(opt.state[mine[0]]["exp_avg"].dequantize(torch.float32), values)
+
+
+def test_another_format_is_converted_and_keeps_the_missing_bits():
+    opt, mine, step = fresh()
+    advance(mine, step, 0, 3)
+    other, theirs, _ = fresh(recipe={**RECIPE, "first": "log"})
+    other.load_state_dict(saved(opt.state_dict()))
+    x, y = opt.state[mine[0]]["exp_avg"], other.state[theirs[0]]["exp_avg"]
+    assert (x.format, y.format) == ("e4m3/stochastic", "log")
+    assert torch.equal(x.low, y.low)
+    assert torch.allclose(x.float(), y.float(), rtol=0.2, atol=1e-3)
+
+
+def test_eight_bit_checkpoint_in_an_optimizer_that_was_not_prepared():
+    opt, mine, step = fresh(torch.float32)
+    advance(mine, step, 0, 3)
+    plain, theirs, _ = fresh(torch.float32, prepared=False)
+    plain.load_state_dict(saved(opt.state_dict()))
+    set_gradients(theirs, 3)
+    plain.step()
+    assert theirs[0].isfinite().all()
+
+
+def corrupt_groups(state: dict) -> None:
+    state["state"][0]["exp_avg"].side[0] = torch.tensor([2.0, 1.0])
+
+
+def of_another_model(state: dict) -> None:
+    state["state"][0], state["state"][2] = state["state"][2], state["state"][0]
+
+
+def too_few(state: dict) -> None:
+    state["param_groups"][0]["params"].pop()
+
+
+def cut_off(state: dict) -> None:
+    broken = state["state"][0]["exp_avg"]
+    broken.side = broken.side[:-1]
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (corrupt_groups, "least magnitude above"),
+        (of_another_model, "of another model"),
+        (too_few, "has 2 parameters, this optimizer 3"),
+        (cut_off, "side data of"),
+    ],
+)
+def test_damaged_and_foreign_states_are_refused_and_nothing_changes(damage, message):
+    opt, mine, step = fresh()
+    advance(mine, step, 0, 2)
+    state = copy.deepcopy(opt.state_dict())
+    damage(state)
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(StateError, match=message):
+        opt.load_state_dict(state)
+    after = opt.state_dict()
+    for key, entries in before["state"].items():
+        for name, x in entries.items():
+            y = after["state"][key][name]
+            if isinstance(x, fp8compile.FP8State):
+                assert torch.equal(x.payload, y.payload)
+                assert torch.equal(x.side, y.side)
+            else:
+                assert torch.equal(x, y)
+
+
+def test_a_damaged_file_is_refused():
+    opt, mine, step = fresh()
+    advance(mine, step, 0, 1)
+    state = opt.state_dict()
+    state["state"][0]["exp_avg"].counter = None
+    with pytest.raises(Exception, match="lacks its counter"):
+        saved(state)

@@ -1,0 +1,88 @@
+"""Sharded by FSDP2 over two processes (gloo): formats, steps, and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import fp8compile
+from fp8compile.backend import fp8
+
+WORLD = 2
+RECIPE = {"first": "log/stochastic", "second": "log/stochastic"}
+
+
+def setup(rank: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE=str(WORLD))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    torch.set_num_threads(1)
+
+
+def compiled(opt: torch.optim.Optimizer) -> Any:
+    options = {"executor": "eager", "strict": True, "states": RECIPE}
+    return torch.compile(opt.step, backend=lambda gm, inputs: fp8(gm, inputs, options=options))
+
+
+def worker(rank: int, folder: str) -> None:
+    setup(rank, folder)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 65))  # 6144 elements, 3072 in a shard; 65 rows: uneven
+    whole = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh)
+    opt, reference = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, whole))
+    step = compiled(opt)
+    for i in range(3):
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(i))
+            p.grad = distribute_tensor(q.grad, mesh, p.placements)
+        step()
+        reference.step()
+    check_steps(model, whole, opt)
+    check_checkpoint(model, opt, folder)
+    dist.destroy_process_group()
+
+
+def check_steps(model: nn.Module, whole: nn.Module, opt: torch.optim.Optimizer) -> None:
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        full = p.full_tensor().detach()
+        assert (full - q).norm() < 0.01 * q.norm()
+        is_eight_bit = isinstance(opt.state[p]["exp_avg"]._local_tensor, fp8compile.FP8State)
+        assert is_eight_bit == (q.numel() >= 4096)  # a shard of the second matrix has 2112 or 2048
+    assert sorted(u.parameters for u in fp8compile.compiles()[-1].updates) == [2, 2]
+
+
+def check_checkpoint(model: nn.Module, opt: torch.optim.Optimizer, folder: str) -> None:
+    dcp.save({"optimizer": get_optimizer_state_dict(model, opt)}, checkpoint_id=f"{folder}/checkpoint")
+    for p in model.parameters():
+        p.grad = None
+    other = fp8compile.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), RECIPE)
+    state = get_optimizer_state_dict(model, other)
+    dcp.load({"optimizer": state}, checkpoint_id=f"{folder}/checkpoint")
+    set_optimizer_state_dict(model, other, state)
+    for p in model.parameters():
+        a, b = (o.state[p]["exp_avg"]._local_tensor for o in (opt, other))
+        if isinstance(a, fp8compile.FP8State):
+            assert torch.equal(a.payload, b.payload)
+            assert torch.equal(a.side, b.side)
+            assert torch.equal(a.counter, b.counter)
+        else:
+            assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+def test_fsdp2_and_its_checkpoint(tmp_path: Path) -> None:
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=WORLD)

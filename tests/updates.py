@@ -1,0 +1,104 @@
+"""Update specs with data to run them on: an Adam step in every kind of slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fp8compile.kernels import state_reference
+from fp8compile.kernels.spec import Value
+from fp8compile.kernels.update_spec import PLAIN, SCALAR, SPLIT, STATE, Slot, Update
+
+SIZES = (1, 127, 128, 129, 5000, 0, 2048)
+
+
+def adam(
+    first: str,
+    second: str,
+    parameter: str = "float32",
+    gradient: str = "float32",
+    root: str = "sqrt",
+    quotient: str = "div",
+) -> Update:
+    """m = 0.9 m + 0.1 g;  v = 0.999 v + 0.001 g²;  p = p - rate · m / (√v + ε).
+
+    `root` and `quotient` may be other functions, which all devices round correctly.
+    parameter: "float32", "bfloat16", "stochastic" (BF16) or "split" (BF16 and 16 bits).
+    """
+    values = [
+        Value("load", (), (0,)),  # 0: p
+        Value("load", (), (1,)),  # 1: m
+        Value("load", (), (2,)),  # 2: v
+        Value("load", (), (3,)),  # 3: g
+        Value("load", (), (4,)),  # 4: rate
+        Value("constant", (), (0.1,)),
+        Value("sub", (3, 1)),
+        Value("mul", (5, 6)),
+        Value("add", (1, 7)),  # 8: new m
+        Value("constant", (), (0.999,)),
+        Value("mul", (2, 9)),
+        Value("mul", (3, 3)),
+        Value("constant", (), (0.001,)),
+        Value("mul", (11, 12)),
+        Value("add", (10, 13)),  # 14: new v
+        Value(root, (14,)),
+        Value("constant", (), (1e-8,)),
+        Value("add", (15, 16)),
+        Value(quotient, (8, 17)),
+        Value("mul", (4, 18)),
+        Value("sub", (0, 19)),  # 20: new p
+    ]
+    kind = SPLIT if parameter == "split" else PLAIN
+    type = parameter if parameter == "float32" else "bfloat16"
+    slots = (
+        Slot(kind, type, 20, counter=parameter == "stochastic", stochastic=parameter == "stochastic"),
+        Slot(STATE, first, 8, counter="stochastic" in first),
+        Slot(STATE, second, 14, counter="stochastic" in second),
+        Slot(PLAIN, gradient),
+        Slot(SCALAR, "float32"),
+    )
+    return Update(slots, tuple(values))
+
+
+@dataclass
+class Data:
+    """The flat lists that the operator takes."""
+
+    stored: list[Tensor] = field(default_factory=list)
+    read: list[Tensor] = field(default_factory=list)
+    scalars: list[Tensor] = field(default_factory=list)
+
+    def clone(self) -> Data:
+        return Data(*([x.clone() for x in xs] for xs in (self.stored, self.read, self.scalars)))
+
+
+def data_for(update: Update, sizes: tuple[int, ...] = SIZES, device: str = "cpu") -> Data:
+    """Parameters of `sizes` elements, states as they are after some steps, one that is all zero."""
+    g = torch.Generator().manual_seed(0)
+    data = Data()
+
+    def random(n: int) -> Tensor:
+        return torch.randn(n, generator=g) * torch.exp(torch.randn(n, generator=g))
+
+    for k, n in enumerate(sizes):
+        for i in update.stored:
+            data.stored += _slot(update, i, random(n) * (0 if k == 3 else 1), k)
+        data.read += [random(n).to(getattr(torch, update.slots[i].type)) for i in update.read]
+        data.scalars += [torch.tensor(1e-3 * (k + 1)) for _ in update.scalars]
+    for xs in (data.stored, data.read, data.scalars):
+        xs[:] = [x.to(device) for x in xs]
+    return data
+
+
+def _slot(update: Update, i: int, x: Tensor, salt: int) -> list[Tensor]:
+    slot = update.slots[i]
+    counter = [torch.tensor([1000 * i + salt], dtype=torch.int32)]
+    if slot.kind == STATE:
+        parts = state_reference.encode(x.square() if i == 2 else x, slot.type, counter[0])
+    elif slot.kind == SPLIT:
+        parts = state_reference.split(x)
+    else:
+        parts = (x.to(getattr(torch, slot.type)),)
+    return [*parts, *(counter if slot.counter else [])]
