@@ -21,6 +21,8 @@ if _version > NEWEST:
 from fp8compile import delayed  # noqa: E402
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError, VerificationError  # noqa: E402
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
+from fp8compile.insight.dry_run import explain  # noqa: E402
+from fp8compile.insight.explanation import Explanation  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Saved  # noqa: E402
 from fp8compile.plans import compiles, last_compile  # noqa: E402
@@ -32,6 +34,7 @@ __all__ = [
     "RECIPES",
     "Cast",
     "Delayed",
+    "Explanation",
     "Fp8Error",
     "Fp8Warning",
     "Granularity",
@@ -47,5 +50,6 @@ __all__ = [
     "VerificationError",
     "compiles",
     "delayed",
+    "explain",
     "last_compile",
 ]

@@ -115,6 +115,7 @@ class Plan:
     each operator the backward half computes again.
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
     backward when it is first needed).
+    `hints`: symbolic sizes of rows → what they were when this was compiled.
     """
 
     graph: str = "training"
@@ -125,6 +126,7 @@ class Plan:
     saved: list[Saved] = field(default_factory=list)
     recomputed: dict[str, int] = field(default_factory=dict)
     halves: dict[str, Lowered] = field(default_factory=dict)
+    hints: dict[str, int] = field(default_factory=dict)
 
     def row(self, node: str) -> Matmul | None:
         """The row of the matmul at graph node `node`."""
@@ -133,6 +135,10 @@ class Plan:
     def update(self, which: str, /, **changes: Any) -> None:
         """Replace fields of the row at node `which`."""
         self.matmuls = [replace(m, **changes) if m.node == which else m for m in self.matmuls]
+
+    def size(self, size: int | str) -> int:
+        """A size of a row as a number; 0 for a symbolic one of which nothing is known."""
+        return size if isinstance(size, int) else self.hints.get(size, 0)
 
     @property
     def converted(self) -> list[Matmul]:
@@ -157,6 +163,22 @@ class Plan:
     def reasons(self) -> Counter[str]:
         """How many matmuls were left, by reason."""
         return Counter(m.reason for m in self.kept)
+
+    def __str__(self) -> str:
+        from fp8compile.insight.text import plan_text  # the tables know plans; plans need them to show themselves
+
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        from fp8compile.insight.html import explanation_html
+
+        return explanation_html([self])
+
+    def rows(self, table: str = "matmuls") -> list[dict[str, Any]]:
+        """Flat rows, as `Explanation.rows` gives them."""
+        from fp8compile.insight.explanation import Explanation
+
+        return Explanation([self]).rows(table)
 
     def to_json(self) -> str:
         """The plan as JSON text."""

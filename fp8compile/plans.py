@@ -6,13 +6,14 @@ its inputs and the compiler, in the folder of Inductor's own cache.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,17 @@ from fp8compile.plan import Lowered, Matmul, Plan, lowered_from
 BY_DEFAULT = ("the output head", "recipe ")  # left on purpose by everybody: a graph of nothing else is no surprise
 _compiled: list[Plan] = []
 _matched: set[str] = set()  # skip patterns that have matched, or of which was said that they have not
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Plan]]:
+    """Plans of what is compiled in this context go to the list it gives, and not to `compiles()`."""
+    global _compiled
+    before, _compiled = _compiled, []
+    try:
+        yield _compiled
+    finally:
+        _compiled = before
 
 
 def last_compile() -> Plan:

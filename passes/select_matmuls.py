@@ -62,6 +62,8 @@ def run(c: Compilation) -> None:
         is_head = site in heads or (site.forward is not None and site.forward in heads)
         role = c.options.recipe.role(site.role) if site.role != "other" else None
         candidate = Candidate(site, role, is_head, dtypes, sharing, _row(site))
+        sizes = (site.m, site.n, site.k, site.batch)
+        c.plan.hints.update({str(s): _hint(s) for s in sizes if not isinstance(s, int)})
         c.plan.matmuls.append(_decide(candidate, c))
 
 
