@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
 from fp8compile import delayed, devices, failures, plans
+from fp8compile.errors import OptionError
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
 from fp8compile.passes.compilation import Compilation, Input
@@ -81,6 +82,8 @@ class JointPass(CustomGraphPass):
         backup = _copy(graph)
         try:
             run_pipeline(c)
+        except OptionError:  # a plan that does not fit: the user's to put right
+            raise
         except Exception as error:
             if self.options.strict:
                 raise

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch._inductor import config as inductor_config  # to check the names of settings that are passed on
 
+from fp8compile.edits import Edits
+from fp8compile.edits import load as load_plan
 from fp8compile.errors import OptionError, unknown_name
 from fp8compile.recipe import RECIPES, Recipe
 
@@ -32,6 +34,7 @@ class Options:
     verify: check the graph's invariants after each pass.
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
     inductor: settings of torch._inductor.config for this compilation.
+    plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one (`fp8compile/edits.py`).
     """
 
     recipe: Recipe = field(default_factory=lambda: RECIPES["mixed"])
@@ -44,6 +47,7 @@ class Options:
     verify: bool = True
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
+    plan: Edits | None = None
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
@@ -69,6 +73,8 @@ class Options:
                 if name not in known:
                     raise unknown_name("setting of torch._inductor.config", name, known)
             given["inductor"] = tuple(sorted(given["inductor"].items()))
+        if given.get("plan") is not None:
+            given["plan"] = load_plan(given["plan"])
         parsed = Options(**given)
         parsed._check()
         return parsed

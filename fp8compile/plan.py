@@ -198,6 +198,15 @@ class Plan:
         return Plan(matmuls=rows, halves=halves, saved=saved, **data)
 
 
+def plans_from_json(text: str) -> list[Plan]:
+    """The plans in the text of one plan, or of an explanation. Raises `TypeError` for other JSON."""
+    data = json.loads(text)
+    plans = data.get("plans", [data]) if isinstance(data, dict) else None
+    if plans is None or not all(isinstance(p, dict) and "matmuls" in p for p in plans):
+        raise TypeError("this JSON is neither a plan nor an explanation: it has no 'matmuls'")
+    return [Plan.from_json(json.dumps(plan)) for plan in plans]
+
+
 def lowered_from(data: dict[str, Any]) -> Lowered:
     """A half from its plain data, as `dataclasses.asdict` gives it."""
     return Lowered(**{**data, "kernels": [Kernel(**_with_tuples(kernel)) for kernel in data["kernels"]]})

@@ -22,11 +22,13 @@ import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live and die with Inductor's cache
 
+from fp8compile import edits
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
 from fp8compile.plan import Lowered, Matmul, Plan, lowered_from
 
-BY_DEFAULT = ("the output head", "recipe ")  # left on purpose by everybody: a graph of nothing else is no surprise
+# Left on purpose: a graph of nothing else is no surprise.
+BY_DEFAULT = ("the output head", "recipe ", edits.REASON)
 _compiled: list[Plan] = []
 _matched: set[str] = set()  # skip patterns that have matched, or of which was said that they have not
 

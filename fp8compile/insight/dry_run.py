@@ -8,6 +8,7 @@ changes by itself. An optimizer's step ends the run, and nothing of it happens.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -50,7 +51,7 @@ def explain(
     original, known = _uncompiled(target)
     chosen = {"executor": "eager", **(known if options is None else options)}
     with unchanged(original, args, kwargs), plans.collected() as found, _no_optimizer_step(), _recompiling():
-        compiled = torch.compile(_aside(original), backend="fp8", options=chosen)
+        compiled = torch.compile(_aside(original), backend=_backend_aside(), options=chosen)
         output = compiled(*args, **kwargs)
         if isinstance(original, nn.Module) or loss is not None:
             _backward(output, loss)
@@ -79,6 +80,13 @@ def _aside(target: Callable[..., Any]) -> Callable[..., Any]:
 
     model.__code__ = model.__code__.replace(co_firstlineno=model.__code__.co_firstlineno)
     return model
+
+
+def _backend_aside() -> Callable[..., Any]:
+    """The backend as an object of its own: a function after a graph break, known to Dynamo, is compiled again."""
+    from fp8compile.backend import fp8  # here, so that looking at plans imports no compiler
+
+    return functools.partial(fp8)
 
 
 @contextlib.contextmanager

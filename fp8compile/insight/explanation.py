@@ -11,7 +11,7 @@ from fp8compile.errors import OptionError, unknown_name
 from fp8compile.insight.html import explanation_html
 from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
-from fp8compile.plan import Operand, Plan
+from fp8compile.plan import Operand, Plan, plans_from_json
 
 TABLES = ("matmuls", "saved", "kernels")
 
@@ -49,11 +49,10 @@ class Explanation:
     @staticmethod
     def from_json(text: str) -> Explanation:
         """An explanation from `to_json`'s text, or from that of a single plan. Raises `OptionError` for another."""
-        data = json.loads(text)
-        plans = data.get("plans", [data]) if isinstance(data, dict) else None
-        if plans is None or not all(isinstance(p, dict) and "matmuls" in p for p in plans):
-            raise OptionError("this JSON is neither a plan nor an explanation: it has no 'matmuls'")
-        return Explanation([Plan.from_json(json.dumps(plan)) for plan in plans])
+        try:
+            return Explanation(plans_from_json(text))
+        except TypeError as error:
+            raise OptionError(str(error)) from error
 
     def __str__(self) -> str:
         return explanation_text(self.plans)

@@ -85,6 +85,7 @@ def test_every_graph_between_breaks_is_there():
     assert explanation.totals.fp8 == case.matmuls
     assert {row["graph"] for row in explanation.rows()} == {0, 1}
     assert "all 2 graphs" in str(explanation)
+    assert fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs) == explanation
 
 
 def test_a_model_in_inference_has_one_half():
