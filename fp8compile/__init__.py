@@ -22,7 +22,9 @@ from fp8compile import delayed  # noqa: E402
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError, VerificationError  # noqa: E402
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
 from fp8compile.insight.dry_run import explain  # noqa: E402
+from fp8compile.insight.dumps import dump  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
+from fp8compile.insight.graph_files import example_inputs, load_graph  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Saved  # noqa: E402
 from fp8compile.plans import compiles, last_compile  # noqa: E402
@@ -50,6 +52,9 @@ __all__ = [
     "VerificationError",
     "compiles",
     "delayed",
+    "dump",
+    "example_inputs",
     "explain",
     "last_compile",
+    "load_graph",
 ]

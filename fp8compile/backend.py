@@ -24,11 +24,13 @@ from torch.utils._pytree import tree_leaves  # under compiled autograd an input 
 
 from fp8compile import delayed, devices, failures, plans
 from fp8compile.errors import OptionError
+from fp8compile.insight.baseline import DumpingPartitioner
+from fp8compile.insight.dumps import Dump
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
 from fp8compile.passes.compilation import Compilation, Input
 from fp8compile.passes.graph_text import graph_text
-from fp8compile.passes.pipeline import run_after_cut, run_pipeline
+from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
 from fp8compile.plan import Lowered, Plan
 from fp8compile.sources import source_digest
 
@@ -52,12 +54,15 @@ def fp8(
     if parsed.recipe.is_delayed:
         _guard_identity(gm, example_inputs)
         namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
-    joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), namespace)
-    record = joint.record = plans.Record(plans.key(gm, example_inputs, joint.uuid()), parsed)
-    lowering = LoweringPass(parsed)
+    dump = Dump(parsed.dump, parsed) if parsed.dump else None
+    joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), namespace, dump)
+    key = plans.key(gm, example_inputs, joint.uuid())
+    record = joint.record = plans.Record(key, parsed, dump.plans if dump else None)
+    lowering = LoweringPass(parsed, dump)
+    joint.partitioner = DumpingPartitioner(parsed, dump) if dump else Partitioner(parsed)
     settings = _inductor_settings(parsed) | {
         "joint_custom_pre_pass": joint,
-        "custom_partitioner_fn": Partitioner(parsed),
+        "custom_partitioner_fn": joint.partitioner,
         "post_grad_custom_post_pass": lowering,
     }
     compile_half = _run_eagerly if parsed.executor == "eager" else _compile_half
@@ -74,18 +79,22 @@ class JointPass(CustomGraphPass):
     options: Options
     inputs: tuple[Input, ...]
     namespace: str
+    dump: Dump | None = None
     record: plans.Record | None = field(default=None, repr=False)
+    partitioner: Partitioner | None = field(default=None, repr=False)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place, or leave it as it was when a pass fails."""
         c = self._compilation(graph)
         backup = _copy(graph)
+        if isinstance(self.partitioner, DumpingPartitioner):
+            self.partitioner.before = fx.GraphModule(graph.owning_module or {}, _copy(graph))
         try:
-            run_pipeline(c)
-        except OptionError:  # a plan that does not fit: the user's to put right
-            raise
+            run_pipeline(c, self.dump.observer("joint", graph) if self.dump else None)
         except Exception as error:
-            if self.options.strict:
+            if self.dump:
+                self.dump.failed("joint", error, graph, [step.name for step in PIPELINE])
+            if self.options.strict or isinstance(error, OptionError):  # a plan that does not fit: the user's to mend
                 raise
             module: Any = graph.owning_module
             module.graph = backup
@@ -115,6 +124,7 @@ class LoweringPass(CustomGraphPass):
     """Makes kernels, or what Inductor compiles, of the markers in a forward, backward or inference graph."""
 
     options: Options
+    dump: Dump | None = None
     half: str = "forward"  # which graph comes next, and what became of the last one
     lowered: Lowered | None = None
 
@@ -122,25 +132,31 @@ class LoweringPass(CustomGraphPass):
         """Rewrite `graph` in place."""
         on_gpu = _device(graph).type == "cuda"
         executor = "triton" if on_gpu and self.options.kernels == "generated" else "inductor"
-        self.lowered = _lower(graph, executor, self.options, self.half)
+        self.lowered = _lower(graph, executor, self.options, self.half, self.dump)
 
     def uuid(self) -> str:
         """The source and the options decide what this pass does."""
         return hashlib.sha256(repr((source_digest(), self.options)).encode()).hexdigest()
 
 
-def _lower(graph: fx.Graph, executor: str, options: Options, half: str) -> Lowered:
+def _lower(graph: fx.Graph, executor: str, options: Options, half: str, dump: Dump | None = None) -> Lowered:
     """Run the passes after the cut; where one fails, Inductor (or the operators) take the markers as they are."""
     backup = _copy(graph)
+    run = run_after_cut
+    if dump:
+        dump.stage(half, "cut", graph)
+        run = functools.partial(run_after_cut, observe=dump.observer(half, graph))
     try:
-        return run_after_cut(graph, executor, half)
+        return run(graph, executor, half)
     except Exception as error:
+        if dump:
+            dump.failed(half, error, graph, [step.name for step in AFTER_CUT if executor in step.executors])
         if options.strict:
             raise
         _restore(graph, backup)
         failures.warn(error, graph, options, "Its casts are compiled without generated kernels")
         if executor == "triton":
-            run_after_cut(graph, "inductor", half)
+            run(graph, "inductor", half)
         return Lowered(failure=failures.first_line(error))
 
 
@@ -183,6 +199,8 @@ def _input_index(placeholder: fx.Node) -> int | None:
 
 def _inductor_settings(options: Options) -> dict[str, Any]:
     settings = dict(list_mode_options(options.mode)) if options.mode else {}
+    if options.dump:  # on a hit no pass runs, and there would be nothing to write
+        settings["force_disable_caches"] = True
     if options.executor == "eager":  # Inductor's own random operators ignore their seed when run eagerly
         settings["fallback_random"] = True
     return settings | dict(options.inductor)
@@ -194,7 +212,14 @@ def _compile_half(
     """Inductor, and what became of this half: the lowering pass says so, or what was kept when it ran."""
     lowering.half, lowering.lowered = _half(settings), None
     key = hashlib.sha256(f"{graph_text(gm.graph)}{lowering.uuid()}".encode()).hexdigest()
-    compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
+    try:
+        compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
+    except Exception as error:
+        if lowering.dump:
+            lowering.dump.failed(lowering.half, error, gm.graph, ["inductor"])
+        raise
+    if lowering.dump:
+        lowering.dump.code(lowering.half, getattr(compiled, "source_code", ""))
     if lowering.lowered is not None:
         plans.remember_half(key, lowering.lowered)
     lowered = lowering.lowered or plans.recall_half(key)
@@ -214,10 +239,12 @@ def _run_eagerly(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: plans.Record, **settings: Any
 ) -> Compiled:
     """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
+    half = _half(settings)
     if lowering.options.kernels == "generated":
-        half = _half(settings)
-        record.add_half(half, _lower(gm.graph, "operators", lowering.options, half))
+        record.add_half(half, _lower(gm.graph, "operators", lowering.options, half, lowering.dump))
         gm.recompile()
+    elif lowering.dump:
+        lowering.dump.stage(half, "cut", gm.graph)
 
     def run(args: list[Any]) -> Any:
         given = list(args)

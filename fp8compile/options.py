@@ -5,10 +5,12 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from torch._inductor import config as inductor_config  # to check the names of settings that are passed on
 
+from fp8compile import environment
 from fp8compile.edits import Edits
 from fp8compile.edits import load as load_plan
 from fp8compile.errors import OptionError, unknown_name
@@ -35,6 +37,7 @@ class Options:
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
     inductor: settings of torch._inductor.config for this compilation.
     plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one (`fp8compile/edits.py`).
+    dump: a folder for graphs, plan, kernels and Inductor's code (`fp8compile/insight/dumps.py`).
     """
 
     recipe: Recipe = field(default_factory=lambda: RECIPES["mixed"])
@@ -48,6 +51,7 @@ class Options:
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
     plan: Edits | None = None
+    dump: str | None = None
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
@@ -75,6 +79,9 @@ class Options:
             given["inductor"] = tuple(sorted(given["inductor"].items()))
         if given.get("plan") is not None:
             given["plan"] = load_plan(given["plan"])
+        if not isinstance(given.setdefault("dump", environment.dump_folder()), (str, Path, type(None))):
+            raise OptionError(f"option 'dump' is the path of a folder, and is not {given['dump']!r}")
+        given["dump"] = str(Path(given["dump"]).absolute()) if given["dump"] else None
         parsed = Options(**given)
         parsed._check()
         return parsed
@@ -92,6 +99,13 @@ class Options:
         for name in ("lm_head", "strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name!r} is True or False, not {getattr(self, name)!r}")
+
+    def __str__(self) -> str:
+        """What differs from the defaults, for people to read; `repr` has everything."""
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in ("recipe", "dump", "plan")]
+        shown = [f"recipe={self.recipe.name}"]
+        shown += [f"{name}={value!r}" for name, value in changed if value != getattr(Options(), name)]
+        return ", ".join([*shown, *([f"plan={self.plan.name}"] if self.plan else [])])
 
     def skips(self, path: str) -> str | None:
         """The first pattern of `skip` that names the module `path`, one of its ancestors, or a run of components."""

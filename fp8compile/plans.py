@@ -13,7 +13,7 @@ import os
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,11 @@ class Record:
     The plan comes with the joint graph, each half's kernels when that half is compiled; backward may come much later.
     """
 
-    def __init__(self, key: str, options: Options):
+    def __init__(self, key: str, options: Options, also: Callable[[Sequence[Plan]], None] | None = None):
+        """`also` sees the plans whenever they are written."""
         self.plans: list[Plan] = []
         self.options = options
+        self._also = also
         self._file = _folder() / f"{key}.json"
 
     def add(self, plan: Plan) -> None:
@@ -97,6 +99,8 @@ class Record:
     def write(self) -> None:
         """Keep everything for later processes."""
         _write(self._file, "\n---\n".join(plan.to_json() for plan in self.plans))
+        if self._also is not None:
+            self._also(self.plans)
 
     def close(self) -> None:
         """The call is over: if all of it came from a cache, look up what was decided then; say what went undone."""

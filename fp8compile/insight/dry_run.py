@@ -86,7 +86,9 @@ def _backend_aside() -> Callable[..., Any]:
     """The backend as an object of its own: a function after a graph break, known to Dynamo, is compiled again."""
     from fp8compile.backend import fp8  # here, so that looking at plans imports no compiler
 
-    return functools.partial(fp8)
+    aside: Any = functools.partial(fp8)
+    aside.__name__ = "fp8"  # what errors call it
+    return aside
 
 
 @contextlib.contextmanager
