@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import warnings
@@ -24,11 +25,13 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live
 
 from fp8compile import edits
 from fp8compile.errors import Fp8Warning
+from fp8compile.insight.text import one_line
 from fp8compile.options import Options
 from fp8compile.plan import Lowered, Matmul, Plan, lowered_from
 
 # Left on purpose: a graph of nothing else is no surprise.
 BY_DEFAULT = ("the output head", "recipe ", edits.REASON)
+logger = logging.getLogger("fp8compile")  # quiet unless asked: TORCH_LOGS="fp8compile", or logging's own ways
 _compiled: list[Plan] = []
 _matched: set[str] = set()  # skip patterns that have matched, or of which was said that they have not
 
@@ -111,6 +114,8 @@ class Record:
             for plan in self.plans:
                 _warn_again(plan)
         _compiled.extend(self.plans)
+        for plan in self.plans:
+            logger.info("%s", one_line(plan))
         _warn(self.plans, self.options)
 
 

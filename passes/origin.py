@@ -6,6 +6,8 @@ import re
 
 from torch import fx
 
+from fp8compile.sources import HERE
+
 
 def module_path(node: fx.Node) -> str:
     """The path of the module whose forward made `node`, as model.named_modules() spells it; "" if unknown."""
@@ -25,6 +27,7 @@ def source_line(node: fx.Node) -> str:
     """The user's line that made `node`, "file:line  code"; "" if unknown."""
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*([^\n]+)', trace)
+    frames = [frame for frame in frames if not frame[0].startswith(f"{HERE}/insight/")]  # explain's, not the user's
     if not frames:
         return ""
     file, line, code = frames[-1]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from fp8compile.errors import Fp8Error, unknown_name
 from fp8compile.insight.dumps import graphs
+from fp8compile.insight.explanation import Explanation
+from fp8compile.plan import plans_from_json
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,9 @@ def diff(root: str | Path, before: str, after: str, context: int = 3) -> str:
     a, b = (find(Path(root), name) for name in (before, after))
     lines = difflib.unified_diff(a.text.splitlines(), b.text.splitlines(), a.name, b.name, lineterm="", n=context)
     return "".join(f"{line}\n" for line in lines)
+
+
+def explanation(root: Path) -> Explanation:
+    """The plans of all graphs of a dump."""
+    files = [root / name / "plan.json" for name in dict.fromkeys(s.name.split("/")[0] for s in stages(root))]
+    return Explanation([plan for f in files if f.exists() for plan in plans_from_json(f.read_text())])

@@ -34,6 +34,16 @@ def plan_text(plan: Plan, prefix: str = "") -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+def one_line(plan: Plan) -> str:
+    """A graph in one line, for a log."""
+    t = totals([plan])
+    parts = [f"{t.fp8} of {t.matmuls} matmuls in FP8 ({t.share:.1%} of {si(t.flops)}FLOP)"]
+    parts += [f"{count}× left: {why}" for why, count in list(t.left.items())[:2]]
+    parts += [f"saved for backward {size(t.saved_before)} → {size(t.saved_after)}"] if t.saved else []
+    parts += [f"FAILED: {failure}" for failure in t.failures]
+    return f"fp8: {plan.graph} graph, recipe {plan.recipe}, {plan.device}: " + "; ".join(parts)
+
+
 # ---- totals ---------------------------------------------------------------------------------------------------------
 
 
