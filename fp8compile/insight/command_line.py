@@ -1,4 +1,4 @@
-"""The command line: `fp8compile explain|dump|diff|doctor` (also as `python -m fp8compile`).
+"""The command line: `fp8compile explain|dump|diff|report|doctor` (also as `python -m fp8compile`).
 
 Exit status: 0 if all is well, 1 if something was found wrong, 2 for a command that cannot be carried out.
 """
@@ -16,6 +16,7 @@ from fp8compile.errors import Fp8Error
 from fp8compile.insight import doctor, stages
 from fp8compile.insight.dumps import dump
 from fp8compile.insight.explanation import Explanation
+from fp8compile.insight.report import write_report
 from fp8compile.plan import plans_from_json
 from fp8compile.plans import compiles
 
@@ -58,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("dump")
     diff.add_argument("stages", nargs="*", metavar="STAGE", help='two stages, such as "joint/input" and "share_casts"')
     diff.add_argument("-U", "--context", type=int, default=3, help="lines around a change (default: 3)")
+
+    report = command("report", _report, "make one self-contained page of a dump")
+    report.add_argument("dump")
+    report.add_argument("-o", "--output", default="report.html", help="the page (default: report.html)")
 
     command("doctor", _doctor, "check versions, GPU, FP8 support, assembler and caches, and say what to do")
     return parser
@@ -110,6 +115,11 @@ def _diff(arguments: argparse.Namespace) -> int:
         print("\n".join(stage.name for stage in stages.stages(root)))
         return 0 if not arguments.stages else 2
     print(stages.diff(root, *arguments.stages, context=arguments.context), end="")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    print(write_report(Path(arguments.dump), Path(arguments.output)))
     return 0
 
 
