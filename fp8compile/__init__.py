@@ -25,10 +25,12 @@ from fp8compile.insight.dry_run import explain  # noqa: E402
 from fp8compile.insight.dumps import dump  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
 from fp8compile.insight.graph_files import example_inputs, load_graph  # noqa: E402
+from fp8compile.insight.watching import watch  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Saved  # noqa: E402
 from fp8compile.plans import compiles, last_compile  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
+from fp8compile.statistics import Statistics  # noqa: E402
 
 __all__ = [
     "E4M3",
@@ -49,6 +51,7 @@ __all__ = [
     "Recipe",
     "Role",
     "Saved",
+    "Statistics",
     "VerificationError",
     "compiles",
     "delayed",
@@ -57,4 +60,5 @@ __all__ = [
     "explain",
     "last_compile",
     "load_graph",
+    "watch",
 ]

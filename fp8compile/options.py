@@ -37,6 +37,7 @@ class Options:
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
     inductor: settings of torch._inductor.config for this compilation.
     plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one (`fp8compile/edits.py`).
+    watch: the name under which casts are measured (`fp8compile.watch` does it all).
     dump: a folder for graphs, plan, kernels and Inductor's code (`fp8compile/insight/dumps.py`).
     """
 
@@ -51,6 +52,7 @@ class Options:
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
     plan: Edits | None = None
+    watch: str | None = None
     dump: str | None = None
 
     @staticmethod
@@ -96,6 +98,8 @@ class Options:
                 raise unknown_name(name, value, valid)
         if self.mode is not None and self.mode not in MODES:
             raise unknown_name("mode", self.mode, MODES)
+        if not isinstance(self.watch, (str, type(None))):
+            raise OptionError(f"option 'watch' is a name for statistics, and is not {self.watch!r}")
         for name in ("lm_head", "strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name!r} is True or False, not {getattr(self, name)!r}")

@@ -48,7 +48,7 @@ def explain(
     compiling takes a tenth of the time.
     The model is as it was afterwards; so is `last_compile()`. Raises what the model or, if `strict`, a pass raises.
     """
-    original, known = _uncompiled(target)
+    original, known = uncompiled(target)
     chosen = {"executor": "eager", **(known if options is None else options)}
     with unchanged(original, args, kwargs), plans.collected() as found, _no_optimizer_step(), _recompiling():
         compiled = torch.compile(_aside(original), backend=_backend_aside(), options=chosen)
@@ -58,7 +58,7 @@ def explain(
     return Explanation([plan for plan in found if plan.matmuls or plan.failure] or found[:1])
 
 
-def _uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """What torch.compile was given, and the options of its FP8 backend."""
     known: Mapping[str, Any] = {}
     context = getattr(target, "dynamo_ctx", None)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from fp8compile.insight.grouping import Layers, kernel_groups, matmul_groups, saved_groups
 from fp8compile.insight.totals import Totals, bytes_before, totals
 from fp8compile.plan import FP8, Matmul, Plan, Saved
+from fp8compile.statistics import ALTERNATIVES, Row
 
 WIDTH = 120
 
@@ -166,6 +167,38 @@ def _kernels(plan: Plan) -> Iterator[str]:
         moved = size(kernel.moved) if kernel.moved else "?"
         operations = ", ".join(kernel.operations)
         yield _cut(f"    {kernel.name:<{name}}  {kernel.half:<{half}}  {moved:>10}  {times:>5} {operations}")
+
+
+def statistics_text(rows: Sequence[Row]) -> str:
+    """Rows of `fp8compile.statistics` as a table, the worst SQNR first, ending in a newline."""
+    formats = [c.split(" ")[0] for c in ALTERNATIVES]
+    names = [c.split(" ")[1].replace("group", "g") for c in ALTERNATIVES]
+    first = [f if i == 0 or formats[i - 1] != f else "" for i, f in enumerate(formats)]
+    lines = [
+        f"{'':74}what if: SQNR in dB as",
+        f"{'operand':<36}{'cast':<15} SQNR    amax  under    sat" + "".join(f" {f:>6}" for f in first),
+        " " * 74 + "".join(f" {n:>6}" for n in names),
+    ]
+    for row in sorted(rows, key=lambda r: 1e9 if r.sqnr is None else r.sqnr):
+        others = "".join(f" {_number(row.what_if.get(c)):>6}" for c in ALTERNATIVES)
+        shares = f"{row.underflown:>6.1%} {row.saturated:>6.1%}"
+        lines.append(f"{_operand(row):<36}{row.cast:<15}{_number(row.sqnr):>5} {row.amax:>7.2g} {shares}{others}")
+        if row.skipped:
+            lines.append(
+                f"{'':37}{row.skipped} of {row.steps + row.skipped} executions were not finite, and are left out"
+            )
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _operand(row: Row) -> str:
+    """Path, role and side in 35 columns; of a long path, its end."""
+    rest = f" {row.role} {row.side}"
+    path, room = row.path or "(the model itself)", 35 - len(rest)
+    return (path if len(path) <= room else "…" + path[len(path) - room + 1 :]) + rest
+
+
+def _number(decibels: float | None) -> str:
+    return "-" if decibels is None else f"{decibels:.1f}"
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
