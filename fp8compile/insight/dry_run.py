@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -73,12 +74,22 @@ def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[
 
 
 def _aside(target: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own for this one compilation: what Dynamo keeps of it never mixes with the model's."""
+    """A function of its own for this one compilation: what Dynamo keeps of it never mixes with the model's.
+
+    Of a function it is a copy, so that modules have the same paths as in the function itself.
+    """
+    function = getattr(target, "__func__", target)
+    if isinstance(function, types.FunctionType):
+        code = function.__code__.replace()
+        rest = (function.__name__, function.__defaults__, function.__closure__)
+        copy = types.FunctionType(code, function.__globals__, *rest)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return copy if function is target else types.MethodType(copy, target.__self__)  # type: ignore[attr-defined]
 
     def model(*args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
-    model.__code__ = model.__code__.replace(co_firstlineno=model.__code__.co_firstlineno)
+    model.__code__ = model.__code__.replace()
     return model
 
 

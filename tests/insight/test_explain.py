@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from html.parser import HTMLParser
 from typing import Any
@@ -186,6 +187,40 @@ def test_a_step_that_updates_parameters_itself_changes_none():
     assert fp8compile.explain(step, options=ALL).totals.fp8 == 5
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+GLOBAL_MODEL: Any = None
+
+
+def _step(x: torch.Tensor, scale: float = 1.0, *, shift: float = 0.0) -> None:
+    (GLOBAL_MODEL(x).float().sum() * scale + shift).backward()
+
+
+class Trainer:
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def step(self, x: torch.Tensor) -> None:
+        self.model(x).float().sum().backward()
+
+
+def test_paths_are_those_of_the_compiled_step(monkeypatch: pytest.MonkeyPatch):
+    model, x = mlp(), batch()
+    monkeypatch.setitem(globals(), "GLOBAL_MODEL", model)
+
+    def outer(x: torch.Tensor) -> None:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return model(x)
+
+        inner(x).float().sum().backward()
+
+    for step in (_step, Trainer(model).step, outer, functools.partial(_step, shift=1.0)):
+        explanation = fp8compile.explain(step, x, options=ALL)
+        torch.compile(step, backend="fp8", options={**ALL, "executor": "eager"})(x)
+        paths = [row.path for row in fp8compile.last_compile().matmuls]
+        assert [row["path"] for row in explanation.rows()] == paths
+        assert {path.split(".")[-1] for path in paths} == {"0", "2"}
+        model.zero_grad()
 
 
 def test_a_compiled_model_is_explained_with_its_options_and_stays_compiled():
