@@ -89,8 +89,9 @@ class JointPass(CustomGraphPass):
         backup = _copy(graph)
         if isinstance(self.partitioner, DumpingPartitioner):
             self.partitioner.before = fx.GraphModule(graph.owning_module or {}, _copy(graph))
+        run = functools.partial(run_pipeline, observe=self.dump.observer("joint", graph)) if self.dump else run_pipeline
         try:
-            run_pipeline(c, self.dump.observer("joint", graph) if self.dump else None)
+            run(c)
         except Exception as error:
             if self.dump:
                 self.dump.failed("joint", error, graph, [step.name for step in PIPELINE])
