@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import ZOO
 from torch import fx, nn
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile
@@ -156,14 +157,16 @@ def test_a_warm_cache_is_dumped_too(tmp_path: Path):
         compiled(x).sum().backward()
 
     step()
-    for folder in (tmp_path / "a", tmp_path / "b"):  # the second would find what the first has compiled
-        step(dump=folder)
-        index = json.loads((folder / "index.json").read_text())
-        assert names(index, "joint") == JOINT
-        assert names(index, "backward") == ["bf16", "cut", "lower_markers"]
-        codes = index["graphs"]["graph0"]["code"]
-        assert [code["half"] for code in codes] == ["forward", "backward"]
-        assert all("def call" in (folder / "graph0" / code["file"]).read_text() for code in codes)
+    for number in range(2):
+        counters.clear()
+        step(dump=tmp_path)
+        assert not [name for name in counters["aot_autograd"] if "cache" in name]  # neither asked nor fed
+        graph = json.loads((tmp_path / "index.json").read_text())["graphs"][f"graph{number}"]
+        stages_of = {half: [s["name"] for s in graph["stages"] if s["half"] == half] for half in ("joint", "backward")}
+        assert stages_of == {"joint": JOINT, "backward": ["bf16", "cut", "lower_markers"]}
+        assert [code["half"] for code in graph["code"]] == ["forward", "backward"]
+        for code in graph["code"]:
+            assert "def call" in (tmp_path / f"graph{number}" / code["file"]).read_text()
 
 
 def test_the_context_and_the_environment(tmp_path: Path):
