@@ -142,7 +142,7 @@ def test_what_is_not_finite_is_left_out_and_counted():
     assert "1 of 3 executions were not finite" in str(watched.statistics)
 
 
-@pytest.mark.parametrize("name", ["llama", "checkpoint", "shared_module", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "checkpoint", "shared_module"])
 def test_every_operand_is_measured_once_a_step(name: str):
     case = ZOO[name]()
     watched = fp8compile.watch(case.model, steps=5, options=ALL)
