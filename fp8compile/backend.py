@@ -28,9 +28,10 @@ from fp8compile.insight.baseline import DumpingPartitioner
 from fp8compile.insight.dumps import Dump
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
-from fp8compile.passes.compilation import Compilation, Input
+from fp8compile.passes.compilation import Compilation, Input, device_of
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
+from fp8compile.passes.snapshot import copy_graph, restore_graph
 from fp8compile.plan import Lowered, Plan
 from fp8compile.sources import source_digest
 
@@ -59,7 +60,7 @@ def fp8(
     key = plans.key(gm, example_inputs, joint.uuid())
     record = joint.record = plans.Record(key, parsed, dump.plans if dump else None)
     lowering = LoweringPass(parsed, dump)
-    joint.partitioner = DumpingPartitioner(parsed, dump) if dump else Partitioner(parsed)
+    joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
     settings = _inductor_settings(parsed) | {
         "joint_custom_pre_pass": joint,
         "custom_partitioner_fn": joint.partitioner,
@@ -86,9 +87,9 @@ class JointPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place, or leave it as it was when a pass fails."""
         c = self._compilation(graph)
-        backup = _copy(graph)
+        backup = copy_graph(graph)
         if isinstance(self.partitioner, DumpingPartitioner):
-            self.partitioner.before = fx.GraphModule(graph.owning_module or {}, _copy(graph))
+            self.partitioner.before = fx.GraphModule(graph.owning_module or {}, copy_graph(graph))
         run = functools.partial(run_pipeline, observe=self.dump.observer("joint", graph)) if self.dump else run_pipeline
         try:
             run(c)
@@ -105,7 +106,7 @@ class JointPass(CustomGraphPass):
             self.record.add(c.plan)
 
     def _compilation(self, graph: fx.Graph) -> Compilation:
-        device = devices.describe(_device(graph))
+        device = devices.describe(device_of(graph))
         placeholders = list(graph.find_nodes(op="placeholder"))
         inputs = {
             n.name: self.inputs[i] for n in placeholders if (i := _input_index(n)) is not None and i < len(self.inputs)
@@ -131,7 +132,7 @@ class LoweringPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place."""
-        on_gpu = _device(graph).type == "cuda"
+        on_gpu = device_of(graph).type == "cuda"
         executor = "triton" if on_gpu and self.options.kernels == "generated" else "inductor"
         self.lowered = _lower(graph, executor, self.options, self.half, self.dump)
 
@@ -142,7 +143,7 @@ class LoweringPass(CustomGraphPass):
 
 def _lower(graph: fx.Graph, executor: str, options: Options, half: str, dump: Dump | None = None) -> Lowered:
     """Run the passes after the cut; where one fails, Inductor (or the operators) take the markers as they are."""
-    backup = _copy(graph)
+    backup = copy_graph(graph)
     run = run_after_cut
     if dump:
         dump.stage(half, "cut", graph)
@@ -154,24 +155,11 @@ def _lower(graph: fx.Graph, executor: str, options: Options, half: str, dump: Du
             dump.failed(half, error, graph, [step.name for step in AFTER_CUT if executor in step.executors])
         if options.strict:
             raise
-        _restore(graph, backup)
+        restore_graph(graph, backup)
         failures.warn(error, graph, options, "Its casts are compiled without generated kernels")
         if executor == "triton":
             run(graph, "inductor", half)
         return Lowered(failure=failures.first_line(error))
-
-
-def _restore(graph: fx.Graph, backup: fx.Graph) -> None:
-    """Make `graph` what it was; it must stay the same object."""
-    for node in reversed(list(graph.nodes)):
-        graph.erase_node(node)
-    graph.output(graph.graph_copy(backup, {}))
-    graph.output_node().meta = dict(backup.output_node().meta)
-
-
-def _device(graph: fx.Graph) -> torch.device:
-    tensors = [v for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
-    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 
 def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -254,14 +242,3 @@ def _run_eagerly(
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's protocol for callables that free their inputs
     return run
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph(graph.owning_module)
-    env: dict[fx.Node, fx.Node] = {}
-    result = copy.graph_copy(graph, env)
-    output = graph.output_node()
-    copy.output(result, output.type)
-    copy.output_node().meta = dict(output.meta)
-    copy._codegen = graph._codegen
-    return copy

@@ -18,6 +18,8 @@ from fp8compile.recipe import RECIPES, Recipe
 
 EXECUTORS = ("inductor", "eager")
 KERNELS = ("generated", "inductor")
+SAVED_FORMS = ("fp8", "bf16")
+KEEP_ALL = (("*", "bf16"),)  # option `save`: nothing is rounded
 SELECTIONS = ("profitable", "all")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
 
@@ -31,6 +33,12 @@ class Options:
     skip: patterns of module paths whose matmuls stay BF16: a path, a run of its components, or a glob over them.
     lm_head: convert the output head as well.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
+    save: how activations are kept for backward: "fp8" (payload and scales in groups of up to 128 features), "bf16" (as
+        they are), or a mapping of module path patterns to these, the first that matches deciding, else "fp8".
+    save_min_bytes: what is smaller is kept as it is.
+    activation_budget: what may be kept for backward, in bytes (int), or as a share (float, 0.0 to 1.0) of what is kept
+        where nothing is computed again or rounded. Below what `save` gives, matmuls and attention run again; above it,
+        less is computed again. None: no budget.
     kernels: "generated" makes Triton kernels of what is around FP8 casts; "inductor" leaves that to Inductor.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.
@@ -46,6 +54,9 @@ class Options:
     skip: tuple[str, ...] = ()
     lm_head: bool = False
     executor: str = "inductor"
+    save: tuple[tuple[str, str], ...] = (("*", "fp8"),)
+    save_min_bytes: int = 2**20
+    activation_budget: float | int | None = None
     kernels: str = "generated"
     strict: bool = False
     verify: bool = True
@@ -69,6 +80,8 @@ class Options:
             given["recipe"] = Recipe.parse(given["recipe"])
         if "skip" in given:
             given["skip"] = _patterns(given["skip"])
+        if "save" in given:
+            given["save"] = _forms(given["save"])
         if "inductor" in given:
             if not isinstance(given["inductor"], Mapping):
                 raise OptionError(
@@ -100,6 +113,9 @@ class Options:
             raise unknown_name("mode", self.mode, MODES)
         if not isinstance(self.watch, (str, type(None))):
             raise OptionError(f"option 'watch' is a name for statistics, and is not {self.watch!r}")
+        if not isinstance(self.save_min_bytes, int) or isinstance(self.save_min_bytes, bool) or self.save_min_bytes < 0:
+            raise OptionError(f"option 'save_min_bytes' is a number of bytes, not {self.save_min_bytes!r}")
+        _check_budget(self.activation_budget)
         for name in ("lm_head", "strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name!r} is True or False, not {getattr(self, name)!r}")
@@ -113,10 +129,36 @@ class Options:
 
     def skips(self, path: str) -> str | None:
         """The first pattern of `skip` that names the module `path`, one of its ancestors, or a run of components."""
-        for pattern in self.skip:
-            if any(fnmatch.fnmatchcase(path, p) for p in (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*")):
-                return pattern
-        return None
+        return next((pattern for pattern in self.skip if _names(pattern, path)), None)
+
+    def saves(self, path: str) -> tuple[str, str]:
+        """The first pattern of `save` that names the module `path`, and its form: "fp8" or "bf16"."""
+        return next(((pattern, form) for pattern, form in self.save if _names(pattern, path)), ("*", "fp8"))
+
+
+def _names(pattern: str, path: str) -> bool:
+    return any(fnmatch.fnmatchcase(path, p) for p in (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*"))
+
+
+def _check_budget(budget: Any) -> None:
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise OptionError(f"option 'activation_budget' is a number of bytes or a share, not {budget!r}")
+    if isinstance(budget, float) and not 0.0 <= budget <= 1.0:
+        raise OptionError(f"option 'activation_budget' as a share lies between 0.0 and 1.0, not at {budget!r}")
+    if isinstance(budget, int) and budget <= 1:
+        raise OptionError(f"option 'activation_budget': {budget!r} bytes? A share is a float: {float(budget)!r}")
+
+
+def _forms(value: str | Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    given = dict(value) if isinstance(value, Mapping) else {"*": value}
+    for pattern, form in given.items():
+        if form not in SAVED_FORMS:
+            raise unknown_name("form of saved activations", form, SAVED_FORMS)
+        if not isinstance(pattern, str) or not pattern:
+            raise OptionError(f"option 'save' maps module path patterns (strings), not {pattern!r}")
+    return tuple(given.items())
 
 
 def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:

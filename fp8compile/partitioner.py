@@ -1,46 +1,91 @@
 """The partitioner: joint graph → forward and backward, by our own cut (`passes/plan_saved.py`).
 
-Everything but the choice of what is saved is torch's: which nodes each half needs, the two graphs, checkpointing with
-random numbers, the order of backward. These functions have no public name; they are imported here and nowhere else.
-A graph without FP8 casts is left to torch's own partitioner.
+    forms      in which form each value would be kept           passes/saved_forms.py
+    cut        which values are kept, within a budget            passes/plan_saved.py, save_budget.py
+    rewrite    what is kept as FP8 becomes payload and scales    passes/save_as_fp8.py
+
+Everything else is torch's: which nodes each half needs, the two graphs, checkpointing with random numbers, the order of
+backward. These functions have no public name; they are imported here and nowhere else. A graph without FP8 casts in
+which nothing would be kept as FP8 is left to torch's own partitioner.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch import config as functorch_config  # whether equal nodes are unified before the cut
 from torch._functorch import partitioners as torch_partitioners  # the parts of torch's partitioner that we keep
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's base: its uuid() keys the caches
 
-from fp8compile import ops
-from fp8compile.options import Options
-from fp8compile.passes.plan_saved import Halves, plan_saved
+from fp8compile import devices, failures, ops
+from fp8compile.errors import Fp8Warning
+from fp8compile.options import KEEP_ALL, Options
+from fp8compile.passes import describe
+from fp8compile.passes.compilation import Compilation, device_of
+from fp8compile.passes.plan_saved import Halves, may_be_computed_again, run_again
+from fp8compile.passes.save_as_fp8 import save_as_fp8
+from fp8compile.passes.save_budget import plan_within
+from fp8compile.passes.saved_forms import Graph, as_it_is, find_forms
+from fp8compile.passes.sensitive import find_sensitive
+from fp8compile.passes.snapshot import copy_graph
+from fp8compile.plan import Plan
+from fp8compile.plans import Record
 from fp8compile.sources import source_digest
 
 
 class Partitioner(CustomPartitionerFn):
-    """torch's hook for a partitioner."""
+    """torch's hook for a partitioner; `record` is told what is saved."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, record: Record | None = None):
         self.options = options
+        self.record = record
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward, backward) of the joint graph `gm`."""
-        if not any(n.target in ops.MARKERS for n in gm.graph.nodes):
-            return torch_partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        return _partition(gm, joint_inputs, kwargs)
+        ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
+        backup = copy_graph(gm.graph)
+        try:
+            if ours or any(form.granularity for form in _halves(gm, kwargs, self.options).forms.values()):
+                return _partition(gm, joint_inputs, kwargs, self.options, self.record)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            failures.warn(error, backup, self.options, "What backward needs is chosen and kept as without FP8")
+            gm.graph = backup
+        return self._by_torch(gm, joint_inputs, kwargs)
+
+    def _by_torch(self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Any:
+        """torch's own partitioner, and the plan's rows about what it saves."""
+        p = torch_partitioners
+        forward, backward = p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if self.record is not None:
+            primals = [n for n in forward.graph.find_nodes(op="placeholder") if p._is_primal(n)]
+            static = {primals[i] for i in kwargs.get("static_lifetime_input_indices") or [] if i < len(primals)}
+            outputs: Any = forward.graph.output_node().args[0]
+            saved = [n for n in outputs[kwargs["num_fwd_outputs"] :] if isinstance(n, fx.Node)]
+            reason = "FP8 takes no part in this graph"
+            forms = {n: as_it_is(n.meta["val"], reason) for n in saved if isinstance(n.meta.get("val"), torch.Tensor)}
+            self.record.add_saved(describe.describe_saved(saved, static, forms), {})
+        return forward, backward
 
     def uuid(self) -> str:
         """The source and the options decide what it does."""
         return f"partitioner-{source_digest()}-{self.options!r}"
 
 
-def _partition(gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Any:
+def _partition(
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    kwargs: dict[str, Any],
+    options: Options,
+    record: Record | None = None,
+) -> Any:
     p = torch_partitioners
     gm.graph.eliminate_dead_code()
     gm.recompile()
@@ -52,21 +97,15 @@ def _partition(gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[
     p.force_save_collectives(gm)
     p.force_save_effectful_ops(gm)
     p.force_save_bw_mutation_src(gm)
-    outputs, static = kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices") or []
-    info = p.classify_nodes(gm, static, outputs)
-    if not info.required_bw_nodes:
+    halves = _halves(gm, kwargs, options)
+    if not halves.backward:
         return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-    recomputable = p.get_default_op_list().is_recomputable
-    halves = Halves(
-        set(info.inputs),
-        set(info.required_fw_nodes),
-        set(info.required_bw_nodes),
-        set(info.static_lifetime_input_nodes),
-        recomputable,
-    )
-    saved = plan_saved(gm.graph, halves)
+    choice = plan_within(gm.graph, halves, options.activation_budget, devices.describe(device_of(gm.graph)))
+    if choice.missed:
+        warnings.warn(f"fp8: {choice.missed}", Fp8Warning, stacklevel=2)
+    saved = choice.saved
     sizes = [n for n in saved if p.is_sym_node(n)]
-    saved = [n for n in saved if n not in sizes]
+    saved = _save(gm, [n for n in saved if n not in sizes], halves, options, record)
     extra: dict[str, Any] = (
         {"saved_opaque_nodes": []} if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes") else {}
     )
@@ -74,8 +113,8 @@ def _partition(gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[
         gm,
         saved,
         saved_sym_nodes=sizes,
-        num_fwd_outputs=outputs,
-        static_lifetime_input_nodes=info.static_lifetime_input_nodes,
+        num_fwd_outputs=kwargs["num_fwd_outputs"],
+        static_lifetime_input_nodes=halves.static,  # type: ignore[arg-type]
         **extra,
     )
     if checkpointed and random:
@@ -84,6 +123,52 @@ def _partition(gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[
     forward, backward = p.raise_getitems(forward), p.raise_getitems(backward)
     forward = p.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     return forward, p.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+
+
+def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Halves:
+    """What is known of the two halves, with the form of every value."""
+    p = torch_partitioners
+    outputs = kwargs["num_fwd_outputs"]
+    info = p.classify_nodes(gm, kwargs.get("static_lifetime_input_indices") or [], outputs)
+    recomputable = p.get_default_op_list().is_recomputable
+    halves = Halves(
+        set(info.inputs),
+        set(info.required_fw_nodes),
+        {n for n in info.required_bw_nodes if n.op != "output"},
+        set(info.static_lifetime_input_nodes),
+        recomputable,
+    )
+    returned, gradients, *_ = p._extract_fwd_bwd_outputs(gm, num_fwd_outputs=outputs)
+    primals = [n for n in gm.graph.find_nodes(op="placeholder") if p._is_primal(n)]
+    differentiable = {n for n, gradient in zip(primals, gradients, strict=False) if gradient is not None}
+    known = Graph(
+        {n for n in returned if isinstance(n, fx.Node)},
+        (halves.inputs - differentiable) | halves.static,
+        halves.forward - halves.backward,
+    )
+    device = devices.describe(device_of(gm.graph))
+    if (device.has_fp8 or device.emulated) and options.save != KEEP_ALL:
+        sensitive = find_sensitive(
+            gm.graph, lambda n: n not in halves.backward and may_be_computed_again(n, recomputable)
+        )
+        halves.exact.update(sensitive)
+        halves.forms.update(find_forms(gm.graph, known, options, sensitive))
+    return halves
+
+
+def _save(
+    gm: fx.GraphModule, saved: list[fx.Node], halves: Halves, options: Options, record: Record | None
+) -> list[fx.Node]:
+    """What is saved, payloads in place of values; and the plan's rows about it."""
+    again = run_again(gm.graph, saved, halves)
+    c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
+    kept, forms = save_as_fp8(c, saved, halves)
+    if record is not None:
+        record.add_saved(
+            describe.describe_saved(saved, halves.static, {**halves.forms, **forms}),
+            describe.describe_recomputed(again, halves),
+        )
+    return kept
 
 
 def _takes(function: Any, name: str) -> bool:

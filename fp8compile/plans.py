@@ -27,7 +27,7 @@ from fp8compile import edits
 from fp8compile.errors import Fp8Warning
 from fp8compile.insight.text import one_line
 from fp8compile.options import Options
-from fp8compile.plan import Lowered, Matmul, Plan, lowered_from
+from fp8compile.plan import Lowered, Matmul, Plan, Saved, lowered_from
 
 # Left on purpose: a graph of nothing else is no surprise.
 BY_DEFAULT = ("the output head", "recipe ", edits.REASON)
@@ -92,6 +92,11 @@ class Record:
     def add(self, plan: Plan) -> None:
         """The plan of a joint or inference graph; what follows belongs to it."""
         self.plans.append(plan)
+
+    def add_saved(self, saved: list[Saved], recomputed: dict[str, int]) -> None:
+        """What the forward half keeps for the backward half, and what backward computes again."""
+        if self.plans:
+            self.plans[-1].saved, self.plans[-1].recomputed = saved, recomputed
 
     def add_half(self, half: str, lowered: Lowered) -> None:
         """What became of a half."""

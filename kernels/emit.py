@@ -117,9 +117,9 @@ class _Emitter:
     def function(self, name: str) -> str:
         for level in range(1, max(self.levels, default=0) + 1) if self.sweeps else ():
             self._reducing_sweep(level)
-        for i in self._stored_values():  # all values before the first store: twice as fast where tiles are transposed
+        for i in self._stored_values():
             self._value(i)
-        for store in sorted(self.part.stores, key=lambda s: s.transposed):
+        for store in self._stores_in_order():
             self._store(store)
         self._end_sweep()
         head = ["@triton.jit", f"def {name}({', '.join(([] if self.single else ['pid']) + self.arguments)}):"]
@@ -142,17 +142,35 @@ class _Emitter:
         return "\n".join(head + [f"    {line}" for line in lines])
 
     def _stored_values(self) -> list[int]:
-        """What the stores need: first what is loaded, then the rest in the order of the spec."""
+        """What is computed before the first store: what is loaded, then the rest in the order of the spec.
+
+        All of it, which is twice as fast where tiles are transposed; but wide rows only load, and compute each result
+        as they store it, so that registers hold one at a time.
+        """
+        found = self._reached([s.value for s in self.part.stores])
+        values = self.part.values
+        if self._holds_wide_rows():
+            return sorted(i for i in found if values[i].op == "load")
+        return sorted((i for i in found if values[i].op not in PARTIALS), key=lambda i: (values[i].op != "load", i))
+
+    def _stores_in_order(self) -> list[Store]:
+        """Row-major ones before transposed ones; of wide rows first what needs most tensors, which then are free."""
+        stores = sorted(self.part.stores, key=lambda s: s.transposed)
+        if not self._holds_wide_rows():
+            return stores
+        loads = {s: sum(self.part.values[i].op == "load" for i in self._reached([s.value])) for s in stores}
+        return sorted(stores, key=lambda s: -loads[s])
+
+    def _reached(self, stack: list[int]) -> set[int]:
+        """The values that these are made of, themselves included."""
         found: set[int] = set()
-        stack = [s.value for s in self.part.stores]
         while stack:
             i = stack.pop()
             if i not in found:
                 found.add(i)
                 if not self.sweeps or self.part.values[i].op not in ROW_REDUCTIONS:
                     stack += self.part.values[i].args
-        values = self.part.values
-        return sorted((i for i in found if values[i].op not in PARTIALS), key=lambda i: (values[i].op != "load", i))
+        return found
 
     def _reducing_sweep(self, level: int) -> None:
         """Read the tiles of a row once for all reductions of this level."""
@@ -308,8 +326,12 @@ class _Emitter:
         else to compute, and rows of several tensors in one tile (measured on an H200: 7 % and 16 % slower)."""
         payloads = [v for v in self.part.values if v.op == "quantize"]
         layouts = {s.transposed for s in self.part.stores if self.part.values[s.value].op == "quantize"}
+        return (len(payloads) == 1 and len(layouts) == 2) or self._holds_wide_rows()
+
+    def _holds_wide_rows(self) -> bool:
+        """Whether a program holds so much of whole rows that registers are what it runs out of."""
         wide = self.tiling.block_cols * sum(i.extent == ELEMENT for i in self.part.inputs) > 16384
-        return (len(payloads) == 1 and len(layouts) == 2) or (any(self.levels) and wide and not self.sweeps)
+        return any(self.levels) and wide and not self.sweeps
 
     def _use(self, helper: str) -> None:
         self.helpers[helper] = None

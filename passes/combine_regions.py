@@ -6,7 +6,8 @@ After       %q  = region(%w1, %w2)[0]                     one kernel of two part
 1. An amax that programs left in pieces is put together by the region that reads it, if the pieces are few; else by a
    region of its own, and those whose results only leave the graph become one.
 2. Parts of a concatenation are written in place.
-3. Regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one.
+3. Regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one; so do
+   those between two matmuls whose results only leave the graph.
 
 Sound as long as no region waits for itself; every combination is checked for that.
 """
@@ -24,6 +25,7 @@ from fp8compile import ops
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import PARTIALS, ROW_REDUCTIONS, Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes.compilation import aten, depends_on, getitems, value
+from fp8compile.passes.fusible import is_library_kernel
 from fp8compile.passes.region_graph import GraphEditor, put_in_order, regions_of, spec_of
 
 FEW = 1024  # pieces of an amax that each program of the next kernel may read
@@ -43,6 +45,7 @@ def combine_regions(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is ops.scaled_mm or node.target is ops.region:
             _combine_producers(editor, node)
+    _combine_saved(editor)
     _combine_last(editor)
     put_in_order(graph)
     graph.eliminate_dead_code()
@@ -286,7 +289,8 @@ def _replaced(
     sizes: list[Any],
     index: dict[fx.Node, int],
 ) -> fx.Node:
-    place = min((u for item in index for u in item.users), key=editor.order.__getitem__, default=nodes[0])
+    users = [u for item in index for u in item.users]
+    place = editor.place(users, tensors) if users else nodes[0]
     schedule = schedules.choose(region)
     call = editor.emit(ops.region, tensors, sizes, region.to_json(), schedule.to_json(), before=place, like=nodes[0])
     for item, n in list(index.items()):
@@ -323,6 +327,22 @@ def _kind(node: fx.Node) -> Any:
     if all(p.values[s.value].op in PARTIALS for p in region.parts for s in p.stores):
         return "pieces"
     return schedule.warps, schedule.stages
+
+
+def _combine_saved(editor: GraphEditor) -> None:
+    """Combine casts that only leave the graph, where no matmul or attention lies between them: q, k and v, say."""
+    output = editor.graph.output_node()
+    waiting: dict[Any, list[fx.Node]] = {}
+    for node in list(editor.graph.nodes):
+        if node.target is ops.region:
+            kind = _kind(node) if _only_leaves(node, output) and not _is_finish(node) else None
+            if kind is not None:
+                waiting.setdefault(kind, []).append(node)
+        elif node.op == "output" or is_library_kernel(node):
+            for nodes in waiting.values():
+                if len(nodes) > 1:
+                    _joined(editor, nodes)
+            waiting.clear()
 
 
 def _combine_last(editor: GraphEditor) -> None:

@@ -112,6 +112,12 @@ def value(node: fx.Node) -> torch.Tensor:
     return node.meta["val"]
 
 
+def device_of(graph: fx.Graph) -> torch.device:
+    """The device that `graph` computes on: the first that is not the CPU."""
+    tensors = [v for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+
+
 def update_value(node: fx.Node) -> None:
     """Compute `node`'s fake value from those of its inputs."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]

@@ -255,8 +255,12 @@ def is_opaque(node: fx.Node) -> bool:
         return True
     if "getitem" in str(node.target):
         return is_opaque(node.args[0])  # type: ignore[arg-type]
-    name = str(node.target)
-    return name.startswith("fp8.") or any(word in name for word in OPAQUE)
+    return str(node.target).startswith("fp8.") or is_library_kernel(node)
+
+
+def is_library_kernel(node: fx.Node) -> bool:
+    """Whether `node` is a matmul, an attention, a convolution, or something that holds a graph of its own."""
+    return node.op == "call_function" and any(word in str(node.target) for word in OPAQUE)
 
 
 def elements(node: fx.Node) -> Any:

@@ -7,9 +7,10 @@ costs to save its value; everything behind the cut is computed again from what i
     source ──∞──────────────────────► y_in      y is never computed again: a matmul, attention, a random number
     source ──recompute cost─────────► y_in      y may be, but reads and writes memory
 
-Parameters cost nothing: they are kept anyway. An FP8 payload costs its own bytes, half of what it was made of; that of
-a weight is made again. Statistics of rows and amaxes are saved: they are small, and a transposed operand that had to
-compute them again would need another kernel.
+A value costs the bytes of the form in which it would be kept (`passes/saved_forms.py`): an activation those of an FP8
+payload in groups. Parameters cost nothing: they are kept anyway. A payload that a matmul reads costs its own bytes;
+that of a weight is made again. Statistics of rows and amaxes are saved: they are small, and a transposed operand that
+had to compute them again would need another kernel.
 
 Source of the method: the min cut of torch's own partitioner (Chen et al., arXiv 1604.06174; He and Yu, 2023), which
 does not know what a cast costs and would save payloads of everything.
@@ -19,21 +20,22 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import networkx as nx
 import torch
+from networkx.algorithms.flow import preflow_push
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import VIEWS, aten, is_tensor, value
+from fp8compile.passes.saved_forms import Form, as_it_is
 
 RECOMPUTE = 1 / 64  # cost of computing a byte again, in bytes saved
-UNKNOWN = 4096  # a size that only the data knows
+NARROWING = {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default}
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -46,9 +48,23 @@ class Halves:
     backward: set[fx.Node]  # computed from incoming gradients, or returned by the backward half
     static: set[fx.Node]  # inputs that stay where they are: parameters
     is_recomputable: Callable[[fx.Node], bool]  # cheap and pure, by torch's own list
+    forms: dict[fx.Node, Form] = field(default_factory=dict)  # how a value would be kept, where not as it is
+    exact: set[fx.Node] = field(default_factory=set)  # what backward must not see rounded
 
 
-def plan_saved(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
+@dataclass(frozen=True)
+class Prices:
+    """What computing again costs, in bytes saved: each byte of a cheap operator, each second of a dear one.
+
+    dear: the matmuls and attentions that may run again at all, each with its seconds.
+    """
+
+    byte: float = RECOMPUTE
+    second: float = math.inf
+    dear: Mapping[fx.Node, float] = field(default_factory=dict)
+
+
+def plan_saved(graph: fx.Graph, halves: Halves, prices: Prices | None = None) -> list[fx.Node]:
     """The values to save, in the order of the graph."""
     network = nx.DiGraph()
     for node in graph.nodes:
@@ -57,26 +73,51 @@ def plan_saved(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
         if node in halves.backward and node not in halves.inputs:
             network.add_edge(_in(node), "sink", capacity=math.inf)
             continue
-        _add(network, node, halves)
+        _add(network, node, halves, prices or Prices())
     if "sink" not in network or "source" not in network:
         return []
-    _, (reachable, _) = nx.minimum_cut(network, "source", "sink")
-    found = {name.removesuffix("_in") for name in reachable if name.endswith("_in")}
-    cut = {name for name in found if f"{name}_out" not in reachable and f"{name}_out" in network}
-    return [node for node in graph.nodes if node.name in cut]
+    before = _before_the_cut(network)
+    return [node for node in graph.nodes if _in(node) in before and _out(node) in network and _out(node) not in before]
 
 
-def _add(network: nx.DiGraph, node: fx.Node, halves: Halves) -> None:
-    if node in halves.inputs or not _may_be_computed_again(node, halves):
-        network.add_edge("source", _in(node), capacity=math.inf)
-    else:
-        network.add_edge("source", _in(node), capacity=RECOMPUTE * _bytes(node))
+def _before_the_cut(network: nx.DiGraph) -> set[str]:
+    """What the source still reaches beside a maximum flow: of all minimum cuts the one nearest to the source.
+
+    It keeps what a view or a conversion is taken of. (networkx's own partition is the one nearest to the sink.)
+    """
+    residual = preflow_push(network, "source", "sink")
+    before, stack = {"source"}, ["source"]
+    while stack:
+        for name, edge in residual[stack.pop()].items():
+            if name not in before and edge["flow"] < edge["capacity"]:
+                before.add(name)
+                stack.append(name)
+    return before
+
+
+def _add(network: nx.DiGraph, node: fx.Node, halves: Halves, prices: Prices) -> None:
+    network.add_edge("source", _in(node), capacity=_price_again(node, halves, prices))
     network.add_edge(_in(node), _out(node), capacity=_price(node, halves))
     if node in halves.backward:
         network.add_edge(_out(node), "sink", capacity=math.inf)
     for user in node.users:
         if user.op != "output":
             network.add_edge(_out(node), _in(user), capacity=math.inf)
+
+
+def _price_again(node: fx.Node, halves: Halves, prices: Prices) -> float:
+    """What it costs to compute `node` again; infinite for what cannot be."""
+    if node in halves.inputs:
+        return math.inf
+    if node in prices.dear:
+        return prices.second * prices.dear[node]
+    source = node.args[0] if node.target is operator.getitem else None
+    if source in prices.dear:
+        return 0.0
+    if not may_be_computed_again(node, halves.is_recomputable):
+        return math.inf
+    free = node.target in VIEWS or node.target in fusible.CONVERSIONS  # done by whoever reads it
+    return 0.0 if free else prices.byte * _bytes(node)
 
 
 def _in(node: fx.Node) -> str:
@@ -87,7 +128,8 @@ def _out(node: fx.Node) -> str:
     return f"{node.name}_out"
 
 
-def _may_be_computed_again(node: fx.Node, halves: Halves) -> bool:
+def may_be_computed_again(node: fx.Node, is_recomputable: Callable[[fx.Node], bool]) -> bool:
+    """Whether backward may compute `node` again rather than keep it."""
     if node.op != "call_function":
         return False
     tag = node.meta.get("recompute")
@@ -96,10 +138,10 @@ def _may_be_computed_again(node: fx.Node, halves: Halves) -> bool:
     if tag == CheckpointPolicy.MUST_SAVE or fusible.is_row_reduction(node) or fusible.is_col_sum(node):
         return False
     if node.target is operator.getitem:
-        return _may_be_computed_again(node.args[0], halves)  # type: ignore[arg-type]
+        return may_be_computed_again(node.args[0], is_recomputable)  # type: ignore[arg-type]
     if node.target in (ops.scale, ops.quantize, ops.dequantize, aten.cat.default):
         return True
-    return node.target is not ops.amax and halves.is_recomputable(node)
+    return node.target is not ops.amax and is_recomputable(node)
 
 
 def _price(node: fx.Node, halves: Halves) -> float:
@@ -110,29 +152,38 @@ def _price(node: fx.Node, halves: Halves) -> float:
         return math.inf
     if node in halves.static:
         return 0.0
-    return max(1.0, _bytes(node))
+    return max(1.0, _bytes_kept(node, halves))
+
+
+def _bytes_kept(node: fx.Node, halves: Halves) -> float:
+    """Bytes of the form in which `node` is kept. Among equal ones the narrower dtype is preferred, which is in memory
+    anyway, and slices of a merged result, which are what other kernels read, to the whole of it."""
+    form = halves.forms.get(node)
+    if form is None or form.granularity is None:
+        return _bytes(node)
+    sliced = any(user.target in NARROWING for user in node.users)
+    return form.bytes * (1 + 1e-4 * value(node).dtype.itemsize + (1e-3 if sliced else 0.0))
 
 
 def _bytes(node: fx.Node) -> float:
-    """Bytes of what `node` computes; 0 for a view, which computes nothing."""
-    if not is_tensor(node):
-        return 1.0
-    if node.op == "call_function" and node.target in VIEWS:
-        return max(1.0, _size(value(node)) * 1.0)
-    return float(_size(value(node)))
+    """Bytes of the value of `node` as it is."""
+    return float(as_it_is(value(node), "").bytes) if is_tensor(node) else 1.0
 
 
-def _size(x: torch.Tensor) -> int:
-    n = x.dtype.itemsize
-    for size in x.shape:
-        n *= size if isinstance(size, int) else _hint(size)
-    return n
+def run_again(graph: fx.Graph, saved: Iterable[fx.Node], halves: Halves) -> set[fx.Node]:
+    """The nodes that backward computes again when it is given `saved`."""
+    given = {*saved, *halves.inputs}
+    found: set[fx.Node] = set()
+    stack = [i for n in graph.nodes if n in halves.backward for i in n.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in given and node not in halves.backward and node.op == "call_function":
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
 
 
-def _hint(size: Any) -> int:
-    return int(size.node.hint) if size.node.has_hint() else UNKNOWN
-
-
-def saved_bytes(nodes: Iterable[fx.Node], static: set[fx.Node]) -> int:
-    """Bytes of the saved values that are not parameters."""
-    return sum(_size(value(n)) for n in nodes if is_tensor(n) and n not in static)
+def saved_bytes(nodes: Iterable[fx.Node], halves: Halves) -> int:
+    """Bytes of the saved values that are not parameters, in the forms in which they are kept."""
+    kept = [n for n in nodes if is_tensor(n) and n not in halves.static]
+    return sum(halves.forms[n].bytes if n in halves.forms else as_it_is(value(n), "").bytes for n in kept)

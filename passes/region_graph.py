@@ -60,6 +60,17 @@ class GraphEditor:
         self.order[node] = self.order[before] - 0.5
         return node
 
+    def place(self, users: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> fx.Node:
+        """Before which node to compute something: its first user; or, where it only leaves the graph, what follows its
+        last input, so that this need not be kept until the end."""
+        first = min(users, key=self.order.__getitem__)
+        if first.op != "output":
+            return first
+        place = max(inputs, key=self.order.__getitem__).next
+        while place.op == "placeholder":
+            place = place.next
+        return place
+
     def refresh(self, node: fx.Node) -> None:
         """Compute the value of `node` again."""
         update_value(node)
@@ -79,7 +90,7 @@ class GraphEditor:
         """
         readers = [set(u) for u in users]
         like = nodes[0]
-        place = min((u for some in readers for u in some), key=self.order.__getitem__)
+        place = self.place((u for some in readers for u in some), tensors)
         named = [self.size_node(s, place, like) for s in sizes]
         schedule = schedules.choose(region)
         call = self.emit(

@@ -35,10 +35,10 @@ def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
         new.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
         new = copy
     if not same_sizes(value(new).stride(), wanted):
-        _restride(c, new, wanted, users)
+        restride(c, new, wanted, users)
 
 
-def _restride(c: Compilation, new: fx.Node, wanted: Any, users: list[fx.Node]) -> None:
+def restride(c: Compilation, new: fx.Node, wanted: Any, users: list[fx.Node]) -> None:
     """Carry the new strides of `new` on to its users, as far as they go."""
     shown: dict[fx.Node, Any] = {new: wanted}  # the strides that each node had
     stale = [(new, user) for user in users]

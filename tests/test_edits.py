@@ -63,7 +63,9 @@ def test_an_unedited_plan_changes_nothing(tmp_path: Path):
     file = tmp_path / "plan.json"
     file.write_text(before.to_json())
     after = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": file}, **case.inputs)
-    assert after == before
+    for table in ("matmuls", "saved", "kernels"):
+        rows = [sorted(map(str, explanation.rows(table))) for explanation in (before, after)]
+        assert rows[0] == rows[1]
     # and without select="all", which would leave everything on a CPU: the plan alone says what becomes FP8
     pinned = fp8compile.explain(case.model, loss=case.loss, options={"strict": True, "plan": str(file)}, **case.inputs)
     assert [m.decision for m in pinned.plans[0].matmuls] == [m.decision for m in before.plans[0].matmuls]

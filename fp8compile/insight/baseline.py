@@ -13,6 +13,7 @@ from fp8compile.insight.dumps import Dump
 from fp8compile.insight.memory import timeline
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
+from fp8compile.plans import Record
 
 
 class DumpingPartitioner(Partitioner):
@@ -21,8 +22,8 @@ class DumpingPartitioner(Partitioner):
     before: the joint graph before any pass, set by the joint pass.
     """
 
-    def __init__(self, options: Options, dump: Dump):
-        super().__init__(options)
+    def __init__(self, options: Options, record: Record, dump: Dump):
+        super().__init__(options, record)
         self.dump = dump
         self.before: fx.GraphModule | None = None
 

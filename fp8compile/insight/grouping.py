@@ -44,7 +44,7 @@ def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
     counts = Counter((k.half, k.name) for k in plan.kernels)
     first = {(k.half, k.name): k for k in reversed(plan.kernels)}
     found = [(first[key], count) for key, count in counts.items()]
-    return sorted(found, key=lambda pair: -pair[0].moved * pair[1])
+    return sorted(found, key=lambda pair: (-pair[0].moved * pair[1], pair[0].half, pair[0].name))
 
 
 def _matmul_key(m: Matmul) -> Hashable:

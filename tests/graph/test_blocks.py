@@ -24,6 +24,7 @@ from fp8compile.kernels import generated
 from fp8compile.kernels.spec import Region
 from fp8compile.passes import pipeline
 from fp8compile.passes.region_graph import regions_of, spec_of
+from fp8compile.passes.snapshot import copy_graph
 from fp8compile.plan import Lowered
 
 HERE = Path(__file__).parent
@@ -107,7 +108,7 @@ def halves(name: str, monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
 
     def run(graph: fx.Graph, executor: str, half: str) -> Lowered:
         lowered = pipeline.run_after_cut(graph, executor, half)
-        graphs.append(backend._copy(graph))
+        graphs.append(copy_graph(graph))
         return lowered
 
     monkeypatch.setattr(backend, "run_after_cut", run)

@@ -18,6 +18,7 @@ from torch import fx, nn
 import fp8compile
 from fp8compile import backend
 from fp8compile.passes.pipeline import PIPELINE
+from fp8compile.passes.snapshot import copy_graph
 
 HERE = Path(__file__).parent
 MADE_WITH = (2, 13)  # decompositions drift between torch versions; the text is compared on this one, values on all
@@ -55,9 +56,9 @@ class Recorder:
     def __call__(self, c: Any) -> None:
         owner = c.graph.owning_module
         self.fakes = [n.meta["val"] for n in c.graph.find_nodes(op="placeholder")]
-        self.before = fx.GraphModule(owner, backend._copy(c.graph))
+        self.before = fx.GraphModule(owner, copy_graph(c.graph))
         run_pipeline(c, lambda stage, text: self.stages.append((stage, text)))
-        self.after = fx.GraphModule(owner, backend._copy(c.graph))
+        self.after = fx.GraphModule(owner, copy_graph(c.graph))
 
     def text(self) -> str:
         parts = [f"== {self.stages[0][0]}\n{self.stages[0][1]}"]

@@ -1,0 +1,305 @@
+"""What training keeps for backward: bytes, peak memory and time, beside BF16, checkpointing and torchao.
+
+    python benchmarks/saved_activations.py --count             any machine: bytes by counting the graph, no times
+    python benchmarks/saved_activations.py --json FILE --picture FILE     one GPU: forward and backward of two blocks of
+                                                               Llama-8B on 4 × 4096 tokens, measured by the allocator
+
+Random data and weights, medians. "saved" is what the allocator holds after forward beyond what it held before; "peak"
+is beyond weights and gradients. Gradients are compared with BF16 eager: least cosine and largest relative error of all
+parameters; `only saving` has FP8 in what is kept and in nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from picture import Point, scatter
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # counts a graph of any size on any machine
+from torch.utils.checkpoint import checkpoint
+
+import fp8compile
+from fp8compile import plans
+from fp8compile.errors import Fp8Warning
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from llama import Block, LlamaConfig, Rotary
+
+GIB = 2.0**30
+BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.5)
+ELSEWHERE = {"torchao 0.17 tensorwise": 1.63, "COAT": 1.60}  # GiB a block of the same model, measured by the allocator
+
+
+class Blocks(nn.Module):
+    """Decoder blocks of Llama-8B: width 4096, 32 heads of which 8 for keys, 14336 inside."""
+
+    def __init__(self, layers: int = 2, checkpointed: bool = False) -> None:
+        super().__init__()
+        config = LlamaConfig(dim=4096, n_layers=layers, n_heads=32, n_kv_heads=8, hidden=14336)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(layers))
+        self.rotary = Rotary(128, 4096, 500_000.0)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, self.rotary, use_reentrant=False) if self.checkpointed else block(x, self.rotary)  # type: ignore[assignment]
+        return x
+
+
+# ---- counting -------------------------------------------------------------------------------------------------------
+
+
+def gpt2() -> tuple[nn.Module, tuple[int, ...]]:
+    """A block of GPT-2 XL, 8 × 1024 tokens."""
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=1600, n_head=25, n_layer=1)
+    config._attn_implementation = "sdpa"
+    return transformers.models.gpt2.modeling_gpt2.GPT2Block(config, layer_idx=0), (8, 1024, 1600)
+
+
+def vit() -> tuple[nn.Module, tuple[int, ...]]:
+    """A layer of ViT-H/14 on 64 images of 224 × 224."""
+    import transformers
+
+    config = transformers.ViTConfig(hidden_size=1280, num_attention_heads=16, intermediate_size=5120)
+    config._attn_implementation = "sdpa"
+    return transformers.models.vit.modeling_vit.ViTLayer(config), (64, 257, 1280)
+
+
+class UNet(nn.Module):
+    """Two levels of a U-Net with group norms, 128 and 256 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.down = nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(128, 256, 3, stride=2, padding=1)
+        self.inner, self.up = nn.Conv2d(256, 256, 3, padding=1), nn.Conv2d(256, 128, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(32, c) for c in (128, 256, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = nn.functional.silu(self.norms[0](self.into(x)))
+        low = nn.functional.silu(self.norms[1](self.down(high)))
+        low = low + nn.functional.silu(self.norms[2](self.inner(low)))
+        return self.up(nn.functional.interpolate(low, scale_factor=2.0)) + high
+
+
+def llama() -> tuple[nn.Module, tuple[int, ...]]:
+    """One block of Llama-8B, 4 × 4096 tokens."""
+    return Blocks(1), (4, 4096, 4096)
+
+
+def unet() -> tuple[nn.Module, tuple[int, ...]]:
+    """16 images of 64 × 64."""
+    return UNet(), (16, 128, 64, 64)
+
+
+COUNTED = {"Llama-8B block": llama, "GPT-2 XL block": gpt2, "ViT-H layer": vit, "U-Net levels": unet}
+WAYS: dict[str, dict[str, Any]] = {
+    "BF16, Inductor's cut": {"save": "bf16", "skip": "*"},
+    "FP8 matmuls, own cut": {"save": "bf16", "select": "all"},
+    "FP8 matmuls, saved in FP8": {"select": "all"},
+}
+
+
+@dataclass
+class Counted:
+    """Bytes that a model keeps, by form."""
+
+    model: str
+    way: str
+    gib: float
+    forms: dict[str, float]
+
+
+def count(name: str, way: str) -> Counted:
+    """The plan's bytes for a model, compiled on tensors without data."""
+    torch.compiler.reset()
+    plans.reset()
+    before = torch.get_default_dtype()
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Fp8Warning)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model, shape = COUNTED[name]()
+        finally:
+            torch.set_default_dtype(before)
+        x = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+        torch.compile(model, backend="fp8", options={"executor": "eager", **WAYS[way]})(x)
+    forms: Counter[str] = Counter()
+    for plan in fp8compile.compiles():
+        for row in plan.saved:
+            forms[row.form] += row.bytes
+    return Counted(name, way, sum(forms.values()) / GIB, {form: n / GIB for form, n in forms.items()})
+
+
+def print_counts() -> list[Counted]:
+    found = []
+    print(f"{'model':16} {'way':28} {'GiB':>7}  of which")
+    for name in COUNTED:
+        for way in WAYS:
+            c = count(name, way)
+            found.append(c)
+            forms = ", ".join(f"{form} {n:.3f}" for form, n in sorted(c.forms.items(), key=lambda f: -f[1])[:4])
+            print(f"{name:16} {way:28} {c.gib:7.3f}  {forms}", flush=True)
+    for other, gib in ELSEWHERE.items():
+        print(f"{'Llama-8B block':16} {other:28} {gib:7.3f}  (by the allocator)")
+    return found
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    """Forward and backward of one system. `predicted_gib`: what the plan says is saved a block."""
+
+    name: str
+    series: str
+    ms: float = 0.0
+    saved_gib: float = 0.0
+    peak_gib: float = 0.0
+    predicted_gib: float | None = None
+    cosine: float | None = None
+    error: float | None = None
+    note: str = ""
+
+
+def measure(name: str, series: str, build: Callable[[Blocks], Any], checkpointed: bool = False) -> Measured:
+    """One system on two blocks with the same weights and data as every other."""
+    torch.compiler.reset()
+    plans.reset()
+    torch.manual_seed(0)
+    model = Blocks(checkpointed=checkpointed).bfloat16().cuda()
+    x = torch.randn(4, 4096, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    gradient = torch.randn_like(x)
+    result = Measured(name, series)
+    try:
+        run = build(model)
+        for _ in range(3):
+            step(run, model, x, gradient)
+        result.saved_gib, result.peak_gib = memory(run, model, x, gradient)
+        result.ms = milliseconds(partial(step, run, model, x, gradient))
+        result.cosine, result.error = gradient_error(model, x, gradient, run)
+        if fp8compile.compiles():
+            result.predicted_gib = fp8compile.last_compile().saved_bytes / GIB / 2
+    except Exception as error:
+        result.note = f"{type(error).__name__}: {str(error)[:120]}"
+    del model, x, gradient
+    torch.cuda.empty_cache()
+    return result
+
+
+def step(run: Any, model: nn.Module, x: Tensor, gradient: Tensor) -> None:
+    model.zero_grad(set_to_none=False)
+    x.grad = None
+    run(x).backward(gradient)
+
+
+def memory(run: Any, model: nn.Module, x: Tensor, gradient: Tensor) -> tuple[float, float]:
+    """GiB a block held between forward and backward, and at most, beyond weights, gradients and data."""
+    model.zero_grad(set_to_none=False)
+    x.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = run(x)
+    held = torch.cuda.memory_allocated() - before - out.numel() * out.itemsize
+    out.backward(gradient)
+    torch.cuda.synchronize()
+    return held / GIB / 2, (torch.cuda.max_memory_allocated() - before) / GIB
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Median of 15 calls."""
+    times = []
+    for _ in range(15):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def gradient_error(model: nn.Module, x: Tensor, gradient: Tensor, run: Any) -> tuple[float, float]:
+    """Least cosine and largest relative error of the parameters' gradients against BF16 eager."""
+    step(model, model, x, gradient)
+    expected = {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
+    step(run, model, x, gradient)
+    cosines, errors = [], []
+    for n, p in model.named_parameters():
+        if p.grad is not None:
+            a, b = expected[n].flatten(), p.grad.float().flatten()
+            cosines.append(torch.nn.functional.cosine_similarity(a, b, dim=0).item())
+            errors.append(((a - b).norm() / a.norm()).item())
+    return min(cosines), max(errors)
+
+
+def ours(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="fp8", options={"select": "all", **options})
+
+
+def torchao(model: nn.Module) -> Any:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+    return torch.compile(model)
+
+
+def measure_all() -> list[Measured]:
+    systems: list[tuple[str, str, Callable[..., Any], bool]] = [
+        ("eager", "BF16", lambda m: m, False),
+        ("compile", "BF16", torch.compile, False),
+        ("compile, checkpointed", "BF16", torch.compile, True),
+        ("tensorwise", "torchao", torchao, False),
+        ("tensorwise, checkpointed", "torchao", torchao, True),
+        ("saved in BF16", "fp8compile", partial(ours, save="bf16"), False),
+        ("saved in FP8", "fp8compile", ours, False),
+        ("only saving", "fp8compile, BF16 matmuls", partial(ours, skip="*"), False),
+    ]
+    systems += [(f"budget {b}", "fp8compile", partial(ours, activation_budget=b), False) for b in BUDGETS]
+    found = []
+    print(f"{'series':26} {'system':26} {'ms':>8} {'saved':>7} {'plan':>7} {'peak':>7} {'cosine':>8} {'error':>7}")
+    for name, series, build, checkpointed in systems:
+        m = measure(name, series, build, checkpointed)
+        found.append(m)
+        plan = "–" if m.predicted_gib is None else f"{m.predicted_gib:.3f}"
+        quality = "–" if m.cosine is None else f"{m.cosine:8.4f} {m.error:7.3f}"
+        memory_ = f"{m.saved_gib:7.3f} {plan:>7} {m.peak_gib:7.2f}"
+        print(f"{series:26} {name:26} {m.ms:8.2f} {memory_} {quality} {m.note}", flush=True)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table; see the top of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", action="store_true", help="count bytes, without a GPU")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path, help="time against peak memory, as SVG")
+    arguments = parser.parse_args(argv)
+    counting = arguments.count or not torch.cuda.is_available()
+    measured = [] if counting else measure_all()
+    rows = print_counts() if counting else measured
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))
+    if arguments.picture and measured:
+        points = [Point(m.peak_gib, m.ms, m.name, m.series) for m in measured if not m.note]
+        arguments.picture.write_text(
+            scatter(points, "Two Llama-8B blocks, 4 × 4096 tokens", "peak above weights, GiB", "forward + backward, ms")
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Save as FP8: what the cut keeps in groups becomes payload and scales, and backward computes from these.
+
+Before      %x ─► forward                       saved: %x
+            %x ─► mul, … ─► backward            (computed again from %x)
+After       %x ─► forward                       saved: %q, %s
+            %x ─► amax, scale, quantize ─► %q, %s ─► dequantize ─► mul', … ─► backward
+
+The joint graph has one node for what both halves compute, so what backward computes again from a rounded value gets
+nodes of its own (mul'), and forward's stay as they were. torch then cuts the graph at %q and %s. The order of backward
+puts each dequantize at its first use; there a region pulls it in and reads the payload.
+
+Sound because the values are the same in shape and dtype, their layout in memory is kept, and nothing random is among
+the nodes that are doubled: a dropout that ran again under another name would draw other numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile import ops
+from fp8compile.formats import E4M3
+from fp8compile.passes import fusible
+from fp8compile.passes.compilation import Compilation, aten, same_sizes, update_value, value
+from fp8compile.passes.plan_saved import Halves, run_again
+from fp8compile.passes.replace import restride
+from fp8compile.passes.saved_forms import Form, as_it_is, dense_order
+
+
+def save_as_fp8(c: Compilation, saved: list[fx.Node], halves: Halves) -> tuple[list[fx.Node], dict[fx.Node, Form]]:
+    """Edit the joint graph; returns what is saved now, and the form of each value of `saved` that is not kept as it is.
+
+    The values themselves keep their order, a payload being followed by its scales.
+    """
+    again = run_again(c.graph, saved, halves)
+    random = _read_by_random(c.graph, saved, again)
+    kept: list[fx.Node] = []
+    forms: dict[fx.Node, Form] = {}
+    rounded: dict[fx.Node, fx.Node] = {}
+    for node in saved:
+        form = halves.forms.get(node)
+        if form is None or form.granularity is None or node in random:
+            kept.append(node)
+            if node in random:
+                forms[node] = as_it_is(value(node), "a random operator that runs again is computed from it")
+            continue
+        payload, scale, rounded[node] = _round(c, node, form)
+        forms[node] = form
+        kept += [payload, scale]
+    _compute_from(c, rounded, again, halves)
+    return kept, forms
+
+
+def _round(c: Compilation, node: fx.Node, form: Form) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Payload and scales of `node`, and its value made of them."""
+    assert form.granularity is not None
+    x, order = value(node), dense_order(value(node))
+    source = form.path[-1] if form.path else node
+    place: Any = max(source, form.payload or source, form.scale or source).next
+    while place.op == "placeholder":
+        place = place.next
+
+    def emit(target: Any, *args: Any) -> fx.Node:
+        return c.emit(target, *args, like=node, before=place)
+
+    moved = not form.path and order != sorted(order)
+    if moved:  # features are what lies side by side in memory
+        source = emit(aten.permute.default, node, order)
+    if form.merged > 1:
+        inner = math.prod(value(source).shape[-form.merged :])
+        source = emit(aten.view.default, source, [*(_size(c, n) for n in value(source).shape[: -form.merged]), inner])
+    payload, scale = form.payload, form.scale
+    if payload is None or scale is None:
+        scale = emit(ops.scale, emit(ops.amax, source, form.granularity), E4M3.name)
+        payload = emit(ops.quantize, source, scale, E4M3.name, form.granularity)
+    back = emit(ops.dequantize, payload, scale, form.granularity, x.dtype)
+    if form.merged > 1:
+        back = emit(aten.view.default, back, [_size(c, x.shape[d]) for d in order])
+    if moved:
+        back = emit(aten.permute.default, back, [order.index(d) for d in range(x.dim())])
+    for view, of in reversed(list(zip(form.path, (node, *form.path), strict=False))):
+        back = _undone(c, view, of, back, emit)
+    return payload, scale, back
+
+
+def _undone(c: Compilation, view: fx.Node, of: fx.Node, back: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
+    """What has the value of `of`, given what has that of `view`, a view or a copy of it."""
+    if view.target is aten.permute.default:
+        dims = [d % value(of).dim() for d in view.args[1]]  # type: ignore[union-attr]
+        return emit(aten.permute.default, back, [dims.index(d) for d in range(len(dims))])
+    if view.target in (aten.t.default, aten.transpose.int):
+        return emit(view.target, back, *view.args[1:])
+    if same_sizes(value(of).shape, value(back).shape):
+        return back
+    shape = [_size(c, n) for n in value(of).shape]
+    try:
+        return emit(aten.view.default, back, shape)
+    except (RuntimeError, ValueError):  # a view that cannot be: fake tensors raise either
+        return emit(aten.reshape.default, back, shape)
+
+
+def _size(c: Compilation, size: Any) -> Any:
+    """A size as an argument: a number, or the node that computes it."""
+    if isinstance(size, int):
+        return size
+    return next(n for n in c.graph.nodes if str(n.meta.get("val")) == str(size))
+
+
+def _compute_from(c: Compilation, rounded: dict[fx.Node, fx.Node], again: set[fx.Node], halves: Halves) -> None:
+    """Let backward compute from the rounded values: double what it computes again from them."""
+    backward = [n for n in c.graph.nodes if n in halves.backward and n not in halves.inputs]
+    instead = dict(rounded)
+    for node in list(c.graph.nodes):
+        if node not in again or not any(i in instead for i in node.all_input_nodes):
+            continue
+        last: fx.Node = max(node, *(instead.get(i, i) for i in node.all_input_nodes))
+        with c.graph.inserting_after(last):
+            double = c.graph.node_copy(node, lambda n: instead.get(n, n))
+        update_value(double)
+        instead[node] = double
+    for node, other in instead.items():
+        users = [u for u in backward if node in u.all_input_nodes]
+        for user in users:
+            user.replace_input_with(node, other)
+        if isinstance(value(node), torch.Tensor) and not same_sizes(value(node).stride(), value(other).stride()):
+            restride(c, other, value(node).stride(), users)
+
+
+def _read_by_random(graph: fx.Graph, saved: Iterable[fx.Node], again: set[fx.Node]) -> set[fx.Node]:
+    """What of `saved` a random operator that runs again is computed from."""
+    candidates, found = {*saved, *again}, set()
+    for node in reversed(list(graph.nodes)):
+        if node in candidates and any(u in again and (u in found or _is_random(u)) for u in node.users):
+            found.add(node)
+    return found
+
+
+def _is_random(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target in fusible.RANDOM or torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, torch._ops.HigherOrderOperator)  # may hold anything

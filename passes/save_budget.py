@@ -1,0 +1,163 @@
+"""Save within a budget: what is kept for backward takes so many bytes, and no more time than it must.
+
+    budget below what the cut keeps     matmuls and attention run again, those first that free most bytes a second
+    budget above it                     cheap operators run again no longer, as far as the bytes allow
+
+Both are the same cut with other prices (Lagrange's: bytes + price · seconds), searched for by bisection. All layers of
+a model are worth the same, so one price takes all or none of them; of those that lie between two prices, the first in
+the order of the graph run again, as many as are needed.
+
+Source: Chen et al., arXiv 1604.06174 (recompute), and the knapsack of torch's activation_memory_budget, which
+weighs operators one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from fp8compile import ops
+from fp8compile.devices import TABLE, Device
+from fp8compile.passes import fusible
+from fp8compile.passes.compilation import is_tensor, value
+from fp8compile.passes.plan_saved import Halves, Prices, may_be_computed_again, plan_saved, saved_bytes
+from fp8compile.passes.saved_forms import as_it_is, count
+
+STEPS = 7  # of a bisection over prices: to a factor of two
+HIGHEST, LOWEST = 2.0**52, 2.0**20  # bytes that a second of a matmul may be worth; a GPU writes 2**42 in one
+MOST = 64.0  # bytes that computing one byte again may be worth
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is saved, how many bytes that is, and, where the budget cannot be met, why."""
+
+    saved: list[fx.Node]
+    bytes: int
+    missed: str = ""
+
+
+def plan_within(graph: fx.Graph, halves: Halves, budget: float | int | None, device: Device) -> Choice:
+    """The values to save. `budget`: bytes, or a share (float) of what training keeps that computes nothing again and
+    keeps everything as it is; None: no budget."""
+
+    def cut(prices: Prices) -> Choice:
+        saved = plan_saved(graph, halves, prices)
+        return Choice(saved, saved_bytes(saved, halves))
+
+    choice = cut(Prices())
+    if budget is None:
+        return choice
+    limit = int(budget * _everything(graph, halves)) if isinstance(budget, float) else budget
+    if choice.bytes <= limit:
+        return _with_less_recompute(cut, choice, limit)
+    return _with_more_recompute(graph, halves, cut, limit, device)
+
+
+def _everything(graph: fx.Graph, halves: Halves) -> int:
+    """Bytes that are kept where nothing runs again and nothing is rounded."""
+    plain = Halves(halves.inputs, halves.forward, halves.backward, halves.static, halves.is_recomputable)
+    return saved_bytes(plan_saved(graph, plain, Prices(byte=MOST)), plain)
+
+
+def _with_less_recompute(cut: Callable[[Prices], Choice], choice: Choice, limit: int) -> Choice:
+    low, high = Prices().byte, MOST
+    for _ in range(STEPS):
+        middle = math.sqrt(low * high)
+        other = cut(Prices(byte=middle))
+        if other.bytes <= limit:
+            low, choice = middle, other
+        else:
+            high = middle
+    return choice
+
+
+def _with_more_recompute(
+    graph: fx.Graph, halves: Halves, cut: Callable[[Prices], Choice], limit: int, device: Device
+) -> Choice:
+    seconds = _dear(graph, halves, device)
+    least = cut(Prices(second=0.0, dear=seconds))
+    if least.bytes > limit:
+        why = f"the activation budget of {limit} bytes is below the {least.bytes} that cannot be computed again"
+        return Choice(least.saved, least.bytes, why)
+    low, high, choice = LOWEST, HIGHEST, least
+    for _ in range(2 * STEPS):
+        middle = math.sqrt(low * high)
+        other = cut(Prices(second=middle, dear=seconds))
+        if other.bytes <= limit:
+            low, choice = middle, other
+        else:
+            high = middle
+        if high < 2 * low:
+            break
+    return _first_ones(graph, cut, choice, limit, low, high, seconds)
+
+
+def _first_ones(
+    graph: fx.Graph,
+    cut: Callable[[Prices], Choice],
+    choice: Choice,
+    limit: int,
+    low: float,
+    high: float,
+    seconds: dict[fx.Node, float],
+) -> Choice:
+    """Of the operators that run again at the lower price, let only so many as are needed."""
+    ordered = [n for n in graph.nodes if n in seconds]
+    fewest, most = 0, len(ordered)
+    while most - fewest > 1:
+        middle = (fewest + most) // 2
+        allowed = {n: seconds[n] * (1.0 if i < middle else high / low) for i, n in enumerate(ordered)}
+        other = cut(Prices(second=low, dear=allowed))
+        if other.bytes <= limit:
+            most, choice = middle, other
+        else:
+            fewest = middle
+    return choice
+
+
+def _dear(graph: fx.Graph, halves: Halves, device: Device) -> dict[fx.Node, float]:
+    """The matmuls, convolutions and attentions that may run again, and how long each takes."""
+    return {
+        node: _seconds(node, device)
+        for node in graph.nodes
+        if node not in halves.backward
+        and fusible.is_library_kernel(node)
+        and isinstance(node.target, torch._ops.OpOverload)
+        and node not in halves.exact
+        and not may_be_computed_again(node, halves.is_recomputable)
+        and not _draws(node)
+    }
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an attention drops some of its weights at random."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return bool(given.get("dropout_p", 0.0) != 0.0)
+
+
+def _seconds(node: fx.Node, device: Device) -> float:
+    """How long `node` takes, about: by its floating-point operations, and not less than its bytes take."""
+    rates = device if device.bf16 else TABLE["H200"]
+    moved = sum(as_it_is(value(n), "").bytes for n in (node, *node.all_input_nodes) if is_tensor(n))
+    rate = rates.fp8_row if node.target is ops.scaled_mm else rates.bf16
+    return max(_operations(node) / (rate * 1e12), moved / (rates.casts * 1e12))
+
+
+def _operations(node: fx.Node) -> float:
+    if node.target is ops.scaled_mm:
+        a, b = value(node.args[0]), value(node.args[3])  # type: ignore[arg-type]
+        return 2.0 * count(a.shape) * count(b.shape[:-1])
+    assert isinstance(node.target, torch._ops.OpOverload)
+    formula = flop_registry.get(node.target.overloadpacket)
+    if formula is None:
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
+    return float(formula(*args, **kwargs, out_val=node.meta["val"]))

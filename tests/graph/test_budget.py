@@ -1,0 +1,103 @@
+"""The activation budget: kept within it, by running more again or less, with the same gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import ZOO, Case
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.errors import Fp8Warning, OptionError
+
+NAMES = ["llama", "gpt2", "vit", "shared_module", "cnn"]
+
+
+def gradients(case: Case, **options: Any) -> dict[str, Tensor]:
+    """Gradients of one step, compiled."""
+    given = {"executor": "eager", "strict": True, "select": "all", "kernels": "inductor", **options}
+    torch.compiler.reset()
+    case.model.zero_grad()
+    case.loss(torch.compile(case.model, backend="fp8", options=given)(**case.inputs)).backward()
+    return {n: p.grad.clone() for n, p in case.model.named_parameters() if p.grad is not None}
+
+
+def saved() -> int:
+    return fp8compile.last_compile().saved_bytes
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+@pytest.mark.parametrize("name", NAMES)
+def test_less_is_kept_the_lower_the_budget_and_the_gradients_stay(name: str) -> None:
+    """Without FP8 anything that runs again computes the same bits."""
+    case = ZOO[name]()
+    plain = {"save": "bf16", "skip": "*"}
+    expected = gradients(case, activation_budget=1.0, **plain)
+    everything, kept = saved(), []
+    for budget in (0.75, 0.5, 0.25, 0.0):
+        got = gradients(case, activation_budget=budget, **plain)
+        kept.append(saved())
+        assert budget == 0.0 or kept[-1] <= budget * everything * 1.001, (
+            "the budget is a share of all that could be kept"
+        )
+        assert all(torch.equal(got[n], expected[n]) for n in expected)
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] < kept[0]
+
+
+def test_matmuls_run_again_only_where_the_budget_asks_for_it() -> None:
+    case = ZOO["llama"]()
+    plain = {"save": "fp8", "save_min_bytes": 0}
+    gradients(case, **plain)
+    usual = saved()
+    assert "fp8.scaled_mm.default" not in fp8compile.last_compile().recomputed
+    gradients(case, activation_budget=usual, **plain)
+    assert saved() == usual
+    gradients(case, activation_budget=usual * 3 // 4, **plain)
+    assert saved() <= usual * 3 // 4
+    again = fp8compile.last_compile().recomputed
+    assert again.get("fp8.scaled_mm.default", 0) + sum(n for op, n in again.items() if "attention" in op) > 0
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+def test_of_equal_layers_as_many_run_again_as_are_needed() -> None:
+    """Eight equal layers of 64 × 64: each budget between all and none keeps about what it may."""
+    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.Tanh()))).bfloat16()
+    case = Case(model, {"input": torch.randn(32, 64, dtype=torch.bfloat16)}, lambda y: y.float().square().mean(), 0)
+    plain = {"save": "bf16", "skip": "*"}
+    gradients(case, **plain)
+    usual = saved()
+    for share in (0.8, 0.6, 0.4):
+        gradients(case, activation_budget=int(share * usual), **plain)
+        assert (share - 0.2) * usual <= saved() <= share * usual  # a layer is an eighth of it
+
+
+def test_a_budget_that_cannot_be_met_is_said() -> None:
+    case = ZOO["mlp"]()
+    with pytest.warns(Fp8Warning, match=r"activation budget of 2 bytes is below the \d+ that cannot be computed again"):
+        gradients(case, activation_budget=2)
+
+
+def test_dropout_in_attention_does_not_run_again() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(2, 16, 3, 4, 16).permute(2, 0, 3, 1, 4)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    case = Case(Attention().bfloat16(), {"x": torch.randn(2, 16, 64).bfloat16()}, lambda y: y.float().mean(), 0)
+    with pytest.warns(Fp8Warning):  # nothing else is left to drop
+        gradients(case, activation_budget=2, save="bf16")
+    assert not any("dropout" in op or "rand" in op or "bernoulli" in op for op in fp8compile.last_compile().recomputed)
+
+
+@pytest.mark.parametrize("budget", [1.5, -0.1, True, "half", 1, -5, float("nan")])
+def test_what_is_no_budget_is_refused(budget: Any) -> None:
+    with pytest.raises(OptionError, match="activation_budget"):
+        fp8compile.Options.parse({"activation_budget": budget})
