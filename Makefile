@@ -36,8 +36,8 @@ test-cpu: $(STAMP)dev ## the tests alone, two at a time (ARGS="-k name")
 test-gpu: ## every GPU test, with the python on the path; prints what failed
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
 
-accept: $(STAMP)dev ## renew the golden graphs, after reading their differences
-	FP8COMPILE_ACCEPT=1 $(BIN)/python -m pytest tests/graph $(ARGS)
+accept: $(STAMP)dev ## renew the golden graphs and the outputs in the docs, after reading their differences
+	FP8COMPILE_ACCEPT=1 $(BIN)/python -m pytest tests/graph tests/test_docs.py $(ARGS)
 
 format: $(STAMP)dev ## let ruff lay out the code
 	$(BIN)/ruff check --fix .

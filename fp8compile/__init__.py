@@ -21,6 +21,11 @@ if _version > NEWEST:
 from fp8compile import delayed  # noqa: E402
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError, StateError, VerificationError  # noqa: E402
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
+from fp8compile.insight.dry_run import explain  # noqa: E402
+from fp8compile.insight.dumps import dump  # noqa: E402
+from fp8compile.insight.explanation import Explanation  # noqa: E402
+from fp8compile.insight.graph_files import example_inputs, load_graph  # noqa: E402
+from fp8compile.insight.watching import watch  # noqa: E402
 from fp8compile.optim import plain_state_dict, prepare_optimizer  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Saved  # noqa: E402
@@ -28,6 +33,7 @@ from fp8compile.plans import compiles, last_compile  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
 from fp8compile.state_recipe import StateRecipe  # noqa: E402
 from fp8compile.states import FP8State  # noqa: E402
+from fp8compile.statistics import Statistics  # noqa: E402
 
 __all__ = [
     "E4M3",
@@ -35,6 +41,7 @@ __all__ = [
     "RECIPES",
     "Cast",
     "Delayed",
+    "Explanation",
     "FP8State",
     "Fp8Error",
     "Fp8Warning",
@@ -50,10 +57,16 @@ __all__ = [
     "Saved",
     "StateError",
     "StateRecipe",
+    "Statistics",
     "VerificationError",
     "compiles",
     "delayed",
+    "dump",
+    "example_inputs",
+    "explain",
     "last_compile",
+    "load_graph",
     "plain_state_dict",
     "prepare_optimizer",
+    "watch",
 ]

@@ -23,12 +23,15 @@ from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
 from fp8compile import delayed, devices, failures, optimizers, plans
+from fp8compile.errors import OptionError
+from fp8compile.insight.baseline import DumpingPartitioner
+from fp8compile.insight.dumps import Dump
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
 from fp8compile.passes.compilation import Compilation, Input, device_of
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.optimizer_pipeline import has_states, run_optimizer
-from fp8compile.passes.pipeline import run_after_cut, run_pipeline
+from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
 from fp8compile.passes.snapshot import copy_graph, restore_graph
 from fp8compile.plan import Lowered, Plan
 from fp8compile.sources import source_digest
@@ -53,14 +56,17 @@ def fp8(
     if parsed.recipe.is_delayed:
         _guard_identity(gm, example_inputs)
         namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
-    joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), namespace)
+    dump = Dump(parsed.dump, parsed) if parsed.dump else None
+    joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), namespace, dump)
     if (opt := optimizers.traced_optimizer(gm, example_inputs)) is not None:
         joint.optimizer = optimizers.plan_of(opt, gm, parsed)
-    record = joint.record = plans.Record(plans.key(gm, example_inputs, joint.uuid()), parsed)
-    lowering = LoweringPass(parsed)
+    key = plans.key(gm, example_inputs, joint.uuid())
+    record = joint.record = plans.Record(key, parsed, dump.plans if dump else None)
+    lowering = LoweringPass(parsed, dump)
+    joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
     settings = _inductor_settings(parsed) | {
         "joint_custom_pre_pass": joint,
-        "custom_partitioner_fn": Partitioner(parsed, record),
+        "custom_partitioner_fn": joint.partitioner,
         "post_grad_custom_post_pass": lowering,
     }
     compile_half = _run_eagerly if parsed.executor == "eager" else _compile_half
@@ -77,8 +83,10 @@ class JointPass(CustomGraphPass):
     options: Options
     inputs: tuple[Input, ...]
     namespace: str
+    dump: Dump | None = None
     record: plans.Record | None = field(default=None, repr=False)
     optimizer: Plan | None = None  # of an optimizer's graph, which is rewritten after Inductor's own passes
+    partitioner: Partitioner | None = field(default=None, repr=False)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place, or leave it as it was when a pass fails."""
@@ -88,10 +96,15 @@ class JointPass(CustomGraphPass):
             return
         c = self._compilation(graph)
         backup = copy_graph(graph)
+        if isinstance(self.partitioner, DumpingPartitioner):
+            self.partitioner.before = fx.GraphModule(graph.owning_module or {}, copy_graph(graph))
+        run = functools.partial(run_pipeline, observe=self.dump.observer("joint", graph)) if self.dump else run_pipeline
         try:
-            run_pipeline(c)
+            run(c)
         except Exception as error:
-            if self.options.strict:
+            if self.dump:
+                self.dump.failed("joint", error, graph, [step.name for step in PIPELINE])
+            if self.options.strict or isinstance(error, OptionError):  # a plan that does not fit: the user's to mend
                 raise
             module: Any = graph.owning_module
             module.graph = backup
@@ -121,29 +134,32 @@ class LoweringPass(CustomGraphPass):
     """Makes kernels, or what Inductor compiles, of the markers in a forward, backward or inference graph."""
 
     options: Options
+    dump: Dump | None = None
     half: str = "forward"  # which graph comes next, and what became of the last one
     lowered: Lowered | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place."""
         if has_states(graph):
-            self.lowered = _lower_optimizer(graph, self.options)
+            self.lowered = _lower_optimizer(graph, self.options, self.dump)
             return
         on_gpu = device_of(graph).type == "cuda"
         executor = "triton" if on_gpu and self.options.kernels == "generated" else "inductor"
-        self.lowered = _lower(graph, executor, self.options, self.half)
+        self.lowered = _lower(graph, executor, self.options, self.half, self.dump)
 
     def uuid(self) -> str:
         """The source and the options decide what this pass does."""
         return hashlib.sha256(repr((source_digest(), self.options)).encode()).hexdigest()
 
 
-def _lower_optimizer(graph: fx.Graph, options: Options) -> Lowered:
+def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lowered:
     """Run the passes of optimizer graphs; where one fails, every operation of the optimizer loads and stores states."""
     backup = copy_graph(graph)
     try:
-        updates = run_optimizer(graph)
+        updates = run_optimizer(graph, dump.observer("optimizer", graph) if dump else None)
     except Exception as error:
+        if dump:
+            dump.failed("optimizer", error, graph, ["forward_states", "merge_updates"])
         if options.strict:
             raise
         restore_graph(graph, backup)
@@ -153,18 +169,24 @@ def _lower_optimizer(graph: fx.Graph, options: Options) -> Lowered:
     return Lowered(updates=updates)
 
 
-def _lower(graph: fx.Graph, executor: str, options: Options, half: str) -> Lowered:
+def _lower(graph: fx.Graph, executor: str, options: Options, half: str, dump: Dump | None = None) -> Lowered:
     """Run the passes after the cut; where one fails, Inductor (or the operators) take the markers as they are."""
     backup = copy_graph(graph)
+    run = run_after_cut
+    if dump:
+        dump.stage(half, "cut", graph)
+        run = functools.partial(run_after_cut, observe=dump.observer(half, graph))
     try:
-        return run_after_cut(graph, executor, half)
+        return run(graph, executor, half)
     except Exception as error:
+        if dump:
+            dump.failed(half, error, graph, [step.name for step in AFTER_CUT if executor in step.executors])
         if options.strict:
             raise
         restore_graph(graph, backup)
         failures.warn(error, graph, options, "Its casts are compiled without generated kernels")
         if executor == "triton":
-            run_after_cut(graph, "inductor", half)
+            run(graph, "inductor", half)
         return Lowered(failure=failures.first_line(error))
 
 
@@ -194,6 +216,8 @@ def _input_index(placeholder: fx.Node) -> int | None:
 
 def _inductor_settings(options: Options) -> dict[str, Any]:
     settings = dict(list_mode_options(options.mode)) if options.mode else {}
+    if options.dump:  # on a hit no pass runs, and there would be nothing to write
+        settings["force_disable_caches"] = True
     if options.executor == "eager":  # Inductor's own random operators ignore their seed when run eagerly
         settings["fallback_random"] = True
     return settings | dict(options.inductor)
@@ -205,7 +229,14 @@ def _compile_half(
     """Inductor, and what became of this half: the lowering pass says so, or what was kept when it ran."""
     lowering.half, lowering.lowered = _half(settings), None
     key = hashlib.sha256(f"{graph_text(gm.graph)}{lowering.uuid()}".encode()).hexdigest()
-    compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
+    try:
+        compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
+    except Exception as error:
+        if lowering.dump:
+            lowering.dump.failed(lowering.half, error, gm.graph, ["inductor"])
+        raise
+    if lowering.dump:
+        lowering.dump.code(lowering.half, getattr(compiled, "source_code", ""))
     if lowering.lowered is not None:
         plans.remember_half(key, lowering.lowered)
     lowered = lowering.lowered or plans.recall_half(key)
@@ -225,11 +256,13 @@ def _run_eagerly(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: plans.Record, **settings: Any
 ) -> Compiled:
     """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
-    half, options = _half(settings), lowering.options
+    half, options, dump = _half(settings), lowering.options, lowering.dump
     if has_states(gm.graph):
-        record.add_half(half, _lower_optimizer(gm.graph, options))
+        record.add_half(half, _lower_optimizer(gm.graph, options, dump))
     elif options.kernels == "generated":
-        record.add_half(half, _lower(gm.graph, "operators", options, half))
+        record.add_half(half, _lower(gm.graph, "operators", options, half, dump))
+    elif dump:
+        dump.stage(half, "cut", gm.graph)
     gm.recompile()
 
     def run(args: list[Any]) -> Any:

@@ -6,6 +6,7 @@
     fp8::dequantize(data, scale, granularity, dtype)
     fp8::scaled_mm(a, scale_a, …, b, scale_b, …)    -> (a · scale_a) @ (b · scale_b)ᵀ + bias
     fp8::delayed_scale(amax, key, …)                -> scale from the history kept under `key` (`fp8compile.delayed`)
+    fp8::observe(scale, tensors, …)                 -> the scale; measures the cast (`fp8compile.statistics`)
     fp8::region(inputs, sizes, spec, schedule)      -> the buffers of a generated kernel (`kernels/spec.py`)
 
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile import delayed
+from fp8compile import delayed, statistics
 from fp8compile.formats import FORMATS, parse_granularity, round_up
 from fp8compile.kernels import generated, matmul, reference, region_reference
 
@@ -39,6 +40,7 @@ SCHEMAS = {
     "scaled_mm": "(Tensor a, Tensor scale_a, str granularity_a, Tensor b, Tensor scale_b, str granularity_b, "
     "Tensor? bias, ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
     "delayed_scale": "(Tensor amax, str key, str format, int history, int margin, bool power_of_two=False) -> Tensor",
+    "observe": "(Tensor scale, Tensor[] tensors, str cast, bool transpose, str name, str key) -> Tensor",
 }
 
 
@@ -98,6 +100,10 @@ def _fake_delayed_scale(
     return amax.new_empty(amax.shape)
 
 
+def _fake_observe(scale: Tensor, tensors: list[Tensor], cast: str, transpose: bool, name: str, key: str) -> Tensor:
+    return scale.new_empty(scale.shape)
+
+
 _FAKES: dict[str, Callable[..., Tensor]] = {
     "amax": _fake_amax,
     "scale": _fake_scale,
@@ -105,6 +111,7 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "dequantize": _fake_dequantize,
     "scaled_mm": _fake_scaled_mm,
     "delayed_scale": _fake_delayed_scale,
+    "observe": _fake_observe,
 }
 
 
@@ -122,6 +129,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "dequantize": reference.dequantize,
     "scaled_mm": _scaled_mm_on_cpu,
     "delayed_scale": delayed.scale,
+    "observe": statistics.observe,
 }
 
 
@@ -160,6 +168,7 @@ quantize = torch.ops.fp8.quantize.default
 dequantize = torch.ops.fp8.dequantize.default
 scaled_mm = torch.ops.fp8.scaled_mm.default
 delayed_scale = torch.ops.fp8.delayed_scale.default
+observe = torch.ops.fp8.observe.default
 region = torch.ops.fp8.region.default
-MARKERS = (amax, scale, quantize, dequantize, scaled_mm, delayed_scale)
+MARKERS = (amax, scale, quantize, dequantize, scaled_mm, delayed_scale, observe)
 CASTS = {amax: reference.amax, scale: reference.scale, quantize: reference.quantize, dequantize: reference.dequantize}

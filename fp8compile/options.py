@@ -5,10 +5,14 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from torch._inductor import config as inductor_config  # to check the names of settings that are passed on
 
+from fp8compile import environment
+from fp8compile.edits import Edits
+from fp8compile.edits import load as load_plan
 from fp8compile.errors import OptionError, unknown_name
 from fp8compile.recipe import RECIPES, Recipe
 from fp8compile.state_recipe import StateRecipe
@@ -43,6 +47,9 @@ class Options:
     states: how an optimizer's states are kept where its step is compiled (`StateRecipe.parse`).
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
     inductor: settings of torch._inductor.config for this compilation.
+    plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one (`fp8compile/edits.py`).
+    watch: the name under which casts are measured (`fp8compile.watch` does it all).
+    dump: a folder for graphs, plan, kernels and Inductor's code (`fp8compile/insight/dumps.py`).
     """
 
     recipe: Recipe = field(default_factory=lambda: RECIPES["mixed"])
@@ -59,6 +66,9 @@ class Options:
     states: StateRecipe = field(default_factory=StateRecipe)
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
+    plan: Edits | None = None
+    watch: str | None = None
+    dump: str | None = None
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
@@ -88,6 +98,11 @@ class Options:
                 if name not in known:
                     raise unknown_name("setting of torch._inductor.config", name, known)
             given["inductor"] = tuple(sorted(given["inductor"].items()))
+        if given.get("plan") is not None:
+            given["plan"] = load_plan(given["plan"])
+        if not isinstance(given.setdefault("dump", environment.dump_folder()), (str, Path, type(None))):
+            raise OptionError(f"option 'dump' is the path of a folder, and is not {given['dump']!r}")
+        given["dump"] = str(Path(given["dump"]).absolute()) if given["dump"] else None
         parsed = Options(**given)
         parsed._check()
         return parsed
@@ -102,12 +117,21 @@ class Options:
                 raise unknown_name(name, value, valid)
         if self.mode is not None and self.mode not in MODES:
             raise unknown_name("mode", self.mode, MODES)
+        if not isinstance(self.watch, (str, type(None))):
+            raise OptionError(f"option 'watch' is a name for statistics, and is not {self.watch!r}")
         if not isinstance(self.save_min_bytes, int) or isinstance(self.save_min_bytes, bool) or self.save_min_bytes < 0:
             raise OptionError(f"option 'save_min_bytes' is a number of bytes, not {self.save_min_bytes!r}")
         _check_budget(self.activation_budget)
         for name in ("lm_head", "strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name!r} is True or False, not {getattr(self, name)!r}")
+
+    def __str__(self) -> str:
+        """What differs from the defaults, for people to read; `repr` has everything."""
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in ("recipe", "dump", "plan")]
+        shown = [f"recipe={self.recipe.name}"]
+        shown += [f"{name}={value!r}" for name, value in changed if value != getattr(Options(), name)]
+        return ", ".join([*shown, *([f"plan={self.plan.name}"] if self.plan else [])])
 
     def skips(self, path: str) -> str | None:
         """The first pattern of `skip` that names the module `path`, one of its ancestors, or a run of components."""

@@ -24,10 +24,11 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's base: its uuid() keys the caches
 
 from fp8compile import devices, failures, ops
-from fp8compile.errors import Fp8Warning
+from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import describe
 from fp8compile.passes.compilation import Compilation, device_of
+from fp8compile.passes.edit_saved import edit_saved
 from fp8compile.passes.plan_saved import Halves, may_be_computed_again, run_again
 from fp8compile.passes.save_as_fp8 import save_as_fp8
 from fp8compile.passes.save_budget import plan_within
@@ -55,7 +56,7 @@ class Partitioner(CustomPartitionerFn):
             if ours or any(form.granularity for form in forms.values()):
                 return _partition(gm, joint_inputs, kwargs, self.options, self.record)
         except Exception as error:
-            if self.options.strict:
+            if self.options.strict or isinstance(error, OptionError):
                 raise
             failures.warn(error, backup, self.options, "What backward needs is chosen and kept as without FP8")
             gm.graph = backup
@@ -165,6 +166,7 @@ def _save(
     """What is saved, payloads in place of values; and the plan's rows about it."""
     again = run_again(gm.graph, saved, halves)
     c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
+    edit_saved(saved, halves, options.plan)
     kept, forms = save_as_fp8(c, saved, halves)
     if record is not None:
         record.add_saved(

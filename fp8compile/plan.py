@@ -140,6 +140,7 @@ class Plan:
     each operator the backward half computes again.
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
     backward when it is first needed). `states`: those of an optimizer.
+    `hints`: symbolic sizes of rows → what they were when this was compiled.
     """
 
     graph: str = "training"
@@ -151,6 +152,7 @@ class Plan:
     recomputed: dict[str, int] = field(default_factory=dict)
     halves: dict[str, Lowered] = field(default_factory=dict)
     states: list[State] = field(default_factory=list)
+    hints: dict[str, int] = field(default_factory=dict)
 
     def row(self, node: str) -> Matmul | None:
         """The row of the matmul at graph node `node`."""
@@ -159,6 +161,10 @@ class Plan:
     def update(self, which: str, /, **changes: Any) -> None:
         """Replace fields of the row at node `which`."""
         self.matmuls = [replace(m, **changes) if m.node == which else m for m in self.matmuls]
+
+    def size(self, size: int | str) -> int:
+        """A size of a row as a number; 0 for a symbolic one of which nothing is known."""
+        return size if isinstance(size, int) else self.hints.get(size, 0)
 
     @property
     def converted(self) -> list[Matmul]:
@@ -189,6 +195,22 @@ class Plan:
         """How many matmuls were left, by reason."""
         return Counter(m.reason for m in self.kept)
 
+    def __str__(self) -> str:
+        from fp8compile.insight.text import plan_text  # the tables know plans; plans need them to show themselves
+
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        from fp8compile.insight.html import explanation_html
+
+        return explanation_html([self])
+
+    def rows(self, table: str = "matmuls") -> list[dict[str, Any]]:
+        """Flat rows, as `Explanation.rows` gives them."""
+        from fp8compile.insight.explanation import Explanation
+
+        return Explanation([self]).rows(table)
+
     def to_json(self) -> str:
         """The plan as JSON text."""
         return json.dumps(asdict(self), indent=1)
@@ -206,6 +228,15 @@ class Plan:
         saved = [Saved(**_with_tuples(row)) for row in data.pop("saved")]
         states = [State(**_with_tuples(row)) for row in data.pop("states")]
         return Plan(matmuls=rows, halves=halves, saved=saved, states=states, **data)
+
+
+def plans_from_json(text: str) -> list[Plan]:
+    """The plans in the text of one plan, or of an explanation. Raises `TypeError` for other JSON."""
+    data = json.loads(text)
+    plans = data.get("plans", [data]) if isinstance(data, dict) else None
+    if plans is None or not all(isinstance(p, dict) and "matmuls" in p for p in plans):
+        raise TypeError("this JSON is neither a plan nor an explanation: it has no 'matmuls'")
+    return [Plan.from_json(json.dumps(plan)) for plan in plans]
 
 
 def lowered_from(data: dict[str, Any]) -> Lowered:

@@ -6,13 +6,15 @@ its inputs and the compiler, in the folder of Inductor's own cache.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,28 @@ import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live and die with Inductor's cache
 
+from fp8compile import edits
 from fp8compile.errors import Fp8Warning
+from fp8compile.insight.text import one_line
 from fp8compile.options import Options
 from fp8compile.plan import Lowered, Matmul, Plan, Saved, lowered_from
 
-BY_DEFAULT = ("the output head", "recipe ")  # left on purpose by everybody: a graph of nothing else is no surprise
+# Left on purpose: a graph of nothing else is no surprise.
+BY_DEFAULT = ("the output head", "recipe ", edits.REASON)
+logger = logging.getLogger("fp8compile")  # quiet unless asked: TORCH_LOGS="fp8compile", or logging's own ways
 _compiled: list[Plan] = []
 _matched: set[str] = set()  # skip patterns that have matched, or of which was said that they have not
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Plan]]:
+    """Plans of what is compiled in this context go to the list it gives, and not to `compiles()`."""
+    global _compiled
+    before, _compiled = _compiled, []
+    try:
+        yield _compiled
+    finally:
+        _compiled = before
 
 
 def last_compile() -> Plan:
@@ -65,9 +82,11 @@ class Record:
     The plan comes with the joint graph, each half's kernels when that half is compiled; backward may come much later.
     """
 
-    def __init__(self, key: str, options: Options):
+    def __init__(self, key: str, options: Options, also: Callable[[Sequence[Plan]], None] | None = None):
+        """`also` sees the plans whenever they are written."""
         self.plans: list[Plan] = []
         self.options = options
+        self._also = also
         self._file = _folder() / f"{key}.json"
 
     def add(self, plan: Plan) -> None:
@@ -88,6 +107,8 @@ class Record:
     def write(self) -> None:
         """Keep everything for later processes."""
         _write(self._file, "\n---\n".join(plan.to_json() for plan in self.plans))
+        if self._also is not None:
+            self._also(self.plans)
 
     def close(self) -> None:
         """The call is over: if all of it came from a cache, look up what was decided then; say what went undone."""
@@ -98,6 +119,8 @@ class Record:
             for plan in self.plans:
                 _warn_again(plan)
         _compiled.extend(self.plans)
+        for plan in self.plans:
+            logger.info("%s", one_line(plan))
         _warn(self.plans, self.options)
 
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # no public name; nodes ca
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8compile.devices import Device
+from fp8compile.edits import Decision
 from fp8compile.options import Options
 from fp8compile.plan import Plan
 
@@ -49,6 +50,7 @@ class Compilation:
     inputs: dict[str, Input] = field(default_factory=dict)
     namespace: str = "model0"
     sites: dict[str, Any] = field(default_factory=dict)  # key of a plan row -> roles.Site, from select_matmuls on
+    edits: dict[str, Decision] = field(default_factory=dict)  # the same keys -> what a given plan says, likewise
 
     @property
     def is_training(self) -> bool:

@@ -19,6 +19,7 @@ from fp8compile.passes import (
     lower_markers,
     lower_regions,
     merge_matmuls,
+    observe_casts,
     quantize_matmuls,
     select_matmuls,
     share_casts,
@@ -49,13 +50,15 @@ PIPELINE = (
     Pass("share_casts", share_casts.run, "one cast a tensor, layout and granularity; last, when all casts stand"),
 )
 
+OBSERVE = Pass("observe_casts", observe_casts.run, "measures each cast as it stands; runs with option `watch` alone")
+
 
 def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = None) -> None:
     """Run all passes on `c`, verifying after each. `observe(stage, text)` sees the graph first and after each."""
     outputs = signature(c.graph)
     if observe:
         observe("input", graph_text(c.graph))
-    for step in PIPELINE:
+    for step in (*PIPELINE, OBSERVE) if c.options.watch else PIPELINE:
         step.run(c)
         c.graph.eliminate_dead_code()
         if c.options.verify:

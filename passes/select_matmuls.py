@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8compile import edits
+from fp8compile.errors import OptionError
 from fp8compile.formats import ALIGNMENT, round_up
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, is_tangent, value
 from fp8compile.passes.roles import Site, find_sites
@@ -58,11 +60,15 @@ def run(c: Compilation) -> None:
     sharing: Sharing = Counter(
         (base(operand), site.role) for site in sites for operand in (site.left, site.right) if operand is not None
     )
-    for site in sites:
+    rows = [_row(site) for site in sites]
+    c.edits = edits.decisions(c.options.plan, rows, c.plan.graph)
+    for site, row in zip(sites, rows, strict=True):
         is_head = site in heads or (site.forward is not None and site.forward in heads)
         role = c.options.recipe.role(site.role) if site.role != "other" else None
-        candidate = Candidate(site, role, is_head, dtypes, sharing, _row(site))
-        c.plan.matmuls.append(_decide(candidate, c))
+        candidate = Candidate(site, role, is_head, dtypes, sharing, row)
+        sizes = (site.m, site.n, site.k, site.batch)
+        c.plan.hints.update({str(s): _hint(s) for s in sizes if not isinstance(s, int)})
+        c.plan.matmuls.append(_edited(candidate, c))
 
 
 def _row(site: Site) -> Matmul:
@@ -77,6 +83,33 @@ def _plain(size: Any) -> int | str:
 
 def _dtype(site: Site) -> torch.dtype | None:
     return value(site.left).dtype if site.left is not None else None
+
+
+def _edited(candidate: Candidate, c: Compilation) -> Matmul:
+    """What the rules decide; or what a given plan says, where that differs."""
+    wanted = c.edits.get(candidate.site.key)
+    usual = _decide(candidate, c)
+    if wanted is None:
+        return usual
+    if wanted.decision == BF16:
+        return usual if usual.decision == BF16 else replace(usual, decision=BF16, reason=edits.REASON)
+    candidate.role = wanted.role or candidate.role
+    why = _impossible(candidate, c)
+    if why:
+        raise OptionError(f"the plan wants {usual.path} {usual.role} in FP8, which cannot be: {why}")
+    if c.device.has_fp8:
+        bf16, fp8 = _milliseconds(candidate, c)
+        usual = replace(usual, milliseconds_bf16=bf16, milliseconds_fp8=fp8)
+    return usual if usual.decision == FP8 else replace(usual, decision=FP8, reason=edits.REASON)
+
+
+def _impossible(x: Candidate, c: Compilation) -> str:
+    """Why a matmul cannot run in FP8 whatever anybody wants; "" if it can."""
+    if x.site.role == "other" or x.role is None:
+        return _has_weight(x, c) or f"{_in_recipe(x, c)}, and the plan names no casts"
+    if _dtype(x.site) not in FLOATS:
+        return _has_dtype(x, c)
+    return _has_work(x, c) or ("" if c.device.emulated else _has_units(x, c))
 
 
 def _decide(candidate: Candidate, c: Compilation) -> Matmul:

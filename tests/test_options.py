@@ -69,7 +69,7 @@ def test_options_are_parsed_into_their_types():
     [
         (
             {"recpie": "mixed"},
-            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: executor, inductor, kernels, lm_head,",
+            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: activation_budget, dump, executor,",
         ),
         ({"selct": "all"}, r"unknown option 'selct'\. Did you mean 'select'\?"),
         ({"zzz": 1}, r"unknown option 'zzz'\. Valid: "),

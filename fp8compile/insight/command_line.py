@@ -1,0 +1,129 @@
+"""The command line: `fp8compile explain|dump|diff|report|doctor` (also as `python -m fp8compile`).
+
+Exit status: 0 if all is well, 1 if something was found wrong, 2 for a command that cannot be carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fp8compile.errors import Fp8Error
+from fp8compile.insight import doctor, stages
+from fp8compile.insight.dumps import dump
+from fp8compile.insight.explanation import Explanation
+from fp8compile.insight.report import write_report
+from fp8compile.plan import plans_from_json
+from fp8compile.plans import compiles
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (Fp8Error, FileNotFoundError, TypeError) as error:
+        print(f"fp8compile: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fp8compile", description="Look at what backend='fp8' makes of a model.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        return made
+
+    explain = command("explain", _explain, "show the plan of a dump, of a JSON file, or of what a script compiles")
+    explain.add_argument("target", help="a dump's folder, a plan as JSON, or a Python script")
+    explain.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    explain.add_argument(
+        "--json", action="store_true", help="as JSON: edit it, and hand it back as options={'plan': …}"
+    )
+
+    dumped = command("dump", _dump, "run a script and write all that it compiles into a folder")
+    dumped.add_argument("-o", "--output", required=True, metavar="DUMP", help="the folder")
+    dumped.add_argument("script")
+    dumped.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+    diff = command("diff", _diff, "show the difference of two stages of a dump; without stages, list them")
+    diff.add_argument("dump")
+    diff.add_argument("stages", nargs="*", metavar="STAGE", help='two stages, such as "joint/input" and "share_casts"')
+    diff.add_argument("-U", "--context", type=int, default=3, help="lines around a change (default: 3)")
+
+    report = command("report", _report, "make one self-contained page of a dump")
+    report.add_argument("dump")
+    report.add_argument("-o", "--output", default="report.html", help="the page (default: report.html)")
+
+    command("doctor", _doctor, "check versions, GPU, FP8 support, assembler and caches, and say what to do")
+    return parser
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    explanation = _explanation(Path(arguments.target), arguments.arguments)
+    print(explanation.to_json() if arguments.json else explanation, end="\n" if arguments.json else "")
+    return 1 if explanation.totals.failures else 0
+
+
+def _explanation(target: Path, arguments: Sequence[str]) -> Explanation:
+    if target.is_dir():
+        files = [
+            target / name / "plan.json" for name in dict.fromkeys(s.name.split("/")[0] for s in stages.stages(target))
+        ]
+        return Explanation([plan for f in files if f.exists() for plan in plans_from_json(f.read_text())])
+    if target.suffix == ".json":
+        return Explanation(plans_from_json(target.read_text()))
+    _run(target, arguments)
+    return Explanation(compiles())
+
+
+def _dump(arguments: argparse.Namespace) -> int:
+    with dump(arguments.output) as folder:
+        _run(Path(arguments.script), arguments.arguments)
+    print(f"{folder / 'index.txt'} lists what was written.")
+    return 0
+
+
+def _run(script: Path, arguments: Sequence[str]) -> None:
+    """Run a script as `python script arguments…` would."""
+    if not script.is_file():
+        raise Fp8Error(f"there is no file {str(script)!r}")
+    before, sys.argv = sys.argv, [str(script), *arguments]
+    sys.path.insert(0, str(script.parent.absolute()))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise Fp8Error(f"{script} ended with {end.code!r}") from end
+    finally:
+        sys.argv = before
+        sys.path.pop(0)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    root = Path(arguments.dump)
+    if len(arguments.stages) != 2:
+        print("\n".join(stage.name for stage in stages.stages(root)))
+        return 0 if not arguments.stages else 2
+    print(stages.diff(root, *arguments.stages, context=arguments.context), end="")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    print(write_report(Path(arguments.dump), Path(arguments.output)))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    findings = doctor.examine()
+    print(doctor.findings_text(findings), end="")
+    return 1 if any(f.status == doctor.WRONG for f in findings) else 0

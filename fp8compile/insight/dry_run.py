@@ -1,0 +1,138 @@
+"""explain: compile a model aside and say what was decided, leaving the model as it was.
+
+The graphs run once, on the given arguments, because torch compiles a backward half when it is first needed. What that
+changes is put back: gradients, buffers, attributes, random state, amax histories, and parameters that a training step
+changes by itself. An optimizer's step ends the run, and nothing of it happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo_config  # compiling aside must not use up a model's recompilations
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves  # what a model returns may nest
+
+from fp8compile import plans
+from fp8compile.errors import Fp8Error
+from fp8compile.insight.explanation import Explanation
+from fp8compile.insight.unchanged import unchanged
+
+LIMITS = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+
+
+class _OptimizerReached(Exception):  # noqa: N818
+    """A step has come to its optimizer: all that there is to explain has been compiled."""
+
+
+def explain(
+    target: Callable[..., Any],
+    /,
+    *args: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """What `torch.compile(target, backend="fp8", options=options)` decides for target(*args, **kwargs).
+
+    target: a model; a compiled model (then `options` are its own, unless given); or a function, such as a training
+    step with its own `backward()`, which runs up to its optimizer's step.
+    loss: makes of a model's output the scalar whose backward is compiled. Without it: the output's `loss`, where it has
+    one, or the sum of its floating-point tensors. No backward where nothing requires a gradient.
+    options: as for the backend. `executor` is "eager" unless given: the decisions and kernels are the same ones, and
+    compiling takes a tenth of the time.
+    The model is as it was afterwards; so is `last_compile()`. Raises what the model or, if `strict`, a pass raises.
+    """
+    original, known = uncompiled(target)
+    chosen = {"executor": "eager", **(known if options is None else options)}
+    with unchanged(original, args, kwargs), plans.collected() as found, _no_optimizer_step(), _recompiling():
+        compiled = torch.compile(_aside(original), backend=_backend_aside(), options=chosen)
+        output = compiled(*args, **kwargs)
+        if isinstance(original, nn.Module) or loss is not None:
+            _backward(output, loss)
+    return Explanation([plan for plan in found if plan.matmuls or plan.failure] or found[:1])
+
+
+def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """What torch.compile was given, and the options of its FP8 backend."""
+    known: Mapping[str, Any] = {}
+    context = getattr(target, "dynamo_ctx", None)
+    backend = getattr(context, "callback", None) if context is not None else None
+    while backend is not None:
+        known = getattr(backend, "kwargs", {}).get("options") or known
+        backend = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
+            backend, "_torchdynamo_orig_callable", None
+        )
+    original = getattr(target, "_orig_mod", None) or getattr(target, "_torchdynamo_orig_callable", None) or target
+    return original, known
+
+
+def _aside(target: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own for this one compilation: what Dynamo keeps of it never mixes with the model's.
+
+    Of a function it is a copy, so that modules have the same paths as in the function itself.
+    """
+    function = getattr(target, "__func__", target)
+    if isinstance(function, types.FunctionType):
+        code = function.__code__.replace()
+        rest = (function.__name__, function.__defaults__, function.__closure__)
+        copy = types.FunctionType(code, function.__globals__, *rest)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return copy if function is target else types.MethodType(copy, target.__self__)  # type: ignore[attr-defined]
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    model.__code__ = model.__code__.replace()
+    return model
+
+
+def _backend_aside() -> Callable[..., Any]:
+    """The backend as an object of its own: a function after a graph break, known to Dynamo, is compiled again."""
+    from fp8compile.backend import fp8  # here, so that looking at plans imports no compiler
+
+    aside: Any = functools.partial(fp8)
+    aside.__name__ = "fp8"  # what errors call it
+    return aside
+
+
+@contextlib.contextmanager
+def _no_optimizer_step() -> Iterator[None]:
+    def reached(*_: Any) -> None:
+        raise _OptimizerReached
+
+    hook = register_optimizer_step_pre_hook(reached)
+    try:
+        with contextlib.suppress(_OptimizerReached):
+            yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def _recompiling() -> Iterator[None]:
+    with dynamo_config.patch(LIMITS):  # type: ignore[attr-defined]
+        yield
+
+
+def _backward(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
+    scalar = loss(output) if loss is not None else _default_loss(output)
+    if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
+        raise Fp8Error(f"explain: the loss must be a scalar tensor, and is {type(scalar).__name__}; give loss=…")
+    if scalar.requires_grad:
+        scalar.backward()
+
+
+def _default_loss(output: Any) -> torch.Tensor:
+    own = getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    leaves = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    trained = [x.float().sum() for x in leaves if x.requires_grad]
+    return torch.stack(trained).sum() if trained else torch.zeros(())

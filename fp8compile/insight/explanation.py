@@ -1,0 +1,88 @@
+"""Explanation: what the compiler did with a model, to be read in a terminal, in a notebook, or by a program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fp8compile.errors import OptionError, unknown_name
+from fp8compile.insight.html import explanation_html
+from fp8compile.insight.text import explanation_text
+from fp8compile.insight.totals import Totals, bytes_before, flops, totals
+from fp8compile.plan import Operand, Plan, plans_from_json
+
+TABLES = ("matmuls", "saved", "kernels")
+
+
+@dataclass
+class Explanation:
+    """The plans of one or several graphs (a graph break makes several).
+
+    `print` shows tables of at most 120 columns, repeated layers as one; in a notebook it shows itself as HTML.
+    `rows` gives plain rows: `pandas.DataFrame(explanation.rows("saved"))`. `to_json` and `from_json` are inverse to
+    each other; what `to_json` gives can be edited and handed back as options={"plan": …} (`fp8compile/edits.py`).
+    """
+
+    plans: list[Plan]
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all graphs: shares of FLOPs, bytes, counts of reasons."""
+        return totals(self.plans)
+
+    def rows(self, table: str = "matmuls") -> list[dict[str, Any]]:
+        """One flat dictionary for each matmul, saved tensor or kernel (`table`: matmuls, saved, kernels).
+
+        `graph` is the index of its plan. Matmuls also have `flops`, saved tensors `bytes_before`.
+        """
+        if table not in TABLES:
+            raise unknown_name("table", table, TABLES)
+        return [{"graph": i, **row} for i, plan in enumerate(self.plans) for row in _rows(plan, table)]
+
+    def to_json(self) -> str:
+        """All plans and the totals as JSON text."""
+        data = {"totals": {**asdict(self.totals), "share": self.totals.share}}
+        return json.dumps({**data, "plans": [json.loads(plan.to_json()) for plan in self.plans]}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Explanation:
+        """An explanation from `to_json`'s text, or from that of a single plan. Raises `OptionError` for another."""
+        try:
+            return Explanation(plans_from_json(text))
+        except TypeError as error:
+            raise OptionError(str(error)) from error
+
+    def __str__(self) -> str:
+        return explanation_text(self.plans)
+
+    def __repr__(self) -> str:
+        t = self.totals
+        return (
+            f"<Explanation of {t.graphs} graphs: {t.fp8} of {t.matmuls} matmuls in FP8, {t.share:.1%} of their FLOPs>"
+        )
+
+    def _repr_html_(self) -> str:
+        return explanation_html(self.plans)
+
+
+def _rows(plan: Plan, table: str) -> Iterator[dict[str, Any]]:
+    if table == "matmuls":
+        for row in plan.matmuls:
+            yield {**_flat(asdict(row), row.left, row.right), "flops": flops(row, plan)}
+    elif table == "saved":
+        for row in plan.saved:
+            yield {**_joined(asdict(row)), "bytes_before": bytes_before(row, plan)}
+    else:
+        for row in plan.kernels:
+            yield _joined(asdict(row))
+
+
+def _flat(row: dict[str, Any], left: Operand | None, right: Operand | None) -> dict[str, Any]:
+    """A matmul's row with operands as text: "e4m3 row"."""
+    return _joined(row) | {"left": str(left) if left else "", "right": str(right) if right else ""}
+
+
+def _joined(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: ", ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for k, v in row.items()}

@@ -1,0 +1,101 @@
+"""Repeated layers as one: rows of a plan gathered by module, equal modules of different number by pattern.
+
+layers.0.mlp.up, layers.1.mlp.up, …   with equal rows   →   layers.{0-31}.mlp.up  ×32
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+from fp8compile.plan import Kernel, Matmul, Plan, Saved
+
+ROLES = ("output", "grad_input", "grad_weight", "other")
+NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Modules with equal rows: their common path, how many they are, the user's line, each row with its count."""
+
+    path: str
+    count: int
+    source: str
+    rows: tuple[tuple[Any, int], ...]
+
+
+def matmul_groups(plan: Plan) -> list[Layers]:
+    """The matmuls of a graph by module, in the order in which the model runs them."""
+    return _grouped(plan.matmuls, _matmul_key, lambda m: ROLES.index(m.role))
+
+
+def saved_groups(plan: Plan) -> list[Layers]:
+    """The saved tensors of a graph by module."""
+    return _grouped(plan.saved, _saved_key, lambda row: 0)
+
+
+def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
+    """Equal kernels of one half as one, with their count; the largest traffic first."""
+    counts = Counter((k.half, k.name) for k in plan.kernels)
+    first = {(k.half, k.name): k for k in reversed(plan.kernels)}
+    found = [(first[key], count) for key, count in counts.items()]
+    return sorted(found, key=lambda pair: (-pair[0].moved * pair[1], pair[0].half, pair[0].name))
+
+
+def _matmul_key(m: Matmul) -> Hashable:
+    casts = (m.left, m.right, m.fast_accumulation, len(m.merged), m.padded)
+    times = tuple(None if t is None else round(t, 6) for t in (m.milliseconds_bf16, m.milliseconds_fp8))
+    # addmm is mm with a bias: the backward half has no addmm, and no reader needs the difference
+    return (m.role, m.kind.removeprefix("add"), m.batch, m.m, m.n, m.k, m.dtype, m.decision, m.reason, casts, times)
+
+
+def _saved_key(row: Saved) -> Hashable:
+    return (row.shape, row.dtype, row.form, row.bytes, row.reason)
+
+
+def _grouped(rows: Sequence[Row], key: Callable[[Row], Hashable], rank: Callable[[Row], int]) -> list[Layers]:
+    modules: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        modules.setdefault((row.path, row.source), []).append(row)  # type: ignore[attr-defined]
+    groups: dict[Hashable, list[tuple[str, list[tuple[Row, int]]]]] = {}
+    for (path, source), members in modules.items():
+        lines = _counted(sorted(members, key=rank), key)
+        signature = (NUMBER.sub("*", path), source, tuple((key(row), count) for row, count in lines))
+        groups.setdefault(signature, []).append((path, lines))
+    return [
+        Layers(pattern([path for path, _ in group]), len(group), group[0][1][0][0].source, tuple(group[0][1]))  # type: ignore[attr-defined]
+        for group in groups.values()
+    ]
+
+
+def _counted(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[tuple[Row, int]]:
+    lines: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        lines.setdefault(key(row), []).append(row)
+    return [(same[0], len(same)) for same in lines.values()]
+
+
+def pattern(paths: Sequence[str]) -> str:
+    """One text for paths that differ in numbers only: "layers.{0-3,5}.up"; `*` where the numbers make no grid."""
+    numbers = [tuple(int(n) for n in NUMBER.findall(path)) for path in paths]
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    is_grid = prod(len(c) for c in columns) == len(set(numbers))
+    texts = iter(_ranges(c) if is_grid or len(c) == 1 else "*" for c in columns)
+    return NUMBER.sub(lambda _: next(texts), paths[0])
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] → "{0-2,5}"; one number stays itself."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return text if len(numbers) == 1 else f"{{{text}}}"

@@ -1,0 +1,78 @@
+"""Plans as HTML for a notebook: the same tables as in a terminal, without a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from fp8compile.insight import text
+from fp8compile.insight.grouping import Layers, kernel_groups, matmul_groups, saved_groups
+from fp8compile.insight.totals import bytes_before, totals
+from fp8compile.plan import FP8, Plan
+
+STYLE = (
+    "<style>.fp8compile td,.fp8compile th{text-align:left!important;padding:1px 10px 1px 0}"
+    ".fp8compile .fp8{color:#17803d;font-weight:bold}.fp8compile .bf16{color:#b45309}"
+    ".fp8compile small{color:#777}</style>"
+)
+
+
+def explanation_html(plans: Sequence[Plan]) -> str:
+    """All tables of all graphs as one <div>."""
+    body = "".join(_plan(plan, i, len(plans)) for i, plan in enumerate(plans))
+    whole = _lines(text.summary(totals(plans))) if len(plans) > 1 else ""
+    return f'<div class="fp8compile">{STYLE}{whole}{body or "nothing has been compiled"}</div>'
+
+
+def _plan(plan: Plan, index: int, count: int) -> str:
+    prefix = f"graph {index}: " if count > 1 else ""
+    title = f"<h4>{escape(f'{prefix}{plan.graph}, recipe {plan.recipe}, {plan.device}')}</h4>"
+    return title + _lines(text.summary(totals([plan]))) + _matmuls(plan) + _saved(plan) + _kernels(plan)
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def _matmuls(plan: Plan) -> str:
+    rows = []
+    for group in matmul_groups(plan):
+        rows.append(_heading(group, 7))
+        for row, count in group.rows:
+            times = f" ×{count}" if count > 1 else ""
+            kind = "fp8" if row.decision == FP8 else "bf16"
+            cells = [text.shape(row), row.decision, text.casts(row), text.estimate(row), text.reason(row)]
+            cells = [f'<td class="{kind}">{c}</td>' if c == row.decision else f"<td>{escape(c)}</td>" for c in cells]
+            rows.append(f"<tr><td></td><td>{row.role}{times}</td>{''.join(cells)}</tr>")
+    return _table(["matmul", "role", "M×N×K", "", "left × right", "ms BF16 → FP8", "reason"], rows)
+
+
+def _heading(group: Layers, columns: int) -> str:
+    times = f" ×{group.count}" if group.count > 1 else ""
+    path = escape(group.path or "(the model itself)")
+    return f"<tr><td colspan={columns}><b>{path}</b>{times} <small>{escape(group.source)}</small></td></tr>"
+
+
+def _saved(plan: Plan) -> str:
+    rows = []
+    for group in saved_groups(plan):
+        rows.append(_heading(group, 6))
+        for row, count in group.rows:
+            times = f" ×{count}" if count > 1 else ""
+            before, after = text.size(bytes_before(row, plan)), text.size(row.bytes)
+            cells = ["", text.value(row) + times, row.form, before, after, row.reason]
+            rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
+    return _table(["saved for backward", "", "as", "before", "after", "reason"], rows)
+
+
+def _kernels(plan: Plan) -> str:
+    rows = []
+    for kernel, count in kernel_groups(plan):
+        cells = [kernel.name, kernel.half, str(count), text.size(kernel.moved), ", ".join(kernel.operations)]
+        rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
+    return _table(["kernel", "half", "count", "bytes each", "operations"], rows)
+
+
+def _table(titles: Sequence[str], rows: Sequence[str]) -> str:
+    head = "".join(f"<th>{escape(t)}</th>" for t in titles)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>" if rows else ""

@@ -1,0 +1,226 @@
+"""Plans as text for a terminal: at most 120 columns, repeated layers as one."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from fp8compile.insight.grouping import Layers, kernel_groups, matmul_groups, saved_groups
+from fp8compile.insight.totals import Totals, bytes_before, totals
+from fp8compile.plan import FP8, Matmul, Plan, Saved
+from fp8compile.statistics import ALTERNATIVES, Row
+
+WIDTH = 120
+
+
+def explanation_text(plans: Sequence[Plan]) -> str:
+    """All tables of all graphs, ending in a newline; the totals first."""
+    if not plans:
+        return "fp8: nothing has been compiled.\n"
+    blocks = []
+    if len(plans) > 1:
+        blocks.append("\n".join([f"all {len(plans)} graphs", *summary(totals(plans))]))
+    blocks += [plan_text(plan, f"graph {i}: " if len(plans) > 1 else "") for i, plan in enumerate(plans)]
+    return "\n".join(blocks)
+
+
+def plan_text(plan: Plan, prefix: str = "") -> str:
+    """Totals and tables of one graph, ending in a newline."""
+    title = " · ".join(x for x in (f"{prefix}{plan.graph}", f"recipe {plan.recipe}", plan.device) if x)
+    lines = [_cut(title), *summary(totals([plan]))]
+    tables = (_matmuls(plan), _saved(plan), _kernels(plan))
+    for table in tables:
+        body = list(table)
+        lines += ["", *body] if body else []
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def one_line(plan: Plan) -> str:
+    """A graph in one line, for a log."""
+    t = totals([plan])
+    parts = [f"{t.fp8} of {t.matmuls} matmuls in FP8 ({t.share:.1%} of {si(t.flops)}FLOP)"]
+    parts += [f"{count}× left: {why}" for why, count in list(t.left.items())[:2]]
+    parts += [f"saved for backward {size(t.saved_before)} → {size(t.saved_after)}"] if t.saved else []
+    parts += [f"FAILED: {failure}" for failure in t.failures]
+    return f"fp8: {plan.graph} graph, recipe {plan.recipe}, {plan.device}: " + "; ".join(parts)
+
+
+# ---- totals ---------------------------------------------------------------------------------------------------------
+
+
+def summary(t: Totals) -> list[str]:
+    """The totals, one line each, labelled."""
+    lines = [*_labelled("FAILED", *t.failures)]
+    if t.matmuls:
+        flops = f", {t.share:.1%} of {si(t.flops)}FLOP in matmuls" if t.flops else ""
+        unsized = f"; {t.unsized} of unknown size are not counted" if t.unsized and t.flops else ""
+        none = "" if t.fp8 else "NOTHING: "
+        lines += _labelled("FP8", f"{none}{t.fp8} of {t.matmuls} matmuls{flops} (fused attention apart){unsized}")
+    else:
+        lines += _labelled("FP8", "a graph without matmuls" if not t.failures else "nothing")
+    lines += _labelled("left", *(f"{count}× {reason}" for reason, count in t.left.items()))
+    if t.milliseconds_bf16:
+        estimate = f"{t.milliseconds_bf16:.3g} ms in BF16 → {t.milliseconds_decided:.3g} ms as decided, casts counted"
+        lines += _labelled("estimated", estimate)
+    if t.saved:
+        again = f"; {t.recomputed} operators are computed again" if t.recomputed else ""
+        change = f"{size(t.saved_before)} → {size(t.saved_after)}"
+        lines += _labelled("saved", f"{change} for backward in {t.saved} tensors, parameters left out{again}")
+    if t.kernels:
+        lines += _labelled("kernels", f"{t.kernels} generated, which read and write {size(t.moved)}")
+    return lines
+
+
+def _labelled(label: str, *texts: str) -> Iterator[str]:
+    for i, text in enumerate(texts):
+        for j, line in enumerate(textwrap.wrap(text, WIDTH - 12)):
+            yield f"  {label if i == j == 0 else '':<10}{line}"
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def _matmuls(plan: Plan) -> Iterator[str]:
+    groups = matmul_groups(plan)
+    if not groups:
+        return
+    rows = [row for group in groups for row, _ in group.rows]
+    widths = [max(len(text(row)) for row in rows) for text in (shape, casts, estimate)]
+    titles = ("B·M×N×K" if any(r.batch != 1 for r in rows) else "M×N×K", "left × right", "ms BF16 → FP8")
+    widths = [max(w, len(title)) if w else 0 for w, title in zip(widths, titles, strict=True)]
+    yield _columns("matmul", widths, titles, "    ", "reason")
+    for group in groups:
+        yield _heading(group)
+        for row, count in group.rows:
+            name = row.role + (f" ×{count}" if count > 1 else "")
+            yield _columns(name, widths, [shape(row), casts(row), estimate(row)], row.decision, reason(row))
+
+
+def _columns(name: str, widths: Sequence[int], texts: Sequence[str], decision: str, why: str) -> str:
+    size, cast, time = (f"{text:<{width}}  " if width else "" for text, width in zip(texts, widths, strict=True))
+    if decision not in (FP8, "    ") and time == " " * len(time):
+        cast, time = "", ""  # a refusal has neither: its reason may use their room
+    return _cut(f"    {name:<15} {size}{decision:<4}  {cast}{time}{why}")
+
+
+def _heading(group: Layers) -> str:
+    times = f"  ×{group.count}" if group.count > 1 else ""
+    path = f"  {group.path or '(the model itself)'}{times}"
+    room = WIDTH - len(path) - 4
+    return f"{path}    {_cut(group.source, room)}" if room > 20 else _cut(path)
+
+
+def shape(row: Matmul) -> str:
+    """ "4·64×128×256": batch, M, N, K."""
+    batch = "" if row.batch == 1 else f"{row.batch}·"
+    return f"{batch}{row.m}×{row.n}×{row.k}" if 0 not in (row.m, row.n, row.k) else "?"
+
+
+def casts(row: Matmul) -> str:
+    """How both operands are cast; "" for a matmul that is left."""
+    return f"{row.left} × {row.right}" if row.decision == FP8 else ""
+
+
+def estimate(row: Matmul) -> str:
+    """Estimated milliseconds, where the cost model has any."""
+    if row.milliseconds_bf16 is None or row.milliseconds_fp8 is None:
+        return ""
+    return f"{row.milliseconds_bf16:.3g} → {row.milliseconds_fp8:.3g}"
+
+
+def reason(row: Matmul) -> str:
+    """Why, and what was padded."""
+    return "; ".join([row.reason, *(f"{p}" for p in row.padded)])
+
+
+def _saved(plan: Plan) -> Iterator[str]:
+    groups = saved_groups(plan)
+    if not groups:
+        return
+    rows = [row for group in groups for row, _ in group.rows]
+    widths = [max(len(value(row)) for row in rows), max(len(row.form) for row in rows)]
+    yield _cut(f"    {'saved for backward':<{widths[0]}}  {'as':<{widths[1]}}  {'bytes':<22}  reason")
+    for group in groups:
+        yield _heading(group)
+        for row, count in group.rows:
+            change = f"{size(bytes_before(row, plan) * count)} → {size(row.bytes * count)}"
+            name = value(row) + (f" ×{count}" if count > 1 else "")
+            yield _cut(f"    {name:<{widths[0]}}  {row.form:<{widths[1]}}  {change:<22}  {row.reason}")
+
+
+def value(row: Saved) -> str:
+    """ "bfloat16[64, 128]": what the model computes."""
+    return f"{row.dtype}[{', '.join(map(str, row.shape))}]"
+
+
+def _kernels(plan: Plan) -> Iterator[str]:
+    for half, lowered in plan.halves.items():
+        for left in lowered.left:
+            yield _cut(f"    left to Inductor ({half}): {left}")
+    groups = kernel_groups(plan)
+    if not groups:
+        return
+    name, half = (max(len(text) for text in texts) for texts in ([k.name for k, _ in groups], ["inference"]))
+    yield _cut(f"    {'kernel':<{name}}  {'half':<{half}}  {'each':>10}  {'':>5} operations")
+    for kernel, count in groups:
+        times = f"×{count}" if count > 1 else ""
+        moved = size(kernel.moved) if kernel.moved else "?"
+        operations = ", ".join(kernel.operations)
+        yield _cut(f"    {kernel.name:<{name}}  {kernel.half:<{half}}  {moved:>10}  {times:>5} {operations}")
+
+
+def statistics_text(rows: Sequence[Row]) -> str:
+    """Rows of `fp8compile.statistics` as a table, the worst SQNR first, ending in a newline."""
+    formats = [c.split(" ")[0] for c in ALTERNATIVES]
+    names = [c.split(" ")[1].replace("group", "g") for c in ALTERNATIVES]
+    first = [f if i == 0 or formats[i - 1] != f else "" for i, f in enumerate(formats)]
+    lines = [
+        f"{'':74}what if: SQNR in dB as",
+        f"{'operand':<36}{'cast':<15} SQNR    amax  under    sat" + "".join(f" {f:>6}" for f in first),
+        " " * 74 + "".join(f" {n:>6}" for n in names),
+    ]
+    for row in sorted(rows, key=lambda r: 1e9 if r.sqnr is None else r.sqnr):
+        others = "".join(f" {_number(row.what_if.get(c)):>6}" for c in ALTERNATIVES)
+        shares = f"{row.underflown:>6.1%} {row.saturated:>6.1%}"
+        lines.append(f"{_operand(row):<36}{row.cast:<15}{_number(row.sqnr):>5} {row.amax:>7.2g} {shares}{others}")
+        if row.skipped:
+            lines.append(
+                f"{'':37}{row.skipped} of {row.steps + row.skipped} executions were not finite, and are left out"
+            )
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _operand(row: Row) -> str:
+    """Path, role and side in 35 columns; of a long path, its end."""
+    rest = f" {row.role} {row.side}"
+    path, room = row.path or "(the model itself)", 35 - len(rest)
+    return (path if len(path) <= room else "…" + path[len(path) - room + 1 :]) + rest
+
+
+def _number(decibels: float | None) -> str:
+    return "-" if decibels is None else f"{decibels:.1f}"
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def size(count: int) -> str:
+    """Bytes in the largest unit that leaves a number of at least one."""
+    number, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1024 and len(units) > 1:
+        number /= 1024
+        units.pop(0)
+    return f"{number:.0f} B" if units[0] == "B" else f"{number:.2f} {units[0]}"
+
+
+def si(count: int) -> str:
+    """A number with three digits and a prefix: 1 230 000 → "1.23 M"."""
+    number, units = float(count), ["", "k", "M", "G", "T", "P", "E"]
+    while number >= 1000 and len(units) > 1:
+        number /= 1000
+        units.pop(0)
+    return f"{number:.3g} {units[0]}"
+
+
+def _cut(text: str, room: int = WIDTH) -> str:
+    return text if len(text) <= room else text[: room - 1] + "…"

@@ -1,0 +1,44 @@
+"""watch: a model to call in place of the model for some steps, which measures its casts while it trains."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fp8compile import plans, statistics
+from fp8compile.insight.dry_run import uncompiled
+from fp8compile.statistics import Statistics
+
+_numbers = itertools.count()
+
+
+class Watched:
+    """A compiled model that shares its parameters with the model it was made of, and measures.
+
+    Train with it for some steps, as with the model itself; the numbers are the same. `statistics` says what was seen.
+    """
+
+    def __init__(self, model: Callable[..., Any], steps: int, options: Mapping[str, Any]):
+        self.statistics: Statistics = statistics.start(f"watch{next(_numbers)}", steps)
+        chosen: dict[str, Any] = {**options, "watch": self.statistics.name}
+        self._compiled = torch.compile(model, backend="fp8", options=chosen)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        with plans.collected() as found:
+            output = self._compiled(*args, **kwargs)
+        self.statistics.plans += [plan for plan in found if plan.matmuls]
+        return output
+
+
+def watch(model: Callable[..., Any], steps: int = 10, options: Mapping[str, Any] | None = None) -> Watched:
+    """The `Watched` form of `model`, which measures each cast `steps` times, forward and backward.
+
+    model: a model, or a compiled one (then `options` are its own, unless given). It is compiled anew, with the
+    operators that measure; `model` itself stays as fast as it was, so go back to it afterwards.
+    """
+    original, known = uncompiled(model)
+    return Watched(original, steps, known if options is None else options)

@@ -1,0 +1,235 @@
+"""Statistics of casts in training: how well FP8 holds each tensor, and what another cast would do.
+
+    SQNR          10·log10(Σ x² / Σ (x − x̂)²) in dB, x̂ = data · scale
+    amax          the largest magnitude
+    saturated     share of the elements with |x| / scale so far above the format's maximum that rounding alone would not
+                  have brought them there (none with current scaling)
+    underflown    share of the nonzero elements that become 0
+
+over all measured steps. With options={"watch": name} the pass `passes/observe_casts.py` puts `fp8::observe` behind
+every scale; it adds up here, under that name, on the tensors' device and without waiting for it. After `steps`
+executions of a cast it is measured no more. Tensors that hold an inf or nan are left out and counted.
+
+    watched = fp8compile.watch(model, steps=10)       # call it in place of the model for some steps
+    print(watched.statistics)
+    options = {"plan": watched.statistics.plan(minimum=25.0)}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8compile.errors import Fp8Error
+from fp8compile.formats import parse_granularity
+from fp8compile.kernels import reference
+from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan
+
+ALTERNATIVES = ("e4m3 tensor", "e4m3 row", "e4m3 group(128)", "e4m3 group(16)", "e5m2 tensor", "e5m2 row")
+SATURATED = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half a step: 448 + 32/2, 57344 + 8192/2
+RUNNABLE = ("e4m3 tensor", "e4m3 row")  # what any operand of a matmul may be, cheapest first
+SUMS = ("steps", "skipped", "elements", "nonzero", "saturated", "underflown", "signal", "noise", "amax")
+Operands: TypeAlias = tuple[tuple[str, str, int, str], ...]  # path, role, occurrence, left or right
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operand of one matmul, over all measured steps. what_if: SQNR in dB by cast; sqnr None: it was never finite,
+    or all zeros."""
+
+    path: str
+    role: str
+    occurrence: int
+    side: str
+    cast: str
+    steps: int
+    skipped: int
+    amax: float
+    saturated: float
+    underflown: float
+    sqnr: float | None
+    what_if: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass
+class Statistics:
+    """What was measured under one name. steps: how often each cast is measured."""
+
+    name: str
+    steps: int = 10
+    plans: list[Plan] = field(default_factory=list)
+    _sums: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _kept: list[Row] = field(default_factory=list, repr=False)
+    _counts: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def add(self, scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool, key: str) -> None:
+        """Measure one execution of a cast; `key` is the JSON of its cast and its `Operands`."""
+        count = self._counts.get(key, 0)
+        if count < self.steps:
+            self._counts[key] = count + 1
+            measured = measure(scale, tensors, cast, transpose)
+            sums = self._sums.get(key)
+            self._sums[key] = measured if sums is None else _joined(sums, measured)
+
+    def rows(self) -> list[Row]:
+        """One `Row` for each operand that was measured, in the order of their first execution."""
+        found = list(self._kept)
+        for key, sums in self._sums.items():
+            cast, operands = json.loads(key)
+            found += [_row(operand, cast, sums.tolist()) for operand in operands]
+        return found
+
+    def plan(self, minimum: float) -> list[Plan]:
+        """The watched plans, changed so that every operand keeps `minimum` dB: for options={"plan": …}.
+
+        An operand below it gets the first cast of `RUNNABLE` that reaches it; a matmul with an operand that no such
+        cast can hold stays BF16.
+        """
+        known = {(row.path, row.role, row.occurrence, row.side): row for row in self.rows()}
+        return [_changed(plan, known, minimum) for plan in self.plans]
+
+    def save(self, path: str | Path) -> None:
+        """Write rows and plans as JSON; a report shows them if they lie in its dump as statistics.json."""
+        plans = [json.loads(plan.to_json()) for plan in self.plans]
+        data = {"name": self.name, "steps": self.steps, "rows": [asdict(row) for row in self.rows()], "plans": plans}
+        Path(path).write_text(json.dumps(data, indent=1))
+
+    @staticmethod
+    def load(path: str | Path) -> Statistics:
+        """What `save` wrote. Raises `Fp8Error` for another file."""
+        data = json.loads(Path(path).read_text())
+        if not isinstance(data, dict) or not {"rows", "plans", "steps"} <= set(data):
+            raise Fp8Error(f"{path} holds no statistics")
+        plans = [Plan.from_json(json.dumps(plan)) for plan in data["plans"]]
+        return Statistics(data["name"], data["steps"], plans, _kept=[Row(**row) for row in data["rows"]])
+
+    def __str__(self) -> str:
+        from fp8compile.insight.text import statistics_text  # the tables know statistics, not the other way round
+
+        return statistics_text(self.rows())
+
+
+_watched: dict[str, Statistics] = {}
+
+
+def start(name: str, steps: int = 10) -> Statistics:
+    """Fresh statistics under `name`, for what is compiled with options={"watch": name}."""
+    _watched[name] = Statistics(name, steps)
+    return _watched[name]
+
+
+def observe(scale: Tensor, tensors: list[Tensor], cast: str, transpose: bool, name: str, key: str) -> Tensor:
+    """`fp8::observe`: measures the cast of `tensors` under `scale`, and returns the scale."""
+    statistics = _watched.get(name)
+    if statistics is not None:
+        with torch.no_grad():
+            statistics.add(scale, tensors, cast, transpose, key)
+    return scale.clone()
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def measure(scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool) -> Tensor:
+    """`SUMS` and the noise of each of `ALTERNATIVES` of one execution, FP64 [n]; zeros, and one skipped, if not finite.
+
+    `tensors` share the scale; `transpose`: rows and groups lie along their first dimension.
+    """
+    largest = torch.stack([reference.amax(x, "tensor") for x in tensors]).amax()
+    total = sum(_sums(scale, x, cast, transpose) for x in tensors)
+    noises = [sum(_noise(x, alternative, transpose, largest) for x in tensors) for alternative in ALTERNATIVES]
+    one, zero = torch.ones_like(largest), torch.zeros_like(largest)
+    sums = torch.cat([torch.stack([one, zero]).double(), total, largest.double().reshape(1), torch.stack(noises)])  # type: ignore[arg-type, list-item]
+    skipped = torch.zeros_like(sums)
+    skipped[1] = 1
+    return torch.where(torch.isfinite(largest), sums, skipped)
+
+
+def _sums(scale: Tensor, x: Tensor, cast: str, transpose: bool) -> Tensor:
+    """elements, nonzero, saturated, underflown, signal, noise."""
+    format, granularity = cast.split(" ")
+    data = reference.quantize(x, scale, format, granularity, transpose)
+    exact = reference.oriented(x, transpose, 1, 1).float()
+    spread = reference.expand_scale(scale, parse_granularity(granularity), exact.shape)
+    saturated = (exact.abs() / spread > SATURATED[format]).sum()
+    back = data.float() * spread
+    counts = torch.stack([saturated.new_tensor(exact.numel()), (exact != 0).sum(), saturated,
+                          ((exact != 0) & (data.float() == 0)).sum()])  # fmt: skip
+    powers = torch.stack([_power(exact), _power(exact - back)])
+    return torch.cat([counts.double(), powers])
+
+
+def _noise(x: Tensor, cast: str, transpose: bool, largest: Tensor) -> Tensor:
+    """Σ (x − x̂)² under another cast, with current scales; `largest` is the amax of all that shares a tensor scale."""
+    format, granularity = cast.split(" ")
+    amax = largest if granularity == "tensor" else reference.amax(x, granularity, transpose)
+    scale = reference.scale(amax, format)
+    data = reference.quantize(x, scale, format, granularity, transpose)
+    exact = reference.oriented(x, transpose, 1, 1).float()
+    return _power(exact - reference.dequantize(data, scale, granularity, torch.float32))
+
+
+def _power(x: Tensor) -> Tensor:
+    return x.square().sum(dtype=torch.float64)
+
+
+def _joined(a: Tensor, b: Tensor) -> Tensor:
+    where = SUMS.index("amax")
+    total = a + b
+    total[where] = torch.maximum(a[where], b[where])
+    return total
+
+
+def _row(operand: Sequence[Any], cast: str, sums: Sequence[float]) -> Row:
+    s = dict(zip(SUMS, sums, strict=False))
+    path, role, occurrence, side = operand
+    what_if = {c: _decibels(s["signal"], n) for c, n in zip(ALTERNATIVES, sums[len(SUMS) :], strict=True)}
+    return Row(
+        path, role, occurrence, side, cast, int(s["steps"]), int(s["skipped"]), s["amax"],
+        s["saturated"] / max(s["elements"], 1), s["underflown"] / max(s["nonzero"], 1),
+        _decibels(s["signal"], s["noise"]), what_if,
+    )  # fmt: skip
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    """None for silence; 200 where nothing was lost."""
+    if signal == 0:
+        return None
+    return 200.0 if noise == 0 else 10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64)).item()
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def _changed(plan: Plan, known: dict[tuple[str, str, int, str], Row], minimum: float) -> Plan:
+    seen: dict[tuple[str, str], int] = {}
+    rows = []
+    for row in plan.matmuls:
+        occurrence = seen[row.path, row.role] = seen.get((row.path, row.role), -1) + 1
+        sides = [known.get((row.path, row.role, occurrence, side)) for side in ("left", "right")]
+        rows.append(_improved(row, sides, minimum) if row.decision == FP8 else row)
+    return replace(plan, matmuls=rows)
+
+
+def _improved(row: Matmul, sides: Sequence[Row | None], minimum: float) -> Matmul:
+    operands = []
+    for operand, measured in zip((row.left, row.right), sides, strict=True):
+        if measured is None or measured.sqnr is None or measured.sqnr >= minimum:
+            operands.append(operand)
+            continue
+        better = [c for c in RUNNABLE if (measured.what_if.get(c) or -200.0) >= minimum]
+        if not better:
+            worst = f"{measured.side} operand at {measured.sqnr:.1f} dB"
+            return replace(row, decision=BF16, reason=f"measured: {worst}", left=None, right=None)
+        format, granularity = better[0].split(" ")
+        operands.append(Operand(format, granularity))
+    kinds = {parse_granularity(o.granularity).kind for o in operands if o is not None}
+    if kinds <= {"tensor", "row"} or operands == [row.left, row.right]:
+        return replace(row, left=operands[0], right=operands[1])
+    return replace(row, decision=BF16, reason="measured: no cast of one operand fits the other", left=None, right=None)

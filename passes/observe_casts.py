@@ -1,0 +1,105 @@
+"""Observe casts: with options={"watch": name}, every scale passes an operator that measures what is cast with it.
+
+Before      %s = fp8.scale(%a, e4m3)                                    After  %s = fp8.scale(%a, e4m3)
+            %q = fp8.quantize(%x, %s, e4m3, row)                               %o = fp8.observe(%s, [%x], "e4m3 row", …)
+                                                                               %q = fp8.quantize(%x, %o, e4m3, row)
+
+The operator returns the scale as it is, so no number changes. It stands for a border of generated kernels: while
+watching, less is fused. A scale that serves two layouts is observed in each, for rows and groups lie differently there.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp8compile import ops
+from fp8compile.passes.compilation import VIEWS, Compilation, aten, sort_topologically
+
+FOLLOWED = {*VIEWS, aten.cat.default}
+
+
+def run(c: Compilation) -> None:
+    """Insert the operators; without the option, nothing."""
+    if c.options.watch is None:
+        return
+    readers = _readers(c)
+    casts: dict[fx.Node, list[fx.Node]] = {}
+    for node in c.graph.nodes:
+        if node.target is ops.quantize:
+            casts.setdefault(node.args[1], []).append(node)
+    order = {n: i for i, n in enumerate(c.graph.nodes)}
+    for scale, quantizes in casts.items():
+        _observe(c, scale, quantizes, readers, order)
+    sort_topologically(c.graph)
+
+
+def _observe(
+    c: Compilation,
+    scale: fx.Node,
+    quantizes: list[fx.Node],
+    readers: dict[fx.Node, list[Any]],
+    order: dict[fx.Node, int],
+) -> None:
+    users = list(scale.users)
+    last = max([scale, *(q.all_input_nodes[0] for q in quantizes)], key=order.__getitem__)
+    seen = scale
+    for transpose in dict.fromkeys(map(_is_transposed, quantizes)):
+        mine = [q for q in quantizes if _is_transposed(q) == transpose]
+        seen = _emit(c, seen, mine, transpose, readers, last.next)
+    for user in users:
+        user.replace_input_with(scale, seen)
+
+
+def _emit(
+    c: Compilation,
+    scale: fx.Node,
+    quantizes: list[fx.Node],
+    transpose: bool,
+    readers: dict[fx.Node, list[Any]],
+    place: fx.Node,
+) -> fx.Node:
+    operands = list(dict.fromkeys(o for q in quantizes for o in _operands(q, readers)))
+    cast = f"{quantizes[0].args[2]} {quantizes[0].args[3]}"
+    tensors = list(dict.fromkeys(q.args[0] for q in quantizes))
+    rest = (tensors, cast, transpose, c.options.watch, json.dumps([cast, operands]))
+    node = c.emit(ops.observe, scale, *rest, like=scale, before=place)
+    if "recompute" in node.meta:  # in a checkpointed region: computed again, it would be measured again
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return node
+
+
+def _is_transposed(quantize: fx.Node) -> bool:
+    return len(quantize.args) > 4 and bool(quantize.args[4])
+
+
+def _readers(c: Compilation) -> dict[fx.Node, list[Any]]:
+    """FP8 matmul node -> (path, role, occurrence) of its plan row."""
+    named = {n.name: n for n in c.graph.nodes}
+    seen: dict[tuple[str, str], int] = {}
+    found: dict[fx.Node, list[Any]] = {}
+    for row in c.plan.matmuls:
+        occurrence = seen[row.path, row.role] = seen.get((row.path, row.role), -1) + 1
+        node = named.get(row.node)
+        while node is not None and node.target is not ops.scaled_mm and node.all_input_nodes:
+            node = node.all_input_nodes[0]  # a padded result is cut, a wide bias added
+        if node is not None and node.target is ops.scaled_mm:
+            found[node] = [row.path, row.role, occurrence]
+    return found
+
+
+def _operands(quantize: fx.Node, readers: dict[fx.Node, list[Any]]) -> list[tuple[Any, ...]]:
+    """(path, role, occurrence, side) of every matmul that reads this data."""
+    found, stack = [], [quantize]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user.target is ops.scaled_mm and user in readers:
+                sides = [side for side, index in (("left", 0), ("right", 3)) if user.args[index] is node]
+                found += [(*readers[user], side) for side in sides]
+            elif user.target in FOLLOWED:
+                stack.append(user)
+    return found

@@ -1,0 +1,309 @@
+"""Dumps: everything is there, runs, is the same each time, and says where a compilation failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ZOO
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fp8compile
+from fp8compile import backend
+from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
+from fp8compile.insight import stages
+from fp8compile.insight.memory import timeline
+from fp8compile.passes import pipeline
+from fp8compile.passes.compilation import Compilation, aten
+
+ALL = {"select": "all", "executor": "eager"}
+JOINT = ["input", *(step.name for step in pipeline.PIPELINE)]
+
+
+def mlp(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48)).to(dtype)
+    return model, torch.randn(16, 32).to(dtype)
+
+
+def dumped(folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> dict[str, Any]:
+    """Train one step, dumping; the index."""
+    model, x = mlp(dtype)
+    torch.compiler.reset()
+    torch.compile(model, backend="fp8", options={**ALL, "dump": folder, **options})(x).float().sum().backward()
+    return json.loads((folder / "index.json").read_text())
+
+
+def names(index: dict[str, Any], half: str) -> list[str]:
+    return [s["name"] for s in index["graphs"]["graph0"]["stages"] if s["half"] == half]
+
+
+# ---- what is there --------------------------------------------------------------------------------------------------
+
+
+def test_every_stage_is_there_in_order(tmp_path: Path):
+    index = dumped(tmp_path)
+    assert names(index, "joint") == JOINT
+    for half in ("forward", "backward"):
+        assert names(index, half) == ["bf16", "cut", "form_regions", "combine_regions"]
+    listing = (tmp_path / "index.txt").read_text()
+    for stage in index["graphs"]["graph0"]["stages"]:
+        assert (tmp_path / "graph0" / f"{stage['file']}.txt").read_text().count("\n") > 3
+        assert f"  {stage['file']}.txt  .py" in listing
+        assert stage["text_only"] == ""
+    assert "graph0: recipe=mixed, select='all', executor='eager'" in listing
+    assert "FAILED" not in listing
+
+
+def test_the_plan_is_the_plan(tmp_path: Path):
+    dumped(tmp_path)
+    plan = fp8compile.last_compile()
+    assert fp8compile.Explanation.from_json((tmp_path / "graph0/plan.json").read_text()).plans == [plan]
+    assert (tmp_path / "graph0/plan.txt").read_text() == str(plan)
+    files = sorted(f.stem for f in (tmp_path / "kernels").glob("*.py"))
+    assert files == sorted({kernel.name for kernel in plan.kernels})
+
+
+def test_the_same_model_gives_the_same_text(tmp_path: Path):
+    for folder in ("a", "b"):
+        dumped(tmp_path / folder)
+    for file in sorted((tmp_path / "a").rglob("*")):
+        if file.is_file():
+            assert file.read_bytes() == (tmp_path / "b" / file.relative_to(tmp_path / "a")).read_bytes(), file
+
+
+def test_explain_dumps_a_model_that_is_compiled_already(tmp_path: Path):
+    model, x = mlp()
+    compiled = torch.compile(model, backend="fp8", options=ALL)
+    compiled(x).sum().backward()
+    fp8compile.explain(compiled, x, options={**ALL, "dump": tmp_path})
+    assert len(stages.stages(tmp_path)) == len(JOINT) + 8
+    case = ZOO["graph_break"]()
+    fp8compile.explain(case.model, loss=case.loss, options={**ALL, "dump": tmp_path}, **case.inputs)
+    assert len({stage.name.split("/")[0] for stage in stages.stages(tmp_path)}) >= 3
+
+
+# ---- what runs ------------------------------------------------------------------------------------------------------
+
+
+def test_dumped_graphs_run_and_compute_what_the_model_does(tmp_path: Path):
+    dumped(tmp_path, torch.float32, kernels="inductor")
+    model, x = mlp(torch.float32)
+    seed = torch.randn(16, 48)
+    model(x).backward(seed)
+    known = {tuple(t.shape): t.detach() for t in (*model.parameters(), x)}
+    known[16, 48] = seed
+    expected = {tuple(p.shape): p.grad for p in model.parameters()}
+    for name, least in (("00_joint_input", 100.0), ("07_joint_share_casts", 20.0)):
+        file = tmp_path / "graph0" / f"{name}.py"
+        graph = fp8compile.load_graph(file)
+        assert isinstance(graph, fx.GraphModule)
+        shapes = [tuple(t.shape) for t in fp8compile.example_inputs(file)]
+        gradients = [g for g in graph(*(known[shape] for shape in shapes))[1:] if g is not None]
+        assert len(gradients) == 4
+        for g in gradients:
+            e = expected[tuple(g.shape)]
+            assert 20 * torch.log10(e.norm() / (g - e).norm()) > least  # dB: FP32 itself, and FP8 with its casts
+
+
+def test_a_dumped_file_runs_by_itself(tmp_path: Path):
+    dumped(tmp_path)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(file: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, check=False)
+
+    done = run(next((tmp_path / "graph0").glob("*_forward_combine_regions.py")))
+    assert done.returncode == 0, done.stderr
+    assert "output 0: bfloat16[16, 48], norm" in done.stdout
+    kernel = run(min((tmp_path / "kernels").glob("*.py")))
+    assert kernel.returncode == (0 if torch.cuda.is_available() else 2), kernel.stderr
+    assert ("ok" if torch.cuda.is_available() else "needs a GPU") in kernel.stdout
+
+
+def test_constants_are_written_beside_the_graph(tmp_path: Path):
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.tensor([[2.0, 0.0], [0.0, 3.0]])
+
+    x = torch.tensor([[1.0, 1.0]])
+    with pytest.warns(Fp8Warning, match="NOTHING was converted"):
+        fp8compile.explain(Model(), x, options={**ALL, "dump": tmp_path})
+    file = tmp_path / "graph0/00_joint_input.py"
+    assert fp8compile.load_graph(file)(x)[0].tolist() == [[2.0, 3.0]]
+    with pytest.raises(Fp8Error, match="no graph of a dump that runs"):
+        fp8compile.load_graph(tmp_path / "graph0/plan.txt")
+
+
+# ---- warm caches, environment, context ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_warm_cache_is_dumped_too(tmp_path: Path):
+    model, x = mlp()
+
+    def step(**options: Any) -> None:
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="fp8", options={"select": "all", **options})
+        compiled(x).sum().backward()
+
+    step()
+    for number in range(2):
+        counters.clear()
+        step(dump=tmp_path)
+        assert not [name for name in counters["aot_autograd"] if "cache" in name]  # neither asked nor fed
+        graph = json.loads((tmp_path / "index.json").read_text())["graphs"][f"graph{number}"]
+        stages_of = {half: [s["name"] for s in graph["stages"] if s["half"] == half] for half in ("joint", "backward")}
+        assert stages_of == {"joint": JOINT, "backward": ["bf16", "cut", "lower_markers"]}
+        assert [code["half"] for code in graph["code"]] == ["forward", "backward"]
+        for code in graph["code"]:
+            assert "def call" in (tmp_path / f"graph{number}" / code["file"]).read_text()
+
+
+def test_the_context_and_the_environment(tmp_path: Path):
+    model, x = mlp()
+    compiled = torch.compile(model, backend="fp8", options=ALL)
+    with fp8compile.dump(tmp_path / "a") as folder:
+        compiled(x)
+    assert len(stages.stages(folder)) >= len(JOINT)
+    with pytest.warns(Fp8Warning, match="nothing was compiled while dumping"), fp8compile.dump(tmp_path / "b"):
+        compiled(x)
+    with pytest.raises(Fp8Error, match="is no dump"):
+        stages.stages(tmp_path / "b")
+    with pytest.raises(OptionError, match="the path of a folder"):
+        fp8compile.Options.parse({"dump": 3})
+    code = "from fp8compile.options import Options; print(Options.parse({}).dump, Options.parse({'dump': 'x'}).dump)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "FP8COMPILE_DUMP": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(tmp_path), str(Path("x").absolute())]
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def _breaks(c: Compilation) -> None:
+    for node in c.graph.nodes:
+        if node.target is aten.addmm.default:
+            node.args = node.args[::-1]
+            break
+    raise NotImplementedError("no such operator")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_failed_pass_says_where_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strict: bool):
+    steps = list(pipeline.PIPELINE)
+    steps[4] = dataclasses.replace(steps[4], run=_breaks)
+    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
+    with (
+        pytest.raises(Exception, match="no such operator") if strict else pytest.warns(Fp8Warning, match="without FP8")
+    ):
+        dumped(tmp_path, strict=strict)
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert names(index, "joint") == [*JOINT[:5], "merge_matmuls_failed"]
+    (failure,) = index["graphs"]["graph0"]["failures"]
+    assert (failure["half"], failure["step"]) == ("joint", "merge_matmuls")
+    trace = (tmp_path / "graph0" / failure["file"]).read_text()
+    assert "Traceback" in trace
+    assert "no such operator" in trace
+    listing = (tmp_path / "index.txt").read_text()
+    assert "FAILED in merge_matmuls (joint): NotImplementedError: no such operator  → failure0.txt" in listing
+    assert "addmm(" in stages.diff(tmp_path, "assign_scales", "merge_matmuls_failed")
+
+
+def test_failures_after_the_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(graph: fx.Graph) -> None:
+        raise RuntimeError("on purpose")
+
+    steps = [dataclasses.replace(s, run=fails) if s.name == "combine_regions" else s for s in pipeline.AFTER_CUT]
+    monkeypatch.setattr(pipeline, "AFTER_CUT", tuple(steps))
+    with pytest.warns(Fp8Warning, match="without generated kernels"):
+        index = dumped(tmp_path)
+    assert names(index, "forward") == ["bf16", "cut", "form_regions", "combine_regions_failed"]
+    assert [f["step"] for f in index["graphs"]["graph0"]["failures"]] == ["combine_regions"] * 2
+
+
+def test_a_failure_of_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(backend, "compile_fx_inner", fails)
+    with pytest.raises(Exception, match="no compiler"):
+        dumped(tmp_path, executor="inductor")
+    assert "FAILED in inductor (forward): RuntimeError: no compiler" in (tmp_path / "index.txt").read_text()
+
+
+# ---- differences ----------------------------------------------------------------------------------------------------
+
+
+def test_the_difference_of_two_stages(tmp_path: Path):
+    dumped(tmp_path)
+    text = stages.diff(tmp_path, "input", "graph0/joint/share_casts")
+    assert text.startswith("--- graph0/joint/input\n+++ graph0/joint/share_casts\n")
+    assert "-%addmm: bf16[16, 64] = addmm(" in text
+    assert "fp8.scaled_mm(" in text
+    assert stages.diff(tmp_path, "select_matmuls", "assign_scales") == ""
+    assert stages.find(tmp_path, "06_joint_quantize_matmuls.txt").name == "graph0/joint/quantize_matmuls"
+    with pytest.raises(OptionError, match="Did you mean 'graph0/joint/share_casts'"):
+        stages.find(tmp_path, "joint/share_cast")
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+class _Measured(fx.Interpreter):
+    """Bytes of distinct storages that are alive after each call, as they really are."""
+
+    def __init__(self, module: fx.GraphModule, ignored: set[int]):
+        super().__init__(module, garbage_collect_values=True)
+        self.ignored, self.alive = ignored, []
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function":
+            values = [result, *(v for v in self.env.values() if isinstance(v, torch.Tensor))]
+            storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}
+            self.alive.append(sum(size for where, size in storages.items() if where not in self.ignored))
+        return result
+
+
+def test_memory_over_time_is_what_a_run_takes():
+    def f(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.mm(x, w.t())
+        z = y.relu().view(-1)
+        return z.exp(), y.sum(0)
+
+    w, x = torch.randn(8, 4), torch.randn(16, 4)
+    with FakeTensorMode() as mode:
+        gm = torch.fx.experimental.proxy_tensor.make_fx(f, tracing_mode="fake")(w, x)
+    assert mode is not None
+    static = {next(iter(gm.graph.find_nodes(op="placeholder"))).name}
+    measured = _Measured(gm, {w.untyped_storage().data_ptr()})
+    measured.run(w, x)
+    found = timeline(gm.graph, static)
+    assert list(found.alive) == measured.alive
+    assert found.start == x.nbytes
+    assert found.peak == max(measured.alive)
+
+
+def test_a_dump_compares_memory_with_bf16(tmp_path: Path):
+    dumped(tmp_path)
+    memory = json.loads((tmp_path / "graph0/memory.json").read_text())
+    for kind in ("bf16", "compiled"):
+        for half in ("forward", "backward"):
+            line = memory[kind][half]
+            assert len(line["names"]) == len(line["alive"]) > 5
+            assert line["peak"] == max(line["start"], *line["alive"])
+    # backward starts with what it is given, parameters apart: weights are 64×32 and 48×64, biases 64 and 48
+    for kind, name in (("bf16", "backward_bf16"), ("compiled", "backward_cut")):
+        (file,) = (tmp_path / "graph0").glob(f"*_{name}.py")
+        given = [x for x in fp8compile.example_inputs(file) if tuple(x.shape) not in ((64, 32), (48, 64), (64,), (48,))]
+        assert memory[kind]["backward"]["start"] == sum(x.nbytes for x in given)

@@ -1,0 +1,337 @@
+"""explain(): what it says is true, fits a terminal, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import torch
+from models import LAYERS, ZOO
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fp8compile
+from fp8compile import delayed
+from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
+from fp8compile.insight import grouping, text
+from fp8compile.insight.totals import flops, totals
+from fp8compile.passes import pipeline
+from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Saved
+
+ALL = {"select": "all"}
+
+
+def mlp(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), *more, nn.GELU(), nn.Linear(64, 32)).bfloat16()
+
+
+def batch(*shape: int) -> torch.Tensor:
+    return torch.randn(shape or (16, 32)).bfloat16()
+
+
+# ---- what it says ---------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_those_that_torch_counts():
+    case = ZOO["llama_eager_attention"]()  # all of its attention is matmuls, so that torch counts nothing else
+    explanation = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs)
+    with FlopCounterMode(display=False) as counter:
+        case.loss(case.model(**case.inputs)).backward()
+    assert explanation.totals.flops == counter.get_total_flops()
+    head = sum(row["flops"] for row in explanation.rows() if row["path"] == "lm_head")
+    attention = sum(row["flops"] for row in explanation.rows() if row["role"] == "other")
+    assert explanation.totals.fp8_flops == counter.get_total_flops() - head - attention
+    assert explanation.totals.left == {
+        "neither operand comes from an nn.Parameter": 6 * LAYERS,
+        "the output head (lm_head=True converts it)": 3,
+    }
+
+
+def test_repeated_layers_are_one_and_the_table_fits_a_terminal():
+    case = ZOO["llama"]()
+    shown = str(fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs))
+    assert max(map(len, shown.splitlines())) <= 120
+    assert "model.layers.{0-1}.mlp.(gate_proj+up_proj)  ×2    modeling_llama.py" in shown
+    assert "grad_weight     256×64×64  fp8   e4m3 tensor × e4m3 tensor  every matmul that can run" in shown
+    assert shown[: shown.index("saved for backward  ")].count("mlp.down_proj") == 1
+    assert "3× the output head (lm_head=True converts it)" in shown
+
+
+def test_symbolic_sizes_count_as_they_were_seen():
+    model, x = mlp(), batch(24, 32)
+    torch._dynamo.mark_dynamic(x, 0)
+    explanation = fp8compile.explain(model, x, options=ALL)
+    assert any(isinstance(row["m"], str) for row in explanation.rows())
+    assert explanation.totals.flops == 2 * 24 * 32 * 64 * 5  # five matmuls: the input needs no gradient
+
+
+def test_a_model_without_anything_to_convert_says_so_and_why():
+    with pytest.warns(Fp8Warning, match="NOTHING was converted"):
+        explanation = fp8compile.explain(mlp(), batch())
+    t = explanation.totals
+    assert (t.fp8, t.matmuls, t.share) == (0, 5, 0.0)
+    assert "NOTHING: 0 of 5 matmuls" in str(explanation)
+    assert "a CPU has no FP8 matmul units" in str(explanation)
+    assert "without matmuls" in str(fp8compile.explain(nn.LayerNorm(8), torch.randn(4, 8)))
+
+
+def test_every_graph_between_breaks_is_there():
+    case = ZOO["graph_break"]()
+    explanation = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs)
+    assert len(explanation.plans) == 2
+    assert explanation.totals.fp8 == case.matmuls
+    assert {row["graph"] for row in explanation.rows()} == {0, 1}
+    assert "all 2 graphs" in str(explanation)
+    assert fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs) == explanation
+
+
+def test_a_model_in_inference_has_one_half():
+    model = mlp().requires_grad_(False)
+    explanation = fp8compile.explain(model, batch(), options=ALL)
+    assert [plan.graph for plan in explanation.plans] == ["inference"]
+    assert {row["role"] for row in explanation.rows()} == {"output"}
+    assert {row["half"] for row in explanation.rows("kernels")} == {"inference"}
+
+
+def test_a_failed_compilation_is_explained(monkeypatch: pytest.MonkeyPatch):
+    def fails(c: Any) -> None:
+        raise NotImplementedError("no such operator")
+
+    steps = list(pipeline.PIPELINE)
+    steps[-1] = dataclasses.replace(steps[-1], run=fails)
+    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
+    with pytest.warns(Fp8Warning, match="compiled without FP8"):
+        explanation = fp8compile.explain(mlp(), batch(), options=ALL)
+    assert explanation.totals.failures == ("NotImplementedError: no such operator",)
+    assert "FAILED    NotImplementedError: no such operator" in str(explanation)
+    assert "no such operator" in explanation._repr_html_()
+
+
+def test_a_training_step_is_explained_up_to_its_optimizer():
+    model, x, seen = mlp(), batch(), []
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        seen.append("backward")
+        optimizer.step()
+        seen.append("optimizer")
+
+    before = [p.detach().clone() for p in model.parameters()]
+    explanation = fp8compile.explain(step, x, options=ALL)
+    assert explanation.totals.fp8 == 5
+    assert seen == ["backward"]
+    assert not optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    with pytest.raises(Fp8Error, match="the loss must be a scalar"):
+        fp8compile.explain(mlp(), batch(), loss=lambda out: out, options=ALL)
+
+
+# ---- what it leaves alone -------------------------------------------------------------------------------------------
+
+
+class Restless(nn.Module):
+    """Changes everything that a forward can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.5)
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen = self.seen + 1
+        return self.drop(self.norm(self.fc(x)))
+
+
+def test_the_model_is_as_it_was():
+    model, x = Restless(), torch.randn(16, 32)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    grads = [p.grad for p in model.parameters()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, names = torch.get_rng_state(), set(vars(model))
+    options = {
+        "select": "all",
+        "recipe": {"base": "mixed", "output": {"left": {"granularity": "tensor", "delayed": True}}},
+    }
+    assert fp8compile.explain(model, x, options=options).totals.fp8 == 2
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert [p.grad for p in model.parameters()] == grads
+    assert all((p.grad == 1).all() for p in model.parameters() if p.grad is not None)
+    assert model.calls == 0
+    assert set(vars(model)) == names
+    assert delayed.state_dict() == {}
+
+
+def test_a_step_that_updates_parameters_itself_changes_none():
+    model, x = mlp(), batch()
+
+    def step() -> None:
+        model(x).float().sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad)
+
+    before = [p.detach().clone() for p in model.parameters()]
+    assert fp8compile.explain(step, options=ALL).totals.fp8 == 5
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+GLOBAL_MODEL: Any = None
+
+
+def _step(x: torch.Tensor, scale: float = 1.0, *, shift: float = 0.0) -> None:
+    (GLOBAL_MODEL(x).float().sum() * scale + shift).backward()
+
+
+class Trainer:
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def step(self, x: torch.Tensor) -> None:
+        self.model(x).float().sum().backward()
+
+
+def test_paths_are_those_of_the_compiled_step(monkeypatch: pytest.MonkeyPatch):
+    model, x = mlp(), batch()
+    monkeypatch.setitem(globals(), "GLOBAL_MODEL", model)
+
+    def outer(x: torch.Tensor) -> None:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return model(x)
+
+        inner(x).float().sum().backward()
+
+    for step in (_step, Trainer(model).step, outer, functools.partial(_step, shift=1.0)):
+        explanation = fp8compile.explain(step, x, options=ALL)
+        torch.compile(step, backend="fp8", options={**ALL, "executor": "eager"})(x)
+        paths = [row.path for row in fp8compile.last_compile().matmuls]
+        assert [row["path"] for row in explanation.rows()] == paths
+        assert {path.split(".")[-1] for path in paths} == {"0", "2"}
+        model.zero_grad()
+
+
+def test_a_compiled_model_is_explained_with_its_options_and_stays_compiled():
+    model, x = mlp(), batch()
+    compiled = torch.compile(model, backend="fp8", options={**ALL, "skip": ["2"], "executor": "eager"})
+    compiled(x).sum().backward()
+    mine, count = fp8compile.last_compile(), len(fp8compile.compiles())
+    explanation = fp8compile.explain(compiled, x)
+    assert explanation.totals.left == {"skip='2'": 3}
+    assert fp8compile.last_compile() is mine
+    compiled(x).sum().backward()
+    assert len(fp8compile.compiles()) == count
+    model.compile(backend="fp8", options={**ALL, "executor": "eager"})
+    assert fp8compile.explain(model, x, options=ALL).totals.fp8 == 5
+    assert model._compiled_call_impl is not None
+
+
+def test_explaining_many_times_keeps_working():
+    model, x = mlp(), batch(4, 32)
+    for _ in range(10):  # more often than Dynamo recompiles a function
+        assert fp8compile.explain(model, x, options={**ALL, "kernels": "inductor"}).totals.fp8 == 5
+
+
+# ---- its forms ------------------------------------------------------------------------------------------------------
+
+
+def a_plan() -> Plan:
+    """Two layers, the second of which differs; saved tensors in two forms; a kernel twice."""
+    row = Matmul("", "layers.0.up", "m.py:1  up(x)", "mm", "output", 4, 8, 2, decision="fp8", reason="faster",
+                 milliseconds_bf16=2.0, milliseconds_fp8=1.25)  # fmt: skip
+    last = dataclasses.replace(row, path="layers.7.up", decision="bf16", reason="too small")
+    rows = [dataclasses.replace(row, path=f"layers.{i}.up") for i in (0, 1, 2, 5)]
+    saved = [
+        Saved("x", f"layers.{i}", "m.py:2  x", (64, 128), "bfloat16", "e4m3 group(128)", 8448, "policy") for i in (0, 1)
+    ]
+    kernel = Kernel("rows_e4m3", "forward", ("64×128",), ("mul ×2", "quantize e4m3"), 1000)
+    return Plan("training", "mixed", "H200", [*rows, last], saved=saved, recomputed={"aten.mul.Tensor": 3},
+                halves={"forward": Lowered([kernel, kernel])})  # fmt: skip
+
+
+def test_totals_add_up():
+    t = totals([a_plan(), a_plan()])
+    assert (t.graphs, t.matmuls, t.fp8, t.flops, t.fp8_flops) == (2, 10, 8, 10 * 128, 8 * 128)
+    assert (t.milliseconds_bf16, t.milliseconds_decided) == (20.0, 2 * (4 * 1.25 + 2.0))
+    assert (t.saved, t.saved_before, t.saved_after) == (4, 4 * 64 * 128 * 2, 4 * 8448)
+    assert (t.recomputed, t.kernels, t.moved) == (6, 4, 4000)
+
+
+def test_every_table_is_shown():
+    lines = [" ".join(line.split()) for line in str(a_plan()).splitlines()]
+    for line in (
+        "layers.{0-2,5}.up ×4 m.py:1 up(x)",
+        "output 4×8×2 fp8 None × None 2 → 1.25 faster",
+        "output 4×8×2 bf16 2 → 1.25 too small",
+        "layers.{0-1} ×2 m.py:2 x",
+        "bfloat16[64, 128] e4m3 group(128) 16.00 KiB → 8.25 KiB policy",
+        "rows_e4m3 forward 1000 B ×2 mul ×2, quantize e4m3",
+        "estimated 10 ms in BF16 → 7 ms as decided, casts counted",
+    ):
+        assert line in lines
+    assert "saved 32.00 KiB → 16.50 KiB for backward in 2 tensors, parameters left out; 3 operators" in " ".join(lines)
+
+
+def test_paths_that_make_no_grid_are_told_by_stars():
+    paths = ["layers.0.experts.1.w", "layers.1.experts.0.w"]
+    assert grouping.pattern(paths) == "layers.*.experts.*.w"
+    assert grouping.pattern(["layers.0.experts.0.w", *paths, "layers.1.experts.1.w"]) == "layers.{0-1}.experts.{0-1}.w"
+    assert grouping.pattern(["h.3.conv1d"]) == "h.3.conv1d"
+    assert grouping.pattern(["0", "2"]) == "{0,2}"
+
+
+def test_rows_are_flat_and_json_is_inverse():
+    explanation = fp8compile.Explanation([a_plan()])
+    for table, count in (("matmuls", 5), ("saved", 2), ("kernels", 2)):
+        rows = explanation.rows(table)
+        assert len(rows) == count
+        assert all(isinstance(v, (str, int, float, bool, type(None))) for row in rows for v in row.values())
+    assert explanation.rows("saved")[0]["bytes_before"] == 64 * 128 * 2
+    assert explanation.rows()[0]["flops"] == flops(a_plan().matmuls[0], a_plan()) == 128
+    assert fp8compile.Explanation.from_json(explanation.to_json()) == explanation
+    assert fp8compile.Explanation.from_json(a_plan().to_json()) == explanation
+    assert json.loads(explanation.to_json())["totals"]["share"] == 0.8
+    with pytest.raises(OptionError, match="Did you mean 'matmuls'"):
+        explanation.rows("matmul")
+    with pytest.raises(OptionError, match="neither a plan nor"):
+        fp8compile.Explanation.from_json("[1]")
+
+
+class _Balance(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_well_formed_and_escaped():
+    plan = a_plan()
+    plan.matmuls[0] = dataclasses.replace(plan.matmuls[0], source="m.py:1  a < b & c")
+    shown = fp8compile.Explanation([plan])._repr_html_()
+    parser = _Balance()
+    parser.feed(shown)
+    assert parser.open == []
+    assert "a &lt; b &amp; c" in shown
+    assert "rows_e4m3" in plan._repr_html_()
+
+
+def test_numbers_have_units():
+    assert [text.size(n) for n in (0, 1023, 1024, 3 << 30)] == ["0 B", "1023 B", "1.00 KiB", "3.00 GiB"]
+    assert [text.si(n) for n in (12, 1234567, 5 * 10**14)] == ["12 ", "1.23 M", "500 T"]

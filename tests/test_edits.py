@@ -1,0 +1,283 @@
+"""A plan exported, edited and handed back: exactly what was edited changes, and what cannot be says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ZOO
+from torch import nn
+
+import fp8compile
+from fp8compile import edits
+from fp8compile.errors import Fp8Warning, OptionError
+from fp8compile.options import Options
+from fp8compile.plan import Matmul, Operand, Plan, Saved
+
+ALL = {"select": "all", "executor": "eager", "strict": True}
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
+    return layers.bfloat16(), torch.randn(16, 32).bfloat16()
+
+
+def gradients(model: nn.Module, x: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.compiler.reset()
+    torch.compile(model, backend="fp8", options={**ALL, **options})(x).float().square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def edited(plan: Plan, path: str, role: str, **changes: Any) -> Plan:
+    """`plan` with one row changed, through JSON as a person would."""
+    data = json.loads(plan.to_json())
+    rows = [row for row in data["matmuls"] if (row["path"], row["role"]) == (path, role)]
+    assert len(rows) == 1
+    rows[0].update(changes)
+    return Plan.from_json(json.dumps(data))
+
+
+def differing(a: Plan, b: Plan) -> list[tuple[str, str]]:
+    """Paths and roles of the rows that differ in anything but their node's name."""
+    pairs = zip(a.matmuls, b.matmuls, strict=True)
+    return [(x.path, x.role) for x, y in pairs if dataclasses.replace(x, node="") != dataclasses.replace(y, node="")]
+
+
+def explained(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> Plan:
+    return fp8compile.explain(model, *inputs, options={**ALL, **options}).plans[0]
+
+
+# ---- what changes ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unedited_plan_changes_nothing(tmp_path: Path):
+    case = ZOO["llama"]()
+    before = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs)
+    file = tmp_path / "plan.json"
+    file.write_text(before.to_json())
+    after = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": file}, **case.inputs)
+    for table in ("matmuls", "saved", "kernels"):
+        rows = [sorted(map(str, explanation.rows(table))) for explanation in (before, after)]
+        assert rows[0] == rows[1]
+    # and without select="all", which would leave everything on a CPU: the plan alone says what becomes FP8
+    pinned = fp8compile.explain(case.model, loss=case.loss, options={"strict": True, "plan": str(file)}, **case.inputs)
+    assert [m.decision for m in pinned.plans[0].matmuls] == [m.decision for m in before.plans[0].matmuls]
+    assert [(m.left, m.right) for m in pinned.plans[0].matmuls] == [(m.left, m.right) for m in before.plans[0].matmuls]
+
+
+def test_one_matmul_to_bf16():
+    model, x = mlp()
+    before = explained(model, x)
+    plan = edited(before, "2", "grad_weight", decision="bf16")
+    after = explained(model, x, plan=plan)
+    assert differing(before, after) == [("2", "grad_weight")]
+    row = next(m for m in after.matmuls if (m.path, m.role) == ("2", "grad_weight"))
+    assert (row.decision, row.reason, row.left, row.right) == ("bf16", "the plan says so", None, None)
+    usual, changed = gradients(model, x), gradients(model, x, plan=plan)
+    assert [torch.equal(a, b) for a, b in zip(usual, changed, strict=True)] == [True, True, False, True, True, True]
+    reference = gradients(model, x, recipe={"base": "mixed", "grad_weight": None})  # every weight gradient in BF16
+    assert torch.equal(changed[2], reference[2])
+
+
+def test_casts_of_one_matmul():
+    model, x = mlp()
+    before = explained(model, x)
+    rows = {"left": {"format": "e5m2", "granularity": "row"}, "right": {"format": "e4m3", "granularity": "row"}}
+    plan = edited(before, "4", "grad_input", **rows)
+    after = explained(model, x, plan=plan)
+    assert differing(before, after) == [("4", "grad_input")]
+    row = next(m for m in after.matmuls if (m.path, m.role) == ("4", "grad_input"))
+    assert (row.left, row.right) == (Operand("e5m2", "row"), Operand("e4m3", "row"))
+    role = {"left": {"format": "e5m2", "granularity": "row"}, "right": {"granularity": "row"}}
+    last = gradients(model, x, plan=plan)[-1]  # of the last bias: no cast takes part
+    assert torch.equal(last, gradients(model, x)[-1])
+    assert not torch.equal(gradients(model, x, plan=plan)[0], gradients(model, x)[0])
+    of_all = explained(model, x, recipe={"base": "mixed", "grad_input": role})
+    assert (row.left, row.right) == next((m.left, m.right) for m in of_all.matmuls if m.role == "grad_input")
+
+
+def test_a_merged_row_speaks_of_its_members():
+    case = ZOO["llama"]()
+    before = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs).plans[0]
+    path = "model.layers.1.self_attn.(q_proj+k_proj+v_proj)"
+    plan = edited(before, path, "output", decision="bf16")
+    after = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": plan}, **case.inputs).plans[0]
+    left = [(m.path.rsplit(".")[-1], m.role) for m in after.kept if m.path != "lm_head"]
+    assert left == [("q_proj", "output"), ("k_proj", "output"), ("v_proj", "output")]
+    assert {m.reason for m in after.kept if m.path != "lm_head"} == {"the plan says so"}
+    # The gradients of those three are still FP8, now each by itself: they are merged together with their outputs.
+    assert sum(m.decision == "fp8" for m in after.matmuls) == len(before.converted) - 1 + 2 + 2
+
+
+def test_bf16_to_fp8_takes_the_casts_of_the_recipe():
+    case = ZOO["gpt2"]()
+    before = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs).plans[0]
+    plan = edited(before, "lm_head", "output", decision="fp8")
+    after = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": plan}, **case.inputs).plans[0]
+    assert differing(before, after) == [("lm_head", "output")]
+    row = next(m for m in after.matmuls if (m.path, m.role) == ("lm_head", "output"))
+    assert (str(row.left), str(row.right), row.reason) == ("e4m3 row", "e4m3 tensor", "the plan says so")
+
+
+def test_repeated_modules_are_told_apart_by_occurrence():
+    case = ZOO["shared_module"]()
+    before = explained(case.model, *case.inputs.values())
+    data = json.loads(before.to_json())
+    second = [row for row in data["matmuls"] if (row["path"], row["role"]) == ("block.up", "output")][1]
+    second["decision"] = "bf16"
+    after = explained(case.model, *case.inputs.values(), plan=Plan.from_json(json.dumps(data)))
+    assert [m.decision for m in after.matmuls if (m.path, m.role) == ("block.up", "output")] == ["fp8", "bf16", "fp8"]
+
+
+def test_rows_may_be_deleted_and_the_batch_may_differ():
+    model, x = mlp()
+    data = json.loads(edited(explained(model, x), "0", "output", decision="bf16").to_json())
+    data["matmuls"] = [row for row in data["matmuls"] if row["decision"] == "bf16"]
+    after = explained(model, torch.randn(32, 32).bfloat16(), plan=Plan.from_json(json.dumps(data)))
+    assert [(m.path, m.role) for m in after.kept] == [("0", "output")]
+    with torch.no_grad():  # a training graph's plan speaks of the outputs of an inference graph
+        inference = explained(model, x, plan=Plan.from_json(json.dumps(data)))
+    assert (inference.graph, [(m.path, m.role) for m in inference.kept]) == ("inference", [("0", "output")])
+
+
+def test_a_plan_of_several_graphs():
+    case = ZOO["graph_break"]()
+    both = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs)
+    again = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": both}, **case.inputs)
+    assert again == both
+    both.plans[1] = edited(both.plans[1], "up", "output", decision="bf16")
+    with pytest.raises(Exception, match="several graphs with the same modules and different decisions"):
+        fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": both}, **case.inputs)
+
+
+# ---- what cannot be -------------------------------------------------------------------------------------------------
+
+
+def _another_path(row: dict[str, Any]) -> None:
+    row["path"] = "22"
+
+
+def _another_role(row: dict[str, Any]) -> None:
+    row["role"] = "grad_input"
+
+
+def _another_size(row: dict[str, Any]) -> None:
+    row.update(n=128, k=512)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_another_path, r"no matmul of this graph is 22 output\. Did you mean '2'"),
+        (_another_role, r"0 grad_input is in the plan and not in this graph, which has its output, grad_weight"),
+        (_another_size, r"2 output is M×N×K = 16×128×512 there, 16×48×64 here: a plan of another model"),
+        (lambda row: row["left"].update(granularity="group(128)"), "have no matmul kernel"),
+        (lambda row: row["left"].update(format="e3m4"), "unknown format 'e3m4'"),
+        (lambda row: row.update(decision="fp4"), "'fp4' is neither 'fp8' nor 'bf16'"),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_carried_out_is_an_error(change: Callable[[dict[str, Any]], None], message: str):
+    model, x = mlp()
+    data = json.loads(explained(model, x).to_json())
+    which = "0" if "grad_input" in message else "2"
+    change(next(row for row in data["matmuls"] if (row["path"], row["role"]) == (which, "output")))
+    for strict in (True, False):  # a plan that does not fit is never passed over
+        with pytest.raises(Exception, match=message):
+            explained(model, x, plan=Plan.from_json(json.dumps(data)), strict=strict)
+
+
+def test_a_plan_of_another_model_is_refused():
+    model, x = mlp()
+    other = explained(nn.Sequential(nn.Sequential(nn.Linear(32, 32))), torch.randn(16, 32))
+    with pytest.raises(Exception, match=r"no row about this graph. Its paths: 0.0. Paths here: 0, 2, 4"):
+        explained(model, x, plan=other)
+
+
+def test_what_can_never_be_fp8():
+    case = ZOO["llama_eager_attention"]()
+    before = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs).plans[0]
+    row = next(m for m in before.matmuls if m.role == "other")
+    before.update(row.node, decision="fp8")
+    with pytest.raises(OptionError, match="cannot be FP8: neither operand comes from"):
+        Options.parse({"plan": before})
+    model = nn.Linear(16, 16).double()
+    with pytest.warns(Fp8Warning, match="NOTHING was converted"):
+        plan = explained(model, torch.randn(4, 16).double())
+    plan.matmuls = [dataclasses.replace(m, decision="fp8") for m in plan.matmuls]
+    with pytest.raises(Exception, match="which cannot be: float64 is not a dtype"):
+        explained(model, torch.randn(4, 16).double(), plan=plan)
+
+
+def test_files_that_are_no_plan(tmp_path: Path):
+    for text in ("[1]", "{", '{"matmuls": [{"nod": 1}]}'):
+        (tmp_path / "plan.json").write_text(text)
+        with pytest.raises(OptionError, match="cannot be read"):
+            Options.parse({"plan": tmp_path / "plan.json"})
+    with pytest.raises(OptionError, match="there is no file"):
+        Options.parse({"plan": tmp_path / "other.json"})
+    with pytest.raises(OptionError, match="is a path, a Plan or an Explanation"):
+        Options.parse({"plan": 3})
+
+
+# ---- keys -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_content_of_a_plan_is_part_of_the_options(tmp_path: Path):
+    model, x = mlp()
+    plan = explained(model, x)
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json())
+    one = Options.parse({"plan": file})
+    file.write_text(edited(plan, "2", "output", decision="bf16").to_json())
+    other = Options.parse({"plan": file})
+    assert repr(one) != repr(other)
+    assert hash(one) != hash(other)
+
+
+def test_forms_of_saved_tensors():
+    x = Saved("x", "layers.0", "m.py:2  x", (64, 128), "bfloat16", "e4m3 group(128)", 8448, "policy")
+    row = Matmul("mm", "layers.0", "", "mm", "output", 1, 1, 1)
+    plan = Plan(matmuls=[row], saved=[x, dataclasses.replace(x, node="y", form="bfloat16")])
+    known = edits.load(plan)
+    key = edits.saved_key("layers.0", "m.py:2  x", "bfloat16", (32, 128), 0)  # of another batch
+    assert edits.saved_form(known, key) == "e4m3 group(128)"
+    assert edits.saved_form(known, (*key[:4], 1)) == "bfloat16"
+    assert edits.saved_form(known, (*key[:4], 2)) is None
+    assert edits.saved_form(None, key) is None
+    with pytest.raises(OptionError, match=r"saved tensor x of .*: unknown form 'fp8'"):
+        edits.load(Plan(saved=[dataclasses.replace(x, form="fp8")]))
+    twice = [plan, Plan(matmuls=[row], saved=[dataclasses.replace(x, form="e4m3 row")])]
+    with pytest.raises(OptionError, match=r"two graphs save a tensor of .* in different forms"):
+        edits.saved_form(edits.load(twice), key)
+
+
+def test_one_saved_tensor_is_kept_as_it_is_and_the_others_as_before():
+    def compiled(**options):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
+        given = {"select": "all", "executor": "eager", "strict": True, "save_min_bytes": 0, **options}
+        x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+        torch.compile(model, backend="fp8", options=given)(x).sum().backward()
+        return fp8compile.last_compile(), [p.grad for p in model.parameters()]
+
+    usual, gradients = compiled()
+    rounded = [n for n, row in enumerate(usual.saved) if row.form.startswith("e4m3")]
+    assert len(rounded) >= 2
+    rows = list(usual.saved)
+    rows[rounded[1]] = dataclasses.replace(rows[rounded[1]], form="bfloat16")
+    edited, others = compiled(plan=dataclasses.replace(usual, saved=rows))
+    changed = [n for n, (a, b) in enumerate(zip(usual.saved, edited.saved, strict=True)) if a.form != b.form]
+    assert changed == [rounded[1]]
+    assert edited.saved[rounded[1]].reason == edits.REASON
+    assert any(not torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
+    rows[rounded[1]] = dataclasses.replace(rows[rounded[1]], form="e5m2 group(16)")
+    with pytest.raises(Exception, match=r"kept as 'e5m2 group\(16\)'; it can be kept as 'bfloat16' or 'e4m3"):
+        compiled(plan=dataclasses.replace(usual, saved=rows))

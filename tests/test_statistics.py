@@ -1,0 +1,221 @@
+"""Statistics are those of the tensors: against a direct computation, in training, without changing a number."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import ZOO
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile import statistics
+from fp8compile.errors import Fp8Error, OptionError
+from fp8compile.insight.text import statistics_text
+from fp8compile.statistics import ALTERNATIVES, Row
+
+ALL = {"select": "all", "executor": "eager", "strict": True}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def rounded(x: Tensor, cast: str) -> Tensor:
+    """x (2-D, FP32) after a cast with current scales and back, by hand; rows lie along the last dimension."""
+    format, granularity = cast.split(" ")
+    limit = LARGEST[format]
+    if granularity == "tensor":
+        amax = x.abs().max()
+    elif granularity == "row":
+        amax = x.abs().max(1, keepdim=True).values
+    else:
+        g = int(granularity[6:-1])
+        padded = F.pad(x, (0, -x.shape[1] % g))
+        amax = padded.abs().unflatten(1, (-1, g)).max(2).values.repeat_interleave(g, 1)[:, : x.shape[1]]
+    scale = torch.where(amax == 0, torch.ones_like(amax), amax / limit)
+    return (x / scale).clamp(-limit, limit).to(DTYPES[format]).float() * scale
+
+
+def decibels(x: Tensor, cast: str) -> float:
+    x = x.double().float()
+    noise = (x - rounded(x, cast)).double().square().sum()
+    return 10 * math.log10(x.double().square().sum() / noise)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(48, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+def trained(steps: int = 1, **options: Any) -> tuple[Any, dict[tuple[str, str], Tensor]]:
+    """A watched layer after one step, and its operands as the matmuls read them: contracted dimension last."""
+    torch.manual_seed(3)
+    model = Layer().bfloat16()
+    x = (torch.randn(64, 48) * torch.randn(64, 1).exp()).bfloat16().requires_grad_()
+    seed = (torch.randn(64, 32) * torch.randn(1, 32).exp()).bfloat16()
+    watched = fp8compile.watch(model, steps=steps, options={**ALL, **options})
+    watched(x).backward(seed)
+    w = model.fc.weight.detach()
+    operands = {
+        ("output", "left"): x.detach(), ("output", "right"): w, ("grad_input", "left"): seed,
+        ("grad_input", "right"): w.t(), ("grad_weight", "left"): seed.t(), ("grad_weight", "right"): x.detach().t(),
+    }  # fmt: skip
+    return watched, {key: value.float() for key, value in operands.items()}
+
+
+@pytest.mark.parametrize("recipe", ["mixed", "tensorwise", "rowwise"])
+def test_rows_are_those_of_a_direct_computation(recipe: str):
+    watched, operands = trained(recipe=recipe)
+    rows = {(row.role, row.side): row for row in watched.statistics.rows()}
+    assert set(rows) == set(operands)
+    for key, x in operands.items():
+        row = rows[key]
+        assert (row.path, row.occurrence, row.steps, row.skipped) == ("fc", 0, 1, 0)
+        assert row.amax == x.abs().max().item()
+        assert row.sqnr == pytest.approx(decibels(x, row.cast), abs=1e-3)
+        assert set(row.what_if) == set(ALTERNATIVES)
+        for cast in ALTERNATIVES:
+            assert row.what_if[cast] == pytest.approx(decibels(x, cast), abs=1e-3), (key, cast)
+        lost = ((x != 0) & (rounded(x, row.cast) == 0)).sum() / (x != 0).sum()
+        assert row.underflown == pytest.approx(lost.item())
+        assert row.saturated == 0  # scales are current
+    casts = {key: row.cast for key, row in rows.items()}
+    plan = watched.statistics.plans[0]
+    assert casts == {(m.role, side): str(getattr(m, side)) for m in plan.matmuls for side in ("left", "right")}
+
+
+def test_nothing_changes_but_what_is_known():
+    watched, _ = trained(kernels="inductor")
+    measured = watched._compiled._orig_mod.fc.weight.grad
+    torch.manual_seed(3)
+    model = Layer().bfloat16()
+    x = (torch.randn(64, 48) * torch.randn(64, 1).exp()).bfloat16().requires_grad_()
+    seed = (torch.randn(64, 32) * torch.randn(1, 32).exp()).bfloat16()
+    torch.compile(model, backend="fp8", options={**ALL, "kernels": "inductor"})(x).backward(seed)
+    assert torch.equal(model.fc.weight.grad, measured)
+    generated, _ = trained()
+    assert torch.equal(generated._compiled._orig_mod.fc.weight.grad, measured)
+
+
+def test_steps_add_up_and_then_end():
+    x = torch.randn(16, 32)
+    model = nn.Linear(32, 16)
+    watched = fp8compile.watch(model, steps=2, options=ALL)
+    batches = [x, 3 * x, 100 * x]
+    for batch in batches:
+        watched(batch).sum().backward()
+    row = next(r for r in watched.statistics.rows() if (r.role, r.side) == ("output", "left"))
+    assert (row.steps, row.amax) == (2, (3 * x).abs().max().item())  # the third is not measured
+    signal = sum(b.double().square().sum() for b in batches[:2])
+    noise = sum((b - rounded(b, "e4m3 row")).double().square().sum() for b in batches[:2])
+    assert row.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-3)
+
+
+def test_saturation_and_underflow_are_counted():
+    x = torch.tensor([[1000.0, -500.0, 448.0, 460.0, 0.0, 2**-11, 2**-8, 1.0]])
+    sums = statistics.measure(torch.ones(()), [x], "e4m3 tensor", False).tolist()
+    counted = dict(zip(statistics.SUMS, sums, strict=False))
+    assert (counted["elements"], counted["nonzero"]) == (8, 7)
+    assert counted["saturated"] == 2  # 460 rounds to 448 by itself
+    assert counted["underflown"] == 1  # half of the smallest subnormal number, 2^-9, is 2^-10
+    assert counted["noise"] == (1000 - 448) ** 2 + (500 - 448) ** 2 + (460 - 448) ** 2 + 2**-22
+
+
+def test_what_is_not_finite_is_left_out_and_counted():
+    model = nn.Linear(32, 16, bias=False)
+    watched = fp8compile.watch(model, steps=3, options=ALL)
+    good, bad = torch.randn(16, 32), torch.randn(16, 32)
+    bad[3, 4] = float("inf")
+    for batch in (good, bad, good):
+        watched(batch)
+    row = next(r for r in watched.statistics.rows() if r.side == "left" and r.role == "output")
+    assert (row.steps, row.skipped) == (2, 1)
+    assert row.sqnr == pytest.approx(decibels(good, "e4m3 row"), abs=1e-3)
+    assert "1 of 3 executions were not finite" in str(watched.statistics)
+
+
+@pytest.mark.parametrize("name", ["llama", "checkpoint", "shared_module"])
+def test_every_operand_is_measured_once_a_step(name: str):
+    case = ZOO[name]()
+    watched = fp8compile.watch(case.model, steps=5, options=ALL)
+    for _ in range(2):
+        case.loss(watched(**case.inputs)).backward()
+    rows = watched.statistics.rows()
+    (plan,) = watched.statistics.plans
+    assert {row.steps for row in rows} == {2}
+    assert len(rows) == 2 * len(plan.converted) == len({(r.path, r.role, r.occurrence, r.side) for r in rows})
+    assert all(row.sqnr is not None and 20 < row.sqnr < 45 for row in rows)
+    assert max(map(len, str(watched.statistics).splitlines())) <= 120
+
+
+@pytest.mark.slow
+def test_through_inductor():
+    watched, operands = trained(executor="inductor")
+    rows = {(row.role, row.side): row for row in watched.statistics.rows()}
+    for key, x in operands.items():
+        assert rows[key].sqnr == pytest.approx(decibels(x, rows[key].cast), abs=0.01), key
+
+
+def test_a_plan_from_statistics(tmp_path: Path):
+    watched, operands = trained()
+    found = {(row.role, row.side): row for row in watched.statistics.rows()}
+    # dy has columns of very different sizes; by rows, each of dyᵀ is by itself
+    worst = found["grad_weight", "left"]
+    assert worst.sqnr is not None
+    threshold = 31.4
+    watched.statistics.save(tmp_path / "statistics.json")
+    again = fp8compile.Statistics.load(tmp_path / "statistics.json")
+    assert again.rows() == watched.statistics.rows()
+    (plan,) = again.plan(threshold)
+    for row in plan.matmuls:
+        expected = []
+        for side in ("left", "right"):
+            measured = decibels(operands[row.role, side], found[row.role, side].cast)
+            better = [c for c in ("e4m3 tensor", "e4m3 row") if decibels(operands[row.role, side], c) >= threshold]
+            expected.append(found[row.role, side].cast if measured >= threshold else (better or [None])[0])
+        if None in expected:
+            assert (row.decision, row.left) == ("bf16", None)
+            assert "dB" in row.reason
+        else:
+            assert [str(row.left), str(row.right)] == expected
+    options = {**ALL, "plan": again.plan(99.0)}
+    x = torch.randn(64, 48).bfloat16().requires_grad_()
+    assert fp8compile.explain(Layer().bfloat16(), x, options=options).totals.left == {"the plan says so": 3}
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(Fp8Error, match="holds no statistics"):
+        fp8compile.Statistics.load(tmp_path / "other.json")
+
+
+def test_the_compiled_model_gives_its_options_and_stays():
+    model, x = nn.Linear(32, 16), torch.randn(16, 32)
+    compiled = torch.compile(model, backend="fp8", options={**ALL, "recipe": "tensorwise"})
+    compiled(x).sum().backward()
+    last = fp8compile.last_compile()
+    watched = fp8compile.watch(compiled)
+    watched(x).sum().backward()
+    assert {row.cast for row in watched.statistics.rows()} == {"e4m3 tensor", "e5m2 tensor"}
+    assert fp8compile.last_compile() is last
+    with pytest.raises(OptionError, match="'watch' is a name"):
+        fp8compile.Options.parse({"watch": True})
+
+
+def test_the_table():
+    what_if = dict.fromkeys(ALTERNATIVES, 30.0) | {"e4m3 group(16)": None}
+    short = Row("", "output", 0, "left", "e4m3 row", 3, 0, 1.0, 0.0, 0.0, None, what_if)
+    long = dataclasses.replace(
+        short, path="model.layers.10.self_attn.(q_proj+k_proj+v_proj)", role="grad_weight", side="right",
+        cast="e4m3 group(128)", amax=12345.0, saturated=0.5, underflown=0.25, sqnr=12.34,
+    )  # fmt: skip
+    lines = statistics_text([short, long]).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert lines[3].startswith("…j+k_proj+v_proj) grad_weight right e4m3 group(128)")
+    assert lines[3].split()[-9:] == ["1.2e+04", "25.0%", "50.0%", "30.0", "30.0", "30.0", "-", "30.0", "30.0"]
+    assert lines[4].startswith("(the model itself) output left")
