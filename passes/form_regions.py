@@ -68,7 +68,7 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
     others = {s for k in clusters for s in k.sinks}
     statistics_elsewhere = cluster.transposed and reduces_rows(cluster, levels)
     own_sinks = len(builder.sinks)
-    for node in sorted(builder.interior, key=editor.order.__getitem__, reverse=True):
+    for node in sorted(builder.interior, reverse=True):
         if statistics_elsewhere and node.target not in ops.CASTS:
             continue  # who computes the statistics computes this as well
         if levels[node] == cluster.level and _is_needed(node, builder, others):

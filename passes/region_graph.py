@@ -63,10 +63,10 @@ class GraphEditor:
     def place(self, users: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> fx.Node:
         """Before which node to compute something: its first user; or, where it only leaves the graph, what follows its
         last input, so that this need not be kept until the end."""
-        first = min(users, key=self.order.__getitem__)
+        first = min(users)  # by their place in the graph: numbers may be equal
         if first.op != "output":
             return first
-        place = max(inputs, key=self.order.__getitem__).next
+        place = max(inputs).next
         while place.op == "placeholder":
             place = place.next
         return place
