@@ -102,7 +102,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]], int, int
 }
 
 
-def halves(name: str, monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+def halves(name: str, monkeypatch: pytest.MonkeyPatch, **more_options: object) -> list[fx.Graph]:
     """The graphs of forward and backward with their regions."""
     graphs: list[fx.Graph] = []
 
@@ -116,7 +116,7 @@ def halves(name: str, monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     build, more, *_ = BLOCKS[name]
     model = build().bfloat16()
     x = torch.randn(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
-    options = {"executor": "eager", "select": "all", "strict": True}
+    options = {"executor": "eager", "select": "all", "strict": True, **more_options}
     inputs = [torch.randn(*shape, dtype=torch.bfloat16) for shape in more]
     torch.compile(model, backend="fp8", options=options)(x, *inputs).sum().backward()
     assert len(graphs) == 2
@@ -138,6 +138,20 @@ def test_number_of_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     activations = [n for n in regions_of(forward) if not reads_weights_only(n)]
     listing = "\n".join(describe(n) for n in (*activations, *regions_of(backward)))
     assert (len(activations), len(regions_of(backward))) == expected, listing
+
+
+# With everything saved in FP8: payloads come from the kernels that have the values, so that forward has one more, for q,
+# k and v; DiT's also for x and for what modulates. Backward loads payloads in the kernels that it has anyway.
+SAVING = {"llama": (6, 9), "gpt2": (6, 9), "vit": (6, 9), "dit": (8, 10)}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_number_of_kernels_with_activations_saved_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = halves(name, monkeypatch, save="fp8_with_qk", save_min_bytes=0)
+    activations = [n for n in regions_of(forward) if not reads_weights_only(n)]
+    listing = "\n".join(describe(n) for n in (*activations, *regions_of(backward)))
+    assert (len(activations), len(regions_of(backward))) == SAVING[name], listing
+    assert [n.name for g in (forward, backward) for n in g.nodes if n.target in (ops.quantize, ops.amax)] == []
 
 
 @pytest.mark.parametrize("name", BLOCKS)
