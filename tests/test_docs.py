@@ -74,4 +74,9 @@ def test_the_page_shows_what_explain_prints(name: str):
         return
     found = place.search(page)
     assert found is not None
-    assert found[0] == shown
+    assert _without_lines(found[0]) == _without_lines(shown)
+
+
+def _without_lines(text: str) -> str:
+    """Text without the lines of source it quotes: a library's move from release to release."""
+    return re.sub(r"(\w+\.py):\d+ .*", r"\1", text)
