@@ -140,8 +140,8 @@ def test_number_of_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(activations), len(regions_of(backward))) == expected, listing
 
 
-# With everything saved in FP8: payloads come from the kernels that have the values, so that forward has one more, for q,
-# k and v; DiT's also for x and for what modulates. Backward loads payloads in the kernels that it has anyway.
+# With everything saved in FP8: payloads come from the kernels that have the values, so that forward has one more, for
+# q, k and v; DiT's also for x and for what modulates. Backward loads payloads in the kernels that it has anyway.
 SAVING = {"llama": (6, 9), "gpt2": (6, 9), "vit": (6, 9), "dit": (8, 10)}
 
 
