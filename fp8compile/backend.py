@@ -28,7 +28,7 @@ from fp8compile.insight.baseline import DumpingPartitioner
 from fp8compile.insight.dumps import Dump
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
-from fp8compile.passes.compilation import Compilation, Input, device_of
+from fp8compile.passes.compilation import Compilation, Input, aten, device_of
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.optimizer_pipeline import has_states, run_optimizer
 from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
@@ -263,6 +263,10 @@ def _run_eagerly(
         record.add_half(half, _lower(gm.graph, "operators", options, half, dump))
     elif dump:
         dump.stage(half, "cut", gm.graph)
+    for view in gm.graph.find_nodes(op="call_function", target=aten.view.default):
+        view.target = (
+            aten.reshape.default
+        )  # a library's attention may lay its result out in another way than was traced
     gm.recompile()
 
     def run(args: list[Any]) -> Any:

@@ -216,9 +216,10 @@ def limit(found: Seed, name: str, saving: float) -> float:
 
 
 BAD = {17: "what a norm reads has a mean of its own for each token, from a bias: x - mean of a rounded x is rounding"}
+LAYOUT = 144  # an attention's result, which lies in memory as its fake does not, is added to and viewed
 SEEDS = [
     pytest.param(seed, marks=[pytest.mark.xfail(strict=True, reason=BAD[seed])] if seed in BAD else [])
-    for seed in range(FIRST, LAST)
+    for seed in dict.fromkeys((*range(FIRST, LAST), LAYOUT))
 ]
 
 
