@@ -264,9 +264,7 @@ def _run_eagerly(
     elif dump:
         dump.stage(half, "cut", gm.graph)
     for view in gm.graph.find_nodes(op="call_function", target=aten.view.default):
-        view.target = (
-            aten.reshape.default
-        )  # a library's attention may lay its result out in another way than was traced
+        view.target = aten.reshape.default  # an attention's result may not lie in memory as its fake does
     gm.recompile()
 
     def run(args: list[Any]) -> Any:
