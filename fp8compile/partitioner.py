@@ -52,7 +52,8 @@ class Partitioner(CustomPartitionerFn):
         ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
         backup, forms = copy_graph(gm.graph), {}
         try:
-            forms = {node.name: form for node, form in _halves(gm, kwargs, self.options).forms.items()}
+            if not ours:
+                forms = {node.name: form for node, form in _halves(gm, kwargs, self.options).forms.items()}
             if ours or any(form.granularity for form in forms.values()):
                 return _partition(gm, joint_inputs, kwargs, self.options, self.record)
         except Exception as error:
