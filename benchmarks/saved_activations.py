@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,7 @@ class Measured:
     predicted_gib: float | None = None
     cosine: float | None = None
     error: float | None = None
+    parameters: dict[str, tuple[float, float]] = field(default_factory=dict)  # cosine and relative error of gradients
     note: str = ""
 
 
@@ -186,12 +187,15 @@ def measure(name: str, series: str, build: Callable[[Blocks], Any], checkpointed
     gradient = torch.randn_like(x)
     result = Measured(name, series)
     try:
+        expected = gradients(model, model, x, gradient)
         run = build(model)
         for _ in range(3):
             step(run, model, x, gradient)
         result.saved_gib, result.peak_gib = memory(run, model, x, gradient)
         result.ms = milliseconds(partial(step, run, model, x, gradient))
-        result.cosine, result.error = gradient_error(model, x, gradient, run)
+        result.parameters = compare(expected, gradients(run, model, x, gradient))
+        result.cosine = min(cosine for cosine, _ in result.parameters.values())
+        result.error = max(error for _, error in result.parameters.values())
         if fp8compile.compiles():
             result.predicted_gib = fp8compile.last_compile().saved_bytes / GIB / 2
     except Exception as error:
@@ -234,18 +238,20 @@ def milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def gradient_error(model: nn.Module, x: Tensor, gradient: Tensor, run: Any) -> tuple[float, float]:
-    """Least cosine and largest relative error of the parameters' gradients against BF16 eager."""
-    step(model, model, x, gradient)
-    expected = {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
+def gradients(run: Any, model: nn.Module, x: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    """Gradients of the parameters, by name."""
     step(run, model, x, gradient)
-    cosines, errors = [], []
-    for n, p in model.named_parameters():
-        if p.grad is not None:
-            a, b = expected[n].flatten(), p.grad.float().flatten()
-            cosines.append(torch.nn.functional.cosine_similarity(a, b, dim=0).item())
-            errors.append(((a - b).norm() / a.norm()).item())
-    return min(cosines), max(errors)
+    return {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """Cosine and relative error of each gradient."""
+    result = {}
+    for name, a in expected.items():
+        a, b = a.flatten(), found[name].flatten()
+        cosine = torch.nn.functional.cosine_similarity(a, b, dim=0).item()
+        result[name] = (cosine, ((a - b).norm() / a.norm()).item())
+    return result
 
 
 def ours(model: nn.Module, **options: Any) -> Any:
@@ -281,6 +287,11 @@ def measure_all() -> list[Measured]:
         quality = "–" if m.cosine is None else f"{m.cosine:8.4f} {m.error:7.3f}"
         memory_ = f"{m.saved_gib:7.3f} {plan:>7} {m.peak_gib:7.2f}"
         print(f"{series:26} {name:26} {m.ms:8.2f} {memory_} {quality} {m.note}", flush=True)
+    for m in found:
+        if m.name == "only saving":
+            print("\ngradients where only what is saved is in FP8: cosine, relative error")
+            for parameter, (cosine, error) in m.parameters.items():
+                print(f"  {parameter:40} {cosine:8.4f} {error:7.3f}")
     return found
 
 

@@ -1,8 +1,9 @@
 """Replace a value by an equal one whose strides may differ, and keep everybody right who looks at strides.
 
-Strides travel on through views, and end at operators that compute. Three kinds of users must see the old ones: a graph
-output, an operator that is not aten's (a kernel of the user's may have its strides compiled in), and `as_strided`,
-which reads memory instead of elements. They get a copy.
+Strides travel on through views, and end at operators that compute. Four kinds of users must see the old ones: a graph
+output, an operator that is not aten's (a kernel of the user's may have its strides compiled in), `as_strided`, which
+reads memory instead of elements, and the backward of attention for its output: torch 2.11 keeps cuDNN's plans by the
+strides of q, k and v alone, and runs a plan made for another output's strides without a word. They get a copy.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def restride(c: Compilation, new: fx.Node, wanted: Any, users: list[fx.Node]) ->
         before = _strides(user.meta.get("val"))
         if is_tensor(user):
             shown.setdefault(user, value(user).stride())
-        if _sees_strides(user):
-            user.replace_input_with(source, _in_order(c, source, shown.get(source), user))
+        if _sees_strides(user, source):
+            user.replace_input_with(source, copied(c, source, shown.get(source), user))
             continue
         try:
             update_value(user)
@@ -60,12 +61,18 @@ def restride(c: Compilation, new: fx.Node, wanted: Any, users: list[fx.Node]) ->
             stale += [(user, next_user) for next_user in user.users]
 
 
-def _sees_strides(user: fx.Node) -> bool:
+def _sees_strides(user: fx.Node, x: fx.Node) -> bool:
+    """Whether `user` must find `x` with the strides that it had."""
     if user.op != "call_function":
         return True
-    return (
-        isinstance(user.target, torch._ops.OperatorBase) and getattr(user.target, "namespace", "") not in STRIDE_BLIND
-    )
+    if not isinstance(user.target, torch._ops.OperatorBase):
+        return False
+    if getattr(user.target, "namespace", "") not in STRIDE_BLIND:
+        return True
+    if "attention" not in str(user.target) or not isinstance(user.target, torch._ops.OpOverload):
+        return False
+    arguments = zip(user.target._schema.arguments, user.args, strict=False)
+    return any(a is x and argument.name in ("out", "grad_out") for argument, a in arguments)
 
 
 def _is_restrided(node: fx.Node) -> bool:
@@ -80,11 +87,15 @@ def _is_restrided(node: fx.Node) -> bool:
     return False
 
 
-def _in_order(c: Compilation, source: fx.Node, strides: Any, before: fx.Node) -> fx.Node:
-    """A copy of `source` with these dense strides; a contiguous one where they are unknown or symbolic."""
-    if strides is None or not all(isinstance(s, int) for s in strides):
+def copied(c: Compilation, source: fx.Node, strides: Any, before: fx.Node) -> fx.Node:
+    """A dense copy of `source` that lies in memory in the order of these strides.
+
+    A contiguous one where they are unknown or symbolic.
+    """
+    known = strides is not None and all(isinstance(s, int) for s in strides)
+    order = sorted(range(len(strides)), key=lambda d: -strides[d]) if known else []
+    if order == sorted(order):
         return c.emit(aten.clone.default, source, like=source, before=before, contiguous=True)
-    order = sorted(range(len(strides)), key=lambda d: -strides[d])
     moved = c.emit(aten.permute.default, source, order, like=source, before=before)
     copy = c.emit(aten.clone.default, moved, like=source, before=before, contiguous=True)
     return c.emit(aten.permute.default, copy, [order.index(d) for d in range(len(order))], like=source, before=before)

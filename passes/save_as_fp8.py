@@ -9,6 +9,9 @@ The joint graph has one node for what both halves compute, so what backward comp
 nodes of its own (mul'), and forward's stay as they were. torch then cuts the graph at %q and %s. The order of backward
 puts each dequantize at its first use; there a region pulls it in and reads the payload.
 
+A slice that keeps its precision is copied where little else of its memory is kept: saved as it is, it would keep alive
+the whole that it is a view of.
+
 Sound because the values are the same in shape and dtype, their layout in memory is kept, and nothing random is among
 the nodes that are doubled: a dropout that ran again under another name would draw other numbers.
 """
@@ -16,6 +19,7 @@ the nodes that are doubled: a dropout that ran again under another name would dr
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,10 +28,12 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.formats import E4M3
-from fp8compile.passes.compilation import Compilation, aten, same_sizes, update_value, value
+from fp8compile.passes.compilation import Compilation, aten, base, is_tensor, same_sizes, update_value, value
 from fp8compile.passes.plan_saved import Halves, run_again
-from fp8compile.passes.replace import restride
-from fp8compile.passes.saved_forms import Form, as_it_is, dense_order, is_random
+from fp8compile.passes.replace import copied, restride
+from fp8compile.passes.saved_forms import Form, as_it_is, count, dense_order, is_random
+
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 
 
 def save_as_fp8(c: Compilation, saved: list[fx.Node], halves: Halves) -> tuple[list[fx.Node], dict[fx.Node, Form]]:
@@ -37,13 +43,16 @@ def save_as_fp8(c: Compilation, saved: list[fx.Node], halves: Halves) -> tuple[l
     """
     again = run_again(c.graph, saved, halves)
     random = _read_by_random(c.graph, saved, again)
+    wasteful = _wasteful_slices(saved, halves)
     kept: list[fx.Node] = []
     forms: dict[fx.Node, Form] = {}
     rounded: dict[fx.Node, fx.Node] = {}
     for node in saved:
         form = halves.forms.get(node)
         if form is None or form.granularity is None or node in random:
-            kept.append(node)
+            if node in wasteful:
+                rounded[node] = copied(c, node, value(node).stride(), node.next)
+            kept.append(rounded.get(node, node))
             if node in random:
                 forms[node] = as_it_is(value(node), "a random operator that runs again is computed from it")
             continue
@@ -52,6 +61,31 @@ def save_as_fp8(c: Compilation, saved: list[fx.Node], halves: Halves) -> tuple[l
         kept += [payload, scale]
     _compute_from(c, rounded, again, halves)
     return kept, forms
+
+
+def _wasteful_slices(saved: list[fx.Node], halves: Halves) -> set[fx.Node]:
+    """What would be saved as a view of memory of which more than a tenth is not saved."""
+    views: dict[fx.Node, list[fx.Node]] = {}
+    for node in saved:
+        form = halves.forms.get(node)
+        if is_tensor(node) and (form is None or form.granularity is None):
+            views.setdefault(_memory_of(node), []).append(node)
+    return {
+        view
+        for whole, parts in views.items()
+        if whole not in parts and whole.op == "call_function" and is_tensor(whole)
+        if sum(count(value(part).shape) for part in parts) < 0.9 * count(value(whole).shape)
+        for view in parts
+    }
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """The node that owns the memory of `node`, of which it may be a slice."""
+    while True:
+        node = base(node)
+        if node.target is not operator.getitem or node.args[0].target not in SPLITS:  # type: ignore[union-attr]
+            return node
+        node = node.all_input_nodes[0].all_input_nodes[0]
 
 
 def _round(c: Compilation, node: fx.Node, form: Form) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -81,11 +81,12 @@ class Kept:
     def __init__(self, case: Case, **options: Any) -> None:
         parameters = {p.untyped_storage().data_ptr() for p in case.model.parameters()}
         run = compiled(case.model, **options)
-        self.bytes = 0
+        kept: dict[int, int] = {}  # memory that stays alive: a slice keeps the whole that it is a view of
 
         def pack(x: Tensor) -> Tensor:
-            if x.untyped_storage().data_ptr() not in parameters:
-                self.bytes += x.numel() * x.element_size()
+            memory = x.untyped_storage()
+            if memory.data_ptr() not in parameters:
+                kept[memory.data_ptr()] = memory.nbytes()
             return x
 
         def counted(**inputs: Tensor) -> Any:
@@ -93,6 +94,7 @@ class Kept:
                 return run(**inputs)
 
         self.step = train_step(case, counted)
+        self.bytes = sum(kept.values())
         self.plans = fp8compile.compiles()
 
 
