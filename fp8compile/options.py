@@ -40,7 +40,7 @@ class Options:
     save_min_bytes: what is smaller is kept as it is.
     activation_budget: what may be kept for backward, in bytes (int), or as a share (float, 0.0 to 1.0) of what is kept
         where nothing is computed again or rounded. Below what `save` gives, matmuls and attention run again; above it,
-        less is computed again. None: no budget.
+        less is rounded. None: no budget.
     kernels: "generated" makes Triton kernels of what is around FP8 casts; "inductor" leaves that to Inductor.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.

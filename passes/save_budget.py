@@ -1,11 +1,13 @@
 """Save within a budget: what is kept for backward takes so many bytes, and no more time than it must.
 
     budget below what the cut keeps     matmuls and attention run again, those first that free most bytes a second
-    budget above it                     cheap operators run again no longer, as far as the bytes allow
+    budget above it                     values keep their precision, those made last first: no cast, no rounding
 
-Both are the same cut with other prices (Lagrange's: bytes + price · seconds), searched for by bisection. All layers of
-a model are worth the same, so one price takes all or none of them; of those that lie between two prices, the first in
-the order of the graph run again, as many as are needed.
+The first is the same cut with other prices (Lagrange's: bytes + price · seconds), searched for by bisection. All layers
+of a model are worth the same, so one price takes all or none of them; of those that lie between two prices, the first
+in the order of the graph run again, as many as are needed. The second drops forms instead; what is made last is read
+first in backward, and adds least to the peak. Cheap operators run again whatever the budget: they are computed by the
+kernel that needs them, and loading what they would leave costs more than that.
 
 Source: Chen et al., arXiv 1604.06174 (recompute), and the knapsack of torch's activation_memory_budget, which
 weighs operators one by one.
@@ -26,7 +28,7 @@ from fp8compile.devices import TABLE, Device
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import is_tensor, value
 from fp8compile.passes.plan_saved import Halves, Prices, may_be_computed_again, plan_saved, saved_bytes
-from fp8compile.passes.saved_forms import as_it_is, count
+from fp8compile.passes.saved_forms import as_it_is, count, made_at
 
 STEPS = 7  # of a bisection over prices: to a factor of two
 HIGHEST, LOWEST = 2.0**52, 2.0**20  # bytes that a second of a matmul may be worth; a GPU writes 2**42 in one
@@ -44,7 +46,7 @@ class Choice:
 
 def plan_within(graph: fx.Graph, halves: Halves, budget: float | int | None, device: Device) -> Choice:
     """The values to save. `budget`: bytes, or a share (float) of what training keeps that computes nothing again and
-    keeps everything as it is; None: no budget."""
+    keeps everything as it is; None: no budget. Where it allows more precision, `halves.forms` says so afterwards."""
 
     def cut(prices: Prices) -> Choice:
         saved = plan_saved(graph, halves, prices)
@@ -55,7 +57,7 @@ def plan_within(graph: fx.Graph, halves: Halves, budget: float | int | None, dev
         return choice
     limit = int(budget * _everything(graph, halves)) if isinstance(budget, float) else budget
     if choice.bytes <= limit:
-        return _with_less_recompute(cut, choice, limit)
+        return _with_less_rounding(halves, cut, limit)
     return _with_more_recompute(graph, halves, cut, limit, device)
 
 
@@ -65,16 +67,28 @@ def _everything(graph: fx.Graph, halves: Halves) -> int:
     return saved_bytes(plan_saved(graph, plain, Prices(byte=MOST)), plain)
 
 
-def _with_less_recompute(cut: Callable[[Prices], Choice], choice: Choice, limit: int) -> Choice:
-    low, high = Prices().byte, MOST
-    for _ in range(STEPS):
-        middle = math.sqrt(low * high)
-        other = cut(Prices(byte=middle))
-        if other.bytes <= limit:
-            low, choice = middle, other
-        else:
-            high = middle
-    return choice
+def _with_less_rounding(halves: Halves, cut: Callable[[Prices], Choice], limit: int) -> Choice:
+    """Let as many values as fit keep their precision: what would be cast only to be saved, then what has a payload."""
+    forms = dict(halves.forms)
+    rounded = [n for n in reversed(forms) if forms[n].granularity is not None]
+    order = list(dict.fromkeys(made_at(n) for n in sorted(rounded, key=lambda n: forms[n].payload is not None)))
+
+    def unrounded(k: int) -> Choice:
+        exact = set(order[:k])
+        halves.forms.update(
+            (node, as_it_is(value(node), "the budget allows it")) if made_at(node) in exact else (node, forms[node])
+            for node in rounded
+        )
+        return cut(Prices())
+
+    everything = unrounded(len(order))
+    if everything.bytes <= limit:
+        return everything
+    fits, too_many = 0, len(order)
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if unrounded(middle).bytes <= limit else (fits, middle)
+    return unrounded(fits)
 
 
 def _with_more_recompute(
@@ -156,8 +170,15 @@ def _operations(node: fx.Node) -> float:
         a, b = value(node.args[0]), value(node.args[3])  # type: ignore[arg-type]
         return 2.0 * count(a.shape) * count(b.shape[:-1])
     assert isinstance(node.target, torch._ops.OpOverload)
+    if "attention" in str(node.target):
+        return _of_attention(*(value(n) for n in node.args[:3]))  # type: ignore[arg-type]
     formula = flop_registry.get(node.target.overloadpacket)
     if formula is None:
         return 0.0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
     return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _of_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """Two matmuls for each head of q, whose keys and values it may share (torch's own formula does not know that)."""
+    return 2.0 * count(q.shape[:-1]) * count(k.shape[-2:-1]) * (count(q.shape[-1:]) + count(v.shape[-1:]))
