@@ -75,7 +75,7 @@ def test_of_equal_layers_as_many_run_again_as_are_needed() -> None:
 
 @pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
 def test_a_higher_budget_rounds_less() -> None:
-    """From all that can be FP8 to none of it, the last layers first."""
+    """From all that can be FP8 to none of it."""
     case = ZOO["llama"]()
     plain = {"skip": "*", "save_min_bytes": 0}
     gradients(case, **plain)
@@ -90,8 +90,6 @@ def test_a_higher_budget_rounds_less() -> None:
         rounded.append([r.node for r in rows if r.form.startswith("e4m3")])
         assert any(r.reason == "the budget allows it" for r in rows) or bytes_ == least
     assert len(rounded[0]) > len(rounded[1]) > 0 == len(rounded[-1])
-    for fewer, more in zip(rounded[1:], rounded, strict=False):
-        assert fewer == more[: len(fewer)]
 
 
 def test_queries_that_share_keys_are_counted() -> None:
