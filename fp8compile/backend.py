@@ -64,7 +64,7 @@ def fp8(
     record = joint.record = plans.Record(key, parsed, dump.plans if dump else None)
     lowering = LoweringPass(parsed, dump)
     joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
-    settings = _inductor_settings(parsed) | {
+    settings = _inductor_settings(parsed, joint.optimizer is not None) | {
         "joint_custom_pre_pass": joint,
         "custom_partitioner_fn": joint.partitioner,
         "post_grad_custom_post_pass": lowering,
@@ -214,8 +214,11 @@ def _input_index(placeholder: fx.Node) -> int | None:
     return None if desc is None or "Tangent" in type(placeholder.meta["desc"]).__name__ else desc.idx
 
 
-def _inductor_settings(options: Options) -> dict[str, Any]:
+def _inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str, Any]:
     settings = dict(list_mode_options(options.mode)) if options.mode else {}
+    settings["allow_buffer_reuse"] = False  # a buffer kept for reuse later in backward is one that nobody else can have
+    if of_optimizer:  # step counts and what is computed of them: one kernel, not one for each parameter
+        settings |= {"combo_kernels": True, "combo_kernels_autotune": 0}
     if options.dump:  # on a hit no pass runs, and there would be nothing to write
         settings["force_disable_caches"] = True
     if options.executor == "eager":  # Inductor's own random operators ignore their seed when run eagerly

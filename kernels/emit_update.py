@@ -16,12 +16,17 @@ from dataclasses import dataclass, field
 from fp8compile.kernels import state_helpers
 from fp8compile.kernels.emit_helpers import HELPERS
 from fp8compile.kernels.expressions import EXPRESSIONS
-from fp8compile.kernels.update_spec import SCALAR, SPLIT, STATE, Slot, Update
+from fp8compile.kernels.update_spec import SCALAR, SPLIT, STATE, Slot, Update, coded_values, never_negative
 from fp8compile.state_formats import GROUP, StateFormat, parse_state_format
 
 ALIGNMENT = 16  # of every address in the table, in bytes
 POINTERS = {"float32": "tl.float32", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
-APPROXIMATE = {"sqrt": "tl.sqrt({0})"}  # of what is not stored as a code, one or two ULPs are nothing
+# Of what is not stored as a code, one or two ULPs are nothing.
+APPROXIMATE = {
+    "sqrt": "tl.sqrt({0})",
+    "div": "libdevice.fast_dividef({0}, {1})",
+    "reciprocal": "libdevice.fast_dividef(1.0, {0})",
+}
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,14 @@ class _Emitter:
     def __post_init__(self) -> None:
         self.columns = columns(self.update)
         self.pointers: set[str] = set()
+        self.positive = never_negative(self.update)
 
     def body(self) -> list[str]:
         """All lines: where the tile lies, what is loaded and computed, then all stores."""
         self._tile()
+        coded = coded_values(self.update)
         for i, value in enumerate(self.update.values):
-            self.lines.append(f"v{i} = {self._text(value.op, value.args, value.params)}")
+            self.lines.append(f"v{i} = {self._text(value.op, value.args, value.params, i in coded)}")
         for i in self.update.stored:
             self._store(i, self.update.slots[i])
         return self.lines
@@ -144,7 +151,7 @@ class _Emitter:
             self.lines.append(f"{name} = tl.load({pointer})")
         return name
 
-    def _text(self, op: str, args: tuple[int, ...], params: tuple[object, ...]) -> str:
+    def _text(self, op: str, args: tuple[int, ...], params: tuple[object, ...], coded: bool) -> str:
         if op == "constant":
             x = params[0]
             kind = "tl.int1" if isinstance(x, bool) else "tl.float32"
@@ -155,7 +162,7 @@ class _Emitter:
         expression = EXPRESSIONS[op]
         if expression.helper:
             self.helpers[expression.helper] = None
-        text = APPROXIMATE.get(op, expression.triton)
+        text = expression.triton if coded else APPROXIMATE.get(op, expression.triton)
         if self.target == "interpreter":
             text = expression.interpreted or expression.triton
             self.helpers |= {name: None for name in HELPERS if f"{name}(" in text}
@@ -175,14 +182,14 @@ class _Emitter:
         side = self._side(i)
         payload = self._loaded(i, "payload", "tl.uint8", "0")
         ends = f"tl.load({side} + groups, mask=has_group, other=0)[:, None]"
-        return f"decode_{state_helpers.name_of(how)}({payload}, {ends})"
+        return f"decode_{state_helpers.name_of(how)}({payload}, {ends}, {slot.stored in self.positive})"
 
     # ---- stores -------------------------------------------------------------------------------------------------
 
     def _store(self, i: int, slot: Slot) -> None:
         self.lines.append(f"s{i} = tl.broadcast_to(v{slot.stored}, ({self.schedule.groups}, {GROUP}))")
         if slot.kind == STATE and not (how := parse_state_format(slot.type)).is_exact:
-            self._store_state(i, how)
+            self._store_state(i, how, slot.stored in self.positive)
         elif slot.kind == SPLIT:
             self.lines += [f"high{i} = s{i}.to(tl.bfloat16)"]
             self._write(i, "x", "tl.bfloat16", f"high{i}")
@@ -195,10 +202,11 @@ class _Emitter:
             type = POINTERS[slot.type]
             self._write(i, "x", type, f"s{i}.to({type})")
 
-    def _store_state(self, i: int, how: StateFormat) -> None:
+    def _store_state(self, i: int, how: StateFormat, positive: bool) -> None:
         name = state_helpers.name_of(how)
         x = f"tl.where(inside, s{i}, 0.0)"
-        call = f"encode_{name}_randomly({x}, position, {self._counter(i)})" if how.stochastic else f"encode_{name}({x})"
+        given = f"{x}, position, {self._counter(i)}" if how.stochastic else x
+        call = f"encode_{name}{'_randomly' if how.stochastic else ''}({given}, {positive})"
         self.lines.append(f"code{i}, side_of{i} = {call}")
         self._write(i, "payload", "tl.uint8", f"code{i}")
         side = self._side(i)

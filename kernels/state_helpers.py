@@ -6,7 +6,7 @@ rounded FP32 operation (kernels are launched without contraction to fused multip
 
 from __future__ import annotations
 
-from fp8compile.kernels.state_reference import LOG_STEPS
+from fp8compile.kernels.state_reference import LOG_FRACTION, LOG_NARROW, LOG_STEPS
 from fp8compile.state_formats import MINIFLOATS, Minifloat, StateFormat
 
 NEAREST = {
@@ -52,16 +52,25 @@ def mix(h):
 
 @triton.jit
 def random_bits(position, counter, stream):
-    """32 bits for each position (uint32), of which the upper ones are random."""
-    h = position * 0x9E3779B1 + mix(counter.to(tl.uint32, bitcast=True) * 2 + stream)
-    return (h ^ (h >> 15)) * 0x85EBCA6B
+    """16 random bits for each position (uint32): halves of 32, which two neighbours share."""
+    h = (position >> 1) * 0x9E3779B1 + mix(counter.to(tl.uint32, bitcast=True) * 2 + stream)
+    h = (h ^ (h >> 15)) * 0x85EBCA6B
+    h = h ^ (h >> 16)
+    return tl.where((position & 1) != 0, h >> 16, h & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
-def ends(x):
-    """Bits of x and of |x| (subnormals as 0), of each group the least nonzero and greatest, and if it has signs."""
+def ends(x, POSITIVE: tl.constexpr):
+    """Bits of x and of |x|, of each group the least nonzero and the greatest, and whether it has signs.
+
+    POSITIVE: nothing has a sign; what has one all the same makes its group nan.
+    """
     bits = as_bits(x)
-    bits = tl.where((bits & 0x7FFFFFFF) < 0x00800000, 0, bits)
+    if POSITIVE:
+        high = tl.max(bits.to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True)
+        high = tl.where(high < 0, 0x7FC00000, high)
+        low = tl.min((bits - 1).to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True) + 1
+        return bits, bits, low, high, high * 0
     magnitude = bits & 0x7FFFFFFF
     high = tl.max(magnitude, 1, keep_dims=True)
     before = (magnitude - 1).to(tl.uint32, bitcast=True)  # of zero the greatest there is
@@ -78,33 +87,34 @@ def side_of(least, greatest):
 
 
 @triton.jit
-def finished(code, bits, magnitude, high):
+def finished(code, bits, magnitude, high, POSITIVE: tl.constexpr):
     """The byte of a code: with its sign, zero for zero (but in a group that is not finite, which has none)."""
     code = tl.where(magnitude == 0, (high >= 0x7F800000).to(tl.int32), code)
-    return (code | ((bits >> 24) & 128)).to(tl.uint8)
+    if not POSITIVE:
+        code = code | ((bits >> 24) & 128)
+    return code.to(tl.uint8)
 '''
 
 STOCHASTIC = '''
 @triton.jit
 def goes_up(magnitude, below, above, position, counter):
     """Whether a value is rounded up: with the probability that makes the mean of what is read the value itself."""
-    noise = as_float((random_bits(position, counter, 0) >> 9).to(tl.int32) | 0x3F800000) - 1.0
+    noise = as_float((random_bits(position, counter, 0) << 7) | 0x3F800040) - 1.0
     x0 = as_float(below)
     return (noise * (as_float(above) - x0) < as_float(magnitude) - x0).to(tl.int32)
 
 
 @triton.jit
 def below_of(t):
-    """The position below: t - 1/2 to nearest, as an integer and as a float."""
-    shifted = (t - 0.5) + 12582912.0
-    return as_bits(shifted) - 0x4B400000, shifted - 12582912.0
+    """The position below in the lower 22 bits: t - 1/2 to nearest."""
+    return as_bits((t - 0.5) + 12582912.0)
 '''
 
 PARAMETER = '''
 @triton.jit
 def round_parameter(x, position, counter):
     """FP32 to BF16, up with the probability that makes the mean x."""
-    noise = (random_bits(position, counter, 1) >> 16).to(tl.int32)
+    noise = random_bits(position, counter, 1)
     bits = as_bits(x)
     rounded = as_float((bits + noise) & -0x10000)
     return tl.where((bits & 0x7FFFFFFF) < 0x7F800000, rounded, x).to(tl.bfloat16)
@@ -146,20 +156,22 @@ def encoder_of(how: StateFormat) -> str:
     """The function encode_<name>, or encode_<name>_randomly where the format is stochastic."""
     name = name_of(how)
     is_log = how.code == "log"
-    head = f"encode_{name}_randomly(x, position, counter)" if how.stochastic else f"encode_{name}(x)"
-    lines = ["bits, magnitude, low, high, signed = ends(x)", f"t = position_{name}(magnitude, low, high, signed)"]
+    given = "x, position, counter" if how.stochastic else "x"
+    head = f"encode_{name}{'_randomly' if how.stochastic else ''}({given}, POSITIVE: tl.constexpr)"
+    lines = ["bits, magnitude, low, high, signed = ends(x, POSITIVE)"]
+    lines.append(f"t = position_{name}(magnitude, low, high, signed)")
+    offset = "" if is_log else " - 0x4B400000"  # the bits of 1.5 · 2^23: none of them is in the byte of a code
     if how.stochastic:
-        neighbours = f"neighbours_{name}(k, kf, low, high, signed)"
-        lines += ["k, kf = below_of(t)", f"below, above = {neighbours}"]
+        lines += [f"k = below_of(t){offset}", f"below, above = neighbours_{name}(k, low, high, signed)"]
         lines.append("index = k + goes_up(magnitude, below, above, position, counter)")
     else:
-        lines.append("index = as_bits(t + 12582912.0) - 0x4B400000")
+        lines.append(f"index = as_bits(t + 12582912.0){offset}")
     if is_log:  # a position lies in [0, steps]: there is nothing to clamp
         lines.append("index = index + 1")
     else:
         lines.append(f"index = tl.minimum(tl.maximum(index, {int(not how.linear)}), {MINIFLOATS[how.code].top})")
     least = "low * 0" if how.linear else "low | (signed << 31)"
-    lines.append(f"return finished(index, bits, magnitude, high), side_of({least}, high)")
+    lines.append(f"return finished(index, bits, magnitude, high, POSITIVE), side_of({least}, high)")
     body = "\n".join(f"    {line}" for line in lines)
     return f'''
 @triton.jit
@@ -171,24 +183,47 @@ def {head}:
 
 def _log() -> str:
     few, many = LOG_STEPS
+    bits = LOG_FRACTION
     return f"""
 @triton.jit
-def position_log(magnitude, low, high, signed):
-    steps = tl.where(signed != 0, {few}.0, {many}.0)
-    span = tl.maximum(high - low, 1)
-    return (magnitude - low).to(tl.float32) * tl.div_rn(steps, span.to(tl.float32))
-
-
-@triton.jit
 def step_log(low, high, signed):
-    return up((high - low).to(tl.float32) * tl.where(signed != 0, {1 / few!r}, {1 / many!r}))
+    '''A step in bits of FP32, in fixed point; its bits of fraction; and the unit of codes.'''
+    span = high - low
+    fraction = tl.where(span < {LOG_NARROW}, {bits["narrow"]}, tl.where(signed != 0, {bits["signed"]}, {bits["unsigned"]}))
+    per_bit = tl.where(signed != 0, {1 / few!r}, {1 / many!r}) * as_float((fraction + 127) << 23)
+    exact = as_float(as_bits(span.to(tl.float32) * per_bit) + 4)
+    step = tl.maximum(exact.to(tl.uint32) + 1, (1 << fraction).to(tl.uint32))
+    return step, fraction
 
 
 @triton.jit
-def neighbours_log(k, kf, low, high, signed):
-    step = step_log(low, high, signed)
-    below = low + nearest(kf * step)
-    return below, below + step.to(tl.int32)
+def unit_log(low, high, signed):
+    '''What a code is in fixed point, and minus that. (Chosen apart, the compiler keeps a · b + c as one instruction.)'''
+    narrow = high - low < {LOG_NARROW}
+    unit = tl.where(narrow, {1 << 32 - bits["narrow"]}, tl.where(signed != 0, {1 << 32 - bits["signed"]}, {1 << 32 - bits["unsigned"]}))
+    minus = tl.where(narrow, {-1 << 32 - bits["narrow"]}, tl.where(signed != 0, {-1 << 32 - bits["signed"]}, {-1 << 32 - bits["unsigned"]}))
+    return unit, minus
+
+
+@triton.jit
+def steps_log(units, step):
+    return tl.umulhi(units.to(tl.uint32, bitcast=True), step).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def position_log(magnitude, low, high, signed):
+    step, fraction = step_log(low, high, signed)
+    per_half_bit = tl.div_rn(as_float((fraction + 126) << 23), step.to(tl.float32))
+    middle = magnitude * 2 + (1 - low * 2)  # in half bits, of which there are up to 2^32
+    return middle.to(tl.uint32, bitcast=True).to(tl.float32) * per_half_bit
+
+
+@triton.jit
+def neighbours_log(k, low, high, signed):
+    step, fraction = step_log(low, high, signed)
+    unit, minus = unit_log(low, high, signed)
+    below = low + steps_log(k * unit, step)
+    return below, tl.minimum(below + (step >> fraction.to(tl.uint32)).to(tl.int32, bitcast=True), high)
 """
 
 
@@ -227,7 +262,7 @@ def bits_{name}(code, low, high, signed):
 
 
 @triton.jit
-def neighbours_{name}(k, kf, low, high, signed):
+def neighbours_{name}(k, low, high, signed):
     return bits_{name}(k, low, high, signed), bits_{name}(k + 1, low, high, signed)
 """
 
@@ -253,7 +288,7 @@ def bits_{name}(code, low, high, signed):
 
 
 @triton.jit
-def neighbours_{name}(k, kf, low, high, signed):
+def neighbours_{name}(k, low, high, signed):
     return bits_{name}(k, low, high, signed), bits_{name}(k + 1, low, high, signed)
 """
 
@@ -263,33 +298,41 @@ def _decode(how: StateFormat, name: str) -> str:
         return _DECODE_LOG
     return f'''
 @triton.jit
-def decode_{name}(payload, side):
+def decode_{name}(payload, side, POSITIVE: tl.constexpr):
     """The values of a tile of codes; nan where a group was not finite."""
     code = payload.to(tl.int32)
     magnitude = code & 127
     low, high = side.to(tl.int32), (side >> 32).to(tl.int32)
-    greatest = as_float(high)
+    nan = tl.where(high >= 0x7F800000, 0x7FC00000, 0)
     bits = bits_{name}(magnitude, low & 0x7FFFFFFF, high, 0)
-    bits = tl.where(magnitude == 0, 0, bits) | ((code & 128) << 24)
-    return as_float(bits) + (greatest - greatest)
+    return as_float(tl.where(magnitude == 0, 0, bits) | ((code & 128) << 24) | nan)
 '''
 
 
 _DECODE_LOG = '''
 @triton.jit
-def decode_log(payload, side):
-    """The values of a tile of codes; nan where a group was not finite, which has no code 0."""
+def decode_log(payload, side, POSITIVE: tl.constexpr):
+    """The values of a tile of codes; nan where a group was not finite, which has no code 0.
+
+    POSITIVE: no group has signs; one that has some all the same is nan.
+    """
     code = payload.to(tl.int32)
     low, high = side.to(tl.int32), (side >> 32).to(tl.int32)
     signed = (low < 0).to(tl.int32)
     low = low & 0x7FFFFFFF
-    step = step_log(low, high, signed)
     is_finite = high < 0x7F800000
+    if POSITIVE:
+        is_finite = is_finite & (signed == 0)
+        signed = signed * 0
     low = tl.where(is_finite, low, 0x7FC00000)
     high = tl.where(is_finite, high, 0x7FC00000)
-    step = tl.where(is_finite, step, 0.0)
-    magnitude = code & (255 - (signed << 7))
-    index = as_float(magnitude | 0x4B000000) - 8388609.0
-    bits = tl.minimum(low + nearest(index * step), high)
-    return as_float(tl.where(magnitude == 0, 0, bits) | ((code - magnitude) << 24))
+    step, fraction = step_log(low, high, signed)
+    unit, minus = unit_log(low, high, signed)
+    magnitude = code
+    if not POSITIVE:
+        magnitude = code & (255 - (signed << 7))
+    bits = tl.where(magnitude == 0, 0, tl.minimum(low + steps_log(magnitude * unit + minus, step), high))
+    if not POSITIVE:
+        bits = bits | ((code << 24) & (0 - (signed << 31)))
+    return as_float(bits)
 '''

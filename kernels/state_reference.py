@@ -4,14 +4,16 @@
 
 What holds, for every format of `fp8compile/state_formats.py` (tests/optimizer/test_states.py):
 
-- Zeros are exact, and the least and greatest magnitude of a group (linear: the greatest); so are constant groups. What
-  FP32 calls subnormal (below 2⁻¹²⁶) becomes zero.
+- Zeros are exact, and the least and greatest magnitude of a group (linear: the greatest); so are constant groups.
 - The relative error of an element is at most half a step of its group: (greatest / least)^(1/126) in `log`.
 - Storing what was stored changes no bit of what is read, stochastic or not: the ends are kept as they are, and all
-  between them lands within 2⁻¹² of a step of where it came from.
+  between them lands within a small part of a step of where it came from.
 - Stochastic rounding is unbiased: the mean of what is read is x, not that of its logarithm (to within an FP32 ULP).
 - A group with an inf or a nan decodes to nan.
 - Every operation is an integer's or one correctly rounded FP32 operation: a kernel must agree bit for bit.
+
+`log` counts its steps in fixed point, since a kernel that decodes by integers alone does it in half the instructions:
+bits = low + floor(code · step), where a step has 7 bits of fraction (8 without a sign).
 
 Random bits are a hash of (position, counter): nothing else is needed to make a step again.
 """
@@ -26,8 +28,10 @@ from torch import Tensor
 from fp8compile.state_formats import GROUP, MINIFLOATS, Minifloat, StateFormat, parse_state_format
 
 LOG_STEPS = 126, 254  # with a sign and without
+LOG_FRACTION = {"signed": 7, "unsigned": 8, "narrow": 20}  # bits of a step's fraction: 32 hold a code and it
+LOG_NARROW = 2048  # bits of FP32 between least and greatest, below which a step needs more fraction
 SIGN, MAGNITUDE = 0x80, 0x7F
-TINY_BITS, INF_BITS = 0x00800000, 0x7F800000
+INF_BITS = 0x7F800000
 MASK = 0xFFFFFFFF
 STATE_STREAM, PARAMETER_STREAM = 0, 1
 Decoder = Callable[[Tensor], Tensor]
@@ -45,11 +49,13 @@ def mix(h: Tensor) -> Tensor:
 
 
 def random_bits(elements: int, counter: Tensor, stream: int) -> Tensor:
-    """Random 32 bits (int64 [elements]), of position, counter (int32 [1]) and stream alone; use the upper ones."""
+    """Random 16 bits (int64 [elements]), of position, counter (int32 [1]) and stream alone: halves of 32, two by two."""
     position = torch.arange(elements, device=counter.device)
     key = mix((counter.long() * 2 + stream) & MASK)
-    h = (position * 0x9E3779B1 + key) & MASK
-    return ((h ^ (h >> 15)) * 0x85EBCA6B) & MASK
+    h = ((position >> 1) * 0x9E3779B1 + key) & MASK
+    h = ((h ^ (h >> 15)) * 0x85EBCA6B) & MASK
+    h = h ^ (h >> 16)
+    return torch.where(position % 2 == 1, h >> 16, h & 0xFFFF)
 
 
 # ---- encode ---------------------------------------------------------------------------------------------------------
@@ -62,8 +68,7 @@ def encode(x: Tensor, format: StateFormat | str, counter: Tensor | None = None) 
         return x.float().clone(), x.new_empty((0, 2), dtype=torch.float32)
     grouped = _grouped(x.float())
     magnitude = grouped.view(torch.int32) & 0x7FFFFFFF
-    magnitude = torch.where(magnitude < TINY_BITS, 0, magnitude)
-    negative = (grouped.view(torch.int32) < 0) & (magnitude > 0)
+    negative = grouped.view(torch.int32) < 0
     high = magnitude.amax(1, keepdim=True)
     low = torch.where(magnitude == 0, 0x7FFFFFFF, magnitude).amin(1, keepdim=True).minimum(high)
     signed = negative.any(1, keepdim=True)
@@ -76,7 +81,7 @@ def encode(x: Tensor, format: StateFormat | str, counter: Tensor | None = None) 
     if how.linear:
         low, signed = torch.zeros_like(low), torch.zeros_like(signed)
     code = torch.where(magnitude == 0, (high >= INF_BITS).int(), code)  # no zeros where all decodes to nan
-    code = code | (negative & (code > 0)).int() * SIGN
+    code = code | negative.int() * SIGN
     side = torch.cat([low | (signed.int() << 31), high], 1).view(torch.float32)
     return code.reshape(-1)[: x.numel()].to(torch.uint8).view(x.shape), side
 
@@ -87,11 +92,11 @@ def _grouped(x: Tensor) -> Tensor:
 
 
 def _noise(x: Tensor, counter: Tensor | None) -> Tensor:
-    """Multiples of 2⁻²³ in [0, 1)."""
+    """Odd multiples of 2⁻¹⁷ in (0, 1)."""
     if counter is None:
         raise ValueError("a stochastic state format needs a counter")
     elements = -(-x.numel() // GROUP) * GROUP
-    return (random_bits(elements, counter, STATE_STREAM) >> 9).float().view(-1, GROUP) * 2.0**-23
+    return (random_bits(elements, counter, STATE_STREAM).float().view(-1, GROUP) + 0.5) * 2.0**-16
 
 
 def _round_randomly(position: Tensor, magnitude: Tensor, neighbours: Neighbours, noise: Tensor) -> Tensor:
@@ -105,8 +110,8 @@ def _positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, s
     """Where each magnitude lies between codes (in `log` from 0: code 0 is zero, code 1 the least), and the greatest."""
     span = (high - low).clamp_min(1)
     if how.code == "log":
-        steps = _log_steps(signed)
-        return (magnitude - low).float() * (steps.float() / span.float()), steps
+        middle = 2 * (magnitude.long() - low) + 1  # codes are rounded down to a bit: its middle, in half bits
+        return middle.float() * _LogStep(low, high, signed).per_half_bit, torch.where(signed, *LOG_STEPS).int()
     to = MINIFLOATS[how.code]
     top = torch.full_like(high, to.top)
     if how.linear:
@@ -115,10 +120,6 @@ def _positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, s
     per_bit = torch.full_like(span, to.span, dtype=torch.float32) / span.float()
     stretched = ((magnitude - low).float() * per_bit).round().int().clamp(0, to.span) + to.low_bits
     return _position(stretched, to), top
-
-
-def _log_steps(signed: Tensor) -> Tensor:
-    return torch.where(signed, LOG_STEPS[0], LOG_STEPS[1]).int()
 
 
 def _position(y: Tensor, to: Minifloat) -> Tensor:
@@ -155,8 +156,7 @@ def decode(payload: Tensor, side: Tensor, format: StateFormat | str) -> Tensor:
     magnitude = torch.where(has_sign, code & MAGNITUDE, code)
     found = torch.where(magnitude == 0, 0, _decoder(how, low, high, signed)(magnitude - int(how.code == "log")))
     x = (found | negative.int() << 31).view(torch.float32)
-    high_value = high.view(torch.float32)
-    x = x + (high_value - high_value)  # nan where the group was not finite
+    x = torch.where(high >= INF_BITS, torch.nan, x)
     return x.reshape(-1)[: payload.numel()].view(payload.shape)
 
 
@@ -164,8 +164,8 @@ def _decoder(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> Dec
     """From positions to FP32 bits of magnitudes: never above the group's greatest, which the greatest is."""
     span = (high - low).float()
     if how.code == "log":
-        step = _log_step(low, high, signed)
-        return lambda index: (low + (index.float() * step).round().int()).minimum(high)
+        step = _LogStep(low, high, signed)
+        return lambda index: (low + step.times(index)).minimum(high)
     of = MINIFLOATS[how.code]
     if how.linear:
         scale = _scale(high, of)
@@ -179,17 +179,31 @@ def _neighbours(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> 
     decode_bits = _decoder(how, low, high, signed)
     if how.code != "log":
         return lambda index: (decode_bits(index), decode_bits(index + 1))
-    step = _log_step(low, high, signed)
+    step = _LogStep(low, high, signed)
 
     def neighbours(index: Tensor) -> tuple[Tensor, Tensor]:
-        below = low + (index.float() * step).round().int()
-        return below, below + step.int()
+        below = low + step.times(index)
+        return below, (below + step.whole).minimum(high)
 
     return neighbours
 
 
-def _log_step(low: Tensor, high: Tensor, signed: Tensor) -> Tensor:
-    return _up((high - low).float() * torch.where(signed, 1 / LOG_STEPS[0], 1 / LOG_STEPS[1]))
+class _LogStep:
+    """A step of `log` in bits of FP32, at least one, in fixed point."""
+
+    def __init__(self, low: Tensor, high: Tensor, signed: Tensor) -> None:
+        span = high - low
+        narrow, many, few = (LOG_FRACTION[name] for name in ("narrow", "unsigned", "signed"))
+        fraction = torch.where(span < LOG_NARROW, narrow, torch.where(signed, few, many))
+        per_bit = torch.where(signed, 1 / LOG_STEPS[0], 1 / LOG_STEPS[1]) * torch.exp2(fraction.float())
+        self.step = (_up(span.float() * per_bit).long() + 1).maximum(1 << fraction)
+        self.per_half_bit = torch.exp2(fraction.float() - 1) / self.step.float()  # steps in half a bit
+        self.unit = 1 << (32 - fraction)
+        self.whole = (self.step >> fraction).int()
+
+    def times(self, index: Tensor) -> Tensor:
+        """`index` steps, in bits of FP32: the upper half of a product of 64 bits."""
+        return ((index * self.unit * self.step) >> 32).int()
 
 
 def _bits_of_code(code: Tensor, of: Minifloat) -> Tensor:
@@ -204,7 +218,7 @@ def _bits_of_code(code: Tensor, of: Minifloat) -> Tensor:
 def round_stochastically(x: Tensor, counter: Tensor) -> Tensor:
     """FP32 → BF16, up with the probability that makes the result's mean x; inf and nan as a cast has them."""
     raw = x.contiguous().view(torch.int32)
-    noise = (random_bits(x.numel(), counter, PARAMETER_STREAM) >> 16).int().view(x.shape)
+    noise = random_bits(x.numel(), counter, PARAMETER_STREAM).int().view(x.shape)
     rounded = ((raw + noise) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 

@@ -83,7 +83,7 @@ class Tables:
     keep: list[Any] = field(default_factory=list)  # host memory that a copy under way reads from
 
 
-_tables: dict[tuple[str, torch.device, tuple[int, ...]], Tables] = {}
+_tables: dict[tuple[str, UpdateSchedule, torch.device, tuple[int, ...]], Tables] = {}
 
 
 def launch(
@@ -127,7 +127,7 @@ def _tables_of(
     for i in range(len(sizes)):
         addresses += [x.data_ptr() for x in stored[i * wide : (i + 1) * wide]]
         addresses += [x.data_ptr() for x in read[i * narrow : (i + 1) * narrow]]
-    key = spec, device, sizes
+    key = spec, schedule, device, sizes
     known = _tables.get(key)
     if known is not None and known.addresses == tuple(addresses):
         return known
@@ -160,4 +160,6 @@ def _packed(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
     if all(x.device.type == "cpu" for x in scalars):
         host = torch.stack([x.float() for x in scalars])
         return _pinned(host, device).to(device, non_blocking=True)
+    if all(x.device == device and x.dtype == scalars[0].dtype for x in scalars):
+        return torch.stack(list(scalars)).float()
     return torch.stack([x.to(device).float() for x in scalars])

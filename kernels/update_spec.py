@@ -17,6 +17,7 @@ How a slot is kept:
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 
@@ -84,3 +85,46 @@ def from_json(text: str) -> Update:
         tuple(Slot(**slot) for slot in data["slots"]),
         tuple(Value(v["op"], tuple(v["args"]), tuple(v["params"])) for v in data["values"]),
     )
+
+
+def never_negative(update: Update) -> set[int]:
+    """Positions of values that have no sign, whatever the gradients: squares, their sums, states that only hold such.
+
+    A state is taken to hold none if what is stored in it has none as long as it holds none.
+    """
+    states = {i for i in update.stored if update.slots[i].kind == STATE}
+    while True:
+        found = _unsigned_values(update, states)
+        still = {i for i in states if update.slots[i].stored in found}
+        if still == states:
+            return found
+        states = still
+
+
+def _unsigned_values(update: Update, states: set[int]) -> set[int]:
+    found: set[int] = set()
+    for i, value in enumerate(update.values):
+        op, args = value.op, value.args
+        if (
+            (op == "constant" and not isinstance(value.params[0], bool) and math.copysign(1, value.params[0]) > 0)  # type: ignore[arg-type]
+            or (op == "load" and value.params[0] in states)
+            or (op == "mul" and args[0] == args[1])
+            or op in ("abs", "exp", "exp2", "sigmoid")
+            or (op in ("add", "mul", "div", "sqrt", "rsqrt", "float", "round", "minimum") and found.issuperset(args))
+            or (op == "maximum" and not found.isdisjoint(args))
+            or (op == "where" and found.issuperset(args[1:]))
+        ):
+            found.add(i)
+    return found
+
+
+def coded_values(update: Update) -> set[int]:
+    """Positions of values that a state in 8 bits is computed from."""
+    found: set[int] = set()
+    stack = [s.stored for s in update.slots if s.kind == STATE and s.stored is not None]
+    while stack:
+        i = stack.pop()
+        if i not in found:
+            found.add(i)
+            stack += update.values[i].args
+    return found

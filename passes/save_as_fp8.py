@@ -31,7 +31,7 @@ from fp8compile.formats import E4M3
 from fp8compile.passes.compilation import Compilation, aten, base, is_tensor, same_sizes, update_value, value
 from fp8compile.passes.plan_saved import Halves, run_again
 from fp8compile.passes.replace import copied, restride
-from fp8compile.passes.saved_forms import Form, as_it_is, count, dense_order, is_random
+from fp8compile.passes.saved_forms import Form, as_it_is, dense_order, is_random
 
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 
@@ -43,7 +43,8 @@ def save_as_fp8(c: Compilation, saved: list[fx.Node], halves: Halves) -> tuple[l
     """
     again = run_again(c.graph, saved, halves)
     random = _read_by_random(c.graph, saved, again)
-    wasteful = _wasteful_slices(saved, halves)
+    as_they_are = [n for n in saved if n in random or n not in halves.forms or halves.forms[n].granularity is None]
+    wasteful = _wasteful_slices(as_they_are, 8 * c.options.save_min_bytes)
     kept: list[fx.Node] = []
     forms: dict[fx.Node, Form] = {}
     rounded: dict[fx.Node, fx.Node] = {}
@@ -63,20 +64,20 @@ def save_as_fp8(c: Compilation, saved: list[fx.Node], halves: Halves) -> tuple[l
     return kept, forms
 
 
-def _wasteful_slices(saved: list[fx.Node], halves: Halves) -> set[fx.Node]:
-    """What would be saved as a view of memory of which more than a tenth is not saved."""
+def _wasteful_slices(kept: list[fx.Node], least: int) -> set[fx.Node]:
+    """What would be kept as a view of memory of which more than a tenth, and `least` bytes, is not kept."""
     views: dict[fx.Node, list[fx.Node]] = {}
-    for node in saved:
-        form = halves.forms.get(node)
-        if is_tensor(node) and (form is None or form.granularity is None):
+    for node in kept:
+        if is_tensor(node):
             views.setdefault(_memory_of(node), []).append(node)
-    return {
-        view
-        for whole, parts in views.items()
-        if whole not in parts and whole.op == "call_function" and is_tensor(whole)
-        if sum(count(value(part).shape) for part in parts) < 0.9 * count(value(whole).shape)
-        for view in parts
-    }
+    found: set[fx.Node] = set()
+    for whole, parts in views.items():
+        if whole in parts or whole.op != "call_function" or not is_tensor(whole):
+            continue
+        used, size = (sum(as_it_is(value(n), "").bytes for n in nodes) for nodes in (parts, [whole]))
+        if size - used > max(size // 10, least):
+            found.update(parts)
+    return found
 
 
 def _memory_of(node: fx.Node) -> fx.Node:

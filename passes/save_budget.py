@@ -28,7 +28,7 @@ from fp8compile.devices import TABLE, Device
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import is_tensor, value
 from fp8compile.passes.plan_saved import Halves, Prices, may_be_computed_again, plan_saved, saved_bytes
-from fp8compile.passes.saved_forms import as_it_is, count, made_at
+from fp8compile.passes.saved_forms import as_it_is, count, is_random, made_at
 
 STEPS = 7  # of a bisection over prices: to a factor of two
 HIGHEST, LOWEST = 2.0**52, 2.0**20  # bytes that a second of a matmul may be worth; a GPU writes 2**42 in one
@@ -145,16 +145,8 @@ def _dear(graph: fx.Graph, halves: Halves, device: Device) -> dict[fx.Node, floa
         and isinstance(node.target, torch._ops.OpOverload)
         and node not in halves.exact
         and not may_be_computed_again(node, halves.is_recomputable)
-        and not _draws(node)
+        and not is_random(node)
     }
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an attention drops some of its weights at random."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [a.name for a in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return bool(given.get("dropout_p", 0.0) != 0.0)
 
 
 def _seconds(node: fx.Node, device: Device) -> float:

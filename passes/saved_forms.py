@@ -227,10 +227,14 @@ def _is_by_product(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether `node` draws random numbers."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target in fusible.RANDOM or torch.Tag.nondeterministic_seeded in node.target.tags
-    return False
+    """Whether `node` draws random numbers. Attention does where it drops some of its weights."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if "attention" in str(node.target):
+        names = [a.name for a in node.target._schema.arguments]
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        return bool(given.get("dropout_p", 0.0) != 0.0)
+    return node.target in fusible.RANDOM or torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _feeding_matmuls(graph: fx.Graph, forward: set[fx.Node]) -> set[fx.Node]:

@@ -51,6 +51,16 @@ def test_what_was_stored_is_stored_again_bit_for_bit(name):
             assert torch.equal(payload, again[0])
 
 
+def test_numbers_that_agree_to_13_bits_do_not_wander():
+    """Where a step of `log` is a few ULPs."""
+    for width in range(100, 5000, 50):
+        x = torch.randint(0, width, (4, GROUP), generator=torch.Generator().manual_seed(width))
+        first = kept = stored((x + 0x3F800000).int().view(torch.float32), "log")
+        for _ in range(20):
+            kept = stored(kept, "log")
+        assert torch.equal(kept, first)
+
+
 @pytest.mark.parametrize("name", EXPANDED)
 def test_zeros_constants_and_ends_are_exact(name):
     torch.manual_seed(1)
@@ -126,9 +136,9 @@ def test_tiny_and_huge_values_stay_bounded(name):
     y = stored(x, name)
     assert y.isfinite().all()
     assert y.abs().max() == x.abs().max()
-    assert (y[x.abs() < 2.0**-126] == 0).all()
+    assert (y[x.abs() < 2.0**-126].abs() < 1e-29).all()  # at most the next code of a group of 277 octaves
     if "linear" not in name:
-        assert (y.sign() == x.where(x.abs() >= 2.0**-126, 0.0).sign()).all()
+        assert (y.sign() == x.sign()).all()
 
 
 @pytest.mark.parametrize("name", ALL)

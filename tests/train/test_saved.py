@@ -781,3 +781,27 @@ def test_the_plan_says_so_where_nothing_is_rounded() -> None:
     model, x = build(block), noise(16, D)
     step(model, compiled(model, save="bf16"), [x])
     assert fp8compile.compiles()[-1].saved_bytes > 0
+
+
+def test_a_small_slice_does_not_keep_the_whole_alive() -> None:
+    """q and k as they are, v in FP8: of the merged result only two thirds are kept, and copied for it."""
+    torch.manual_seed(0)
+    model = build(merged_attention, qkv=linear(D, 3 * D), out=linear(D, D))
+    x = torch.randn(2, 32, D, dtype=torch.bfloat16, requires_grad=True)
+    run, kept = compiled(model), {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run(x)
+    held = [n for address, n in kept.items() if address not in weights]
+    assert sum(held) == pytest.approx(fp8compile.last_compile().saved_bytes, rel=0.01)
+    assert 2 * 32 * 3 * D * 2 not in held
+
+
+def merged_attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in m.qkv(x).chunk(3, -1))
+    return m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
