@@ -184,12 +184,18 @@ def {head}:
 def _log() -> str:
     few, many = LOG_STEPS
     bits = LOG_FRACTION
+    units = {how: 1 << (32 - fraction) for how, fraction in bits.items()}
     return f"""
+@triton.jit
+def chosen(span, signed, narrow, few, many):
+    return tl.where(span < {LOG_NARROW}, narrow, tl.where(signed != 0, few, many))
+
+
 @triton.jit
 def step_log(low, high, signed):
     '''A step in bits of FP32, in fixed point; its bits of fraction; and the unit of codes.'''
     span = high - low
-    fraction = tl.where(span < {LOG_NARROW}, {bits["narrow"]}, tl.where(signed != 0, {bits["signed"]}, {bits["unsigned"]}))
+    fraction = chosen(span, signed, {bits["narrow"]}, {bits["signed"]}, {bits["unsigned"]})
     per_bit = tl.where(signed != 0, {1 / few!r}, {1 / many!r}) * as_float((fraction + 127) << 23)
     exact = as_float(as_bits(span.to(tl.float32) * per_bit) + 4)
     step = tl.maximum(exact.to(tl.uint32) + 1, (1 << fraction).to(tl.uint32))
@@ -198,10 +204,9 @@ def step_log(low, high, signed):
 
 @triton.jit
 def unit_log(low, high, signed):
-    '''What a code is in fixed point, and minus that. (Chosen apart, the compiler keeps a · b + c as one instruction.)'''
-    narrow = high - low < {LOG_NARROW}
-    unit = tl.where(narrow, {1 << 32 - bits["narrow"]}, tl.where(signed != 0, {1 << 32 - bits["signed"]}, {1 << 32 - bits["unsigned"]}))
-    minus = tl.where(narrow, {-1 << 32 - bits["narrow"]}, tl.where(signed != 0, {-1 << 32 - bits["signed"]}, {-1 << 32 - bits["unsigned"]}))
+    '''What a code is in fixed point, and minus that: chosen apart, so that the compiler keeps a · b + c together.'''
+    unit = chosen(high - low, signed, {units["narrow"]}, {units["signed"]}, {units["unsigned"]})
+    minus = chosen(high - low, signed, -{units["narrow"]}, -{units["signed"]}, -{units["unsigned"]})
     return unit, minus
 
 

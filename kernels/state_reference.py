@@ -49,7 +49,7 @@ def mix(h: Tensor) -> Tensor:
 
 
 def random_bits(elements: int, counter: Tensor, stream: int) -> Tensor:
-    """Random 16 bits (int64 [elements]), of position, counter (int32 [1]) and stream alone: halves of 32, two by two."""
+    """Random 16 bits (int64 [elements]) of position, counter (int32 [1]) and stream alone: halves of 32, two by two."""
     position = torch.arange(elements, device=counter.device)
     key = mix((counter.long() * 2 + stream) & MASK)
     h = ((position >> 1) * 0x9E3779B1 + key) & MASK

@@ -110,9 +110,9 @@ def test_addresses_that_changed_are_sent_again():
 
 def test_offsets_are_32_bit_and_addresses_64():
     source = update_launch.file_source(adam("log", "log"), SCHEDULE, "cuda")
-    tile = source[source.index("def tile(") :]
-    assert tile.count("int64)") == 2 + 2  # of the first group and of the row; and side data, 64 bits a group
-    assert "+ offset, mask=inside" in source
+    load = source[source.index("def load(") : source.index("def finish(")]
+    assert "int64" not in load.replace("first_group", "")
+    assert "+ start + offset, mask=inside" in load
 
 
 def test_every_kernel_compiles_for_hopper(tmp_path):
