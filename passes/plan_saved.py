@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -56,12 +56,14 @@ class Halves:
 class Prices:
     """What computing again costs, in bytes saved: each byte of a cheap operator, each second of a dear one.
 
-    dear: the matmuls and attentions that may run again at all, each with its seconds.
+    dear: the matmuls and attentions that may run again at all, each with its seconds. narrow: what is not computed
+    again even so.
     """
 
     byte: float = RECOMPUTE
     second: float = math.inf
     dear: Mapping[fx.Node, float] = field(default_factory=dict)
+    narrow: Set[fx.Node] = frozenset()
 
 
 def plan_saved(graph: fx.Graph, halves: Halves, prices: Prices | None = None) -> list[fx.Node]:
@@ -107,7 +109,7 @@ def _add(network: nx.DiGraph, node: fx.Node, halves: Halves, prices: Prices) -> 
 
 def _price_again(node: fx.Node, halves: Halves, prices: Prices) -> float:
     """What it costs to compute `node` again; infinite for what cannot be."""
-    if node in halves.inputs:
+    if node in halves.inputs or node in prices.narrow:
         return math.inf
     if node in prices.dear:
         return prices.second * prices.dear[node]

@@ -19,7 +19,6 @@ the nodes that are doubled: a dropout that ran again under another name would dr
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,12 +27,10 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.formats import E4M3
-from fp8compile.passes.compilation import Compilation, aten, base, is_tensor, same_sizes, update_value, value
+from fp8compile.passes.compilation import Compilation, aten, is_tensor, same_sizes, update_value, value
 from fp8compile.passes.plan_saved import Halves, run_again
 from fp8compile.passes.replace import copied, restride
-from fp8compile.passes.saved_forms import Form, as_it_is, dense_order, is_random
-
-SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+from fp8compile.passes.saved_forms import Form, as_it_is, dense_order, is_random, memory_of
 
 
 def save_as_fp8(c: Compilation, saved: list[fx.Node], halves: Halves) -> tuple[list[fx.Node], dict[fx.Node, Form]]:
@@ -69,7 +66,7 @@ def _wasteful_slices(kept: list[fx.Node], least: int) -> set[fx.Node]:
     views: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:
         if is_tensor(node):
-            views.setdefault(_memory_of(node), []).append(node)
+            views.setdefault(memory_of(node), []).append(node)
     found: set[fx.Node] = set()
     for whole, parts in views.items():
         if whole in parts or whole.op != "call_function" or not is_tensor(whole):
@@ -78,15 +75,6 @@ def _wasteful_slices(kept: list[fx.Node], least: int) -> set[fx.Node]:
         if size - used > max(size // 10, least):
             found.update(parts)
     return found
-
-
-def _memory_of(node: fx.Node) -> fx.Node:
-    """The node that owns the memory of `node`, of which it may be a slice."""
-    while True:
-        node = base(node)
-        if node.target is not operator.getitem or node.args[0].target not in SPLITS:  # type: ignore[union-attr]
-            return node
-        node = node.all_input_nodes[0].all_input_nodes[0]
 
 
 def _round(c: Compilation, node: fx.Node, form: Form) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -5,7 +5,9 @@
 
 The first is the same cut with other prices (Lagrange's: bytes + price · seconds), searched for by bisection. All layers
 of a model are worth the same, so one price takes all or none of them; of those that lie between two prices, the first
-in the order of the graph run again, as many as are needed. The second drops forms instead; what is made last is read
+in the order of the graph run again, as many as are needed. Places where one value is all that follows is computed from
+(the residual stream between two layers) are borders that nothing runs across: else one layer would be computed from the
+one before, and all of them would be in memory at once. The second drops forms instead; what is made last is read
 first in backward, and adds least to the peak. Cheap operators run again whatever the budget: they are computed by the
 kernel that needs them, and loading what they would leave costs more than that.
 
@@ -28,7 +30,7 @@ from fp8compile.devices import TABLE, Device
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import is_tensor, value
 from fp8compile.passes.plan_saved import Halves, Prices, may_be_computed_again, plan_saved, saved_bytes
-from fp8compile.passes.saved_forms import as_it_is, count, is_random, made_at
+from fp8compile.passes.saved_forms import as_it_is, count, is_random, made_at, memory_of
 
 STEPS = 7  # of a bisection over prices: to a factor of two
 HIGHEST, LOWEST = 2.0**52, 2.0**20  # bytes that a second of a matmul may be worth; a GPU writes 2**42 in one
@@ -58,7 +60,7 @@ def plan_within(graph: fx.Graph, halves: Halves, budget: float | int | None, dev
     limit = int(budget * _everything(graph, halves)) if isinstance(budget, float) else budget
     if choice.bytes <= limit:
         return _with_less_rounding(halves, cut, limit)
-    return _with_more_recompute(graph, halves, cut, limit, device)
+    return _with_more_recompute(graph, halves, cut, choice, limit, device)
 
 
 def _everything(graph: fx.Graph, halves: Halves) -> int:
@@ -71,45 +73,60 @@ def _with_less_rounding(halves: Halves, cut: Callable[[Prices], Choice], limit: 
     """Let as many values as fit keep their precision: what would be cast only to be saved, then what has a payload."""
     forms = dict(halves.forms)
     rounded = [n for n in reversed(forms) if forms[n].granularity is not None]
-    order = list(dict.fromkeys(made_at(n) for n in sorted(rounded, key=lambda n: forms[n].payload is not None)))
+    order = list(dict.fromkeys(_origin(n) for n in sorted(rounded, key=lambda n: forms[n].payload is not None)))
 
-    def unrounded(k: int) -> Choice:
-        exact = set(order[:k])
+    def unrounded(exact: set[fx.Node]) -> Choice:
         halves.forms.update(
-            (node, as_it_is(value(node), "the budget allows it")) if made_at(node) in exact else (node, forms[node])
+            (node, as_it_is(value(node), "the budget allows it")) if _origin(node) in exact else (node, forms[node])
             for node in rounded
         )
         return cut(Prices())
 
-    everything = unrounded(len(order))
+    everything = unrounded(set(order))
     if everything.bytes <= limit:
         return everything
     fits, too_many = 0, len(order)
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if unrounded(middle).bytes <= limit else (fits, middle)
-    return unrounded(fits)
+        fits, too_many = (middle, too_many) if unrounded(set(order[:middle])).bytes <= limit else (fits, middle)
+    choice, exact = unrounded(set(order[:fits])), set(order[:fits])
+    room, more = limit - choice.bytes, dict[fx.Node, int]()
+    for node in reversed(choice.saved):
+        if node in forms and forms[node].granularity is not None and _origin(node) not in exact:
+            more[_origin(node)] = more.get(_origin(node), 0) + as_it_is(value(node), "").bytes - forms[node].bytes
+    for origin, bytes_ in more.items():  # what is too large for the rest of the budget lets smaller ones pass
+        if bytes_ <= room:
+            exact.add(origin)
+            room -= bytes_
+    filled = unrounded(exact)
+    return filled if filled.bytes <= limit else unrounded(set(order[:fits]))
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What computed the values of `node`, which may be a slice of a view of them."""
+    origin = made_at(memory_of(node))
+    return origin if origin is node else _origin(origin)
 
 
 def _with_more_recompute(
-    graph: fx.Graph, halves: Halves, cut: Callable[[Prices], Choice], limit: int, device: Device
+    graph: fx.Graph, halves: Halves, cut: Callable[[Prices], Choice], usual: Choice, limit: int, device: Device
 ) -> Choice:
-    seconds = _dear(graph, halves, device)
-    least = cut(Prices(second=0.0, dear=seconds))
+    seconds, narrow = _dear(graph, halves, device), _borders(graph, halves, set(usual.saved))
+    least = cut(Prices(second=0.0, dear=seconds, narrow=narrow))
     if least.bytes > limit:
         why = f"the activation budget of {limit} bytes is below the {least.bytes} that cannot be computed again"
         return Choice(least.saved, least.bytes, why)
     low, high, choice = LOWEST, HIGHEST, least
     for _ in range(2 * STEPS):
         middle = math.sqrt(low * high)
-        other = cut(Prices(second=middle, dear=seconds))
+        other = cut(Prices(second=middle, dear=seconds, narrow=narrow))
         if other.bytes <= limit:
             low, choice = middle, other
         else:
             high = middle
         if high < 2 * low:
             break
-    return _first_ones(graph, cut, choice, limit, low, high, seconds)
+    return _first_ones(graph, cut, choice, limit, low, high, seconds, narrow)
 
 
 def _first_ones(
@@ -120,6 +137,7 @@ def _first_ones(
     low: float,
     high: float,
     seconds: dict[fx.Node, float],
+    narrow: frozenset[fx.Node],
 ) -> Choice:
     """Of the operators that run again at the lower price, let only so many as are needed."""
     ordered = [n for n in graph.nodes if n in seconds]
@@ -127,12 +145,48 @@ def _first_ones(
     while most - fewest > 1:
         middle = (fewest + most) // 2
         allowed = {n: seconds[n] * (1.0 if i < middle else high / low) for i, n in enumerate(ordered)}
-        other = cut(Prices(second=low, dear=allowed))
+        other = cut(Prices(second=low, dear=allowed, narrow=narrow))
         if other.bytes <= limit:
             most, choice = middle, other
         else:
             fewest = middle
     return choice
+
+
+def _borders(graph: fx.Graph, halves: Halves, saved: set[fx.Node]) -> frozenset[fx.Node]:
+    """The narrow places between which four times their bytes would be saved: what lies between two of them runs
+    again by itself."""
+    narrow, found, between = set(narrow_places(graph, halves)), set[fx.Node](), 0
+    for node in graph.nodes:
+        size = saved_bytes([node], halves)
+        if node in narrow and between >= 4 * size:
+            found.add(node)
+            between = 0
+        elif node in saved:
+            between += size
+    return frozenset(found)
+
+
+def narrow_places(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
+    """Values of the forward half that are, where they are computed, all that later ones are computed from.
+
+    Parameters, and what is computed of such alone, do not count.
+    """
+    nodes = [n for n in graph.nodes if n in halves.forward]
+    place = {n: i for i, n in enumerate(nodes)}
+    last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in nodes}
+    varying: set[fx.Node] = set()
+    for node in nodes:
+        if node in halves.inputs - halves.static or any(i in varying for i in node.all_input_nodes):
+            varying.add(node)
+    found, alive = [], set[fx.Node]()
+    for i, node in enumerate(nodes):
+        alive = {n for n in alive if last[n] > i}
+        if node in varying and last[node] > i:
+            alive.add(node)
+        if alive == {node} and is_tensor(node) and node not in halves.inputs:
+            found.append(node)
+    return found
 
 
 def _dear(graph: fx.Graph, halves: Halves, device: Device) -> dict[fx.Node, float]:

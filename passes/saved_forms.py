@@ -10,6 +10,7 @@ Decides nothing about what is saved: that is the cut's (`passes/plan_saved.py`),
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from fp8compile.passes.sensitive import QUERY_OR_KEY
 GROUPS = (128, 64, 32, 16)
 SCALE_BYTES = 4
 UNKNOWN = 4096  # a size that only the data knows
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 REORDERED = {*VIEWS, aten.clone.default} - {aten.expand.default, aten.slice.Tensor, aten.select.int}
 
 
@@ -169,6 +171,15 @@ def made_at(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and (node.target in REORDERED or node.target in fusible.CONVERSIONS):
         node = node.all_input_nodes[0]
     return node
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node that owns the memory of `node`, of which it may be a slice."""
+    while True:
+        node = base(node)
+        if node.target is not operator.getitem or node.args[0].target not in SPLITS:  # type: ignore[union-attr]
+            return node
+        node = node.all_input_nodes[0].all_input_nodes[0]
 
 
 def _policy(node: fx.Node, options: Options) -> str:
