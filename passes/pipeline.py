@@ -12,6 +12,7 @@ from torch import fx
 
 from fp8compile.passes import (
     assign_scales,
+    attention_layout,
     canonicalize,
     combine_regions,
     convolutions,
@@ -42,6 +43,7 @@ class Pass:
 
 PIPELINE = (
     Pass("canonicalize", canonicalize.run, "one form for matmuls and views, so that later passes see one pattern"),
+    Pass("attention_layout", attention_layout.run, "views of attention become what matmuls and casts can read"),
     Pass("select_matmuls", select_matmuls.run, "decides which matmuls become FP8, with a reason for each"),
     Pass("assign_scales", assign_scales.run, "decides granularity and format of each operand, as the recipe says"),
     Pass("convolutions", convolutions.run, "chosen patch convolutions become plain matmuls, for the passes below"),
