@@ -1,0 +1,79 @@
+"""Processes that tests of several GPUs run on: two of them, on CPUs, over gloo.
+
+They are started once for a test file and wait for functions: importing torch takes longer than most tests.
+
+    def worker(rank): …; return value                     # at the top of the test file
+    def test_it(ranks): first, second = ranks.run(worker)
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SECONDS = 240  # for one function; a process that waits for another one longer than that never gets it
+
+
+class Ranks:
+    """`world` processes with a process group, which all run the functions that they are given."""
+
+    def __init__(self, world: int = 2):
+        self.world = world
+        self.folder = tempfile.TemporaryDirectory(prefix="fp8compile-ranks-")
+        context = mp.get_context("spawn")
+        self.tasks = [context.SimpleQueue() for _ in range(world)]
+        self.results = context.Queue()
+        self.processes = [
+            context.Process(target=_serve, args=(i, world, self.folder.name, self.tasks[i], self.results), daemon=True)
+            for i in range(world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function(rank, *args)` returns on each rank. Raises what a rank raised, as text."""
+        for task in self.tasks:
+            task.put((function, args))
+        found: dict[int, Any] = {}
+        for _ in range(self.world):
+            rank, failure, result = self.results.get(timeout=SECONDS)
+            if failure:
+                raise AssertionError(f"rank {rank} failed:\n{failure}")
+            found[rank] = result
+        return [found[rank] for rank in range(self.world)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for task in self.tasks:
+            task.put(None)
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+        self.folder.cleanup()
+
+
+def _serve(rank: int, world: int, folder: str, tasks: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+    )  # fmt: skip
+    while (task := tasks.get()) is not None:
+        function, args = task
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        try:
+            results.put((rank, "", function(rank, *args)))
+        except BaseException:
+            results.put((rank, traceback.format_exc(), None))
+    dist.destroy_process_group()
