@@ -19,8 +19,16 @@ if _version > NEWEST:
     )
 
 from fp8compile import delayed  # noqa: E402
-from fp8compile.errors import Fp8Error, Fp8Warning, OptionError, StateError, VerificationError  # noqa: E402
+from fp8compile.errors import (  # noqa: E402
+    Fp8Error,
+    Fp8Warning,
+    OptionError,
+    ShardingError,
+    StateError,
+    VerificationError,
+)
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
+from fp8compile.fsdp import prepare_fsdp  # noqa: E402
 from fp8compile.insight.dry_run import explain  # noqa: E402
 from fp8compile.insight.dumps import dump  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
@@ -55,6 +63,7 @@ __all__ = [
     "Recipe",
     "Role",
     "Saved",
+    "ShardingError",
     "StateError",
     "StateRecipe",
     "Statistics",
@@ -67,6 +76,7 @@ __all__ = [
     "last_compile",
     "load_graph",
     "plain_state_dict",
+    "prepare_fsdp",
     "prepare_optimizer",
     "watch",
 ]

@@ -16,16 +16,21 @@ FP8, BF16 = "fp8", "bf16"
 
 @dataclass(frozen=True)
 class Operand:
-    """How an operand is cast: the names of format and granularity, scaling "current" or "delayed(history, margin)"."""
+    """How an operand is cast: the names of format and granularity, scaling "current" or "delayed(history, margin)".
+
+    gathered: it is not cast at all: it arrived as FP8 (`fp8compile.prepare_fsdp`).
+    """
 
     format: str
     granularity: str
     power_of_two: bool = False
     history: int = 0
     margin: int = 0
+    gathered: bool = False
 
     def __str__(self) -> str:
         marks = ("^2" if self.power_of_two else "") + (f" delayed({self.history})" if self.history else "")
+        marks += " gathered" if self.gathered else ""
         return f"{self.format} {self.granularity}{marks}"
 
 

@@ -69,7 +69,9 @@ def reset() -> None:
 def key(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> str:
     """A key for the graph, its inputs' types, and the compiler with its options."""
     types = [
-        f"{x.dtype}{list(x.shape)}{list(x.stride())}{x.device}" if isinstance(x, torch.Tensor) else str(x)
+        f"{x.dtype}{list(x.shape)}{list(x.stride())}{x.device}{getattr(x, 'granularity', '')}"
+        if isinstance(x, torch.Tensor)
+        else str(x)
         for x in inputs
     ]
     text = "\n".join([compiler, str(torch.is_grad_enabled()), gm.code, *types])
