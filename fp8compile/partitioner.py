@@ -49,6 +49,7 @@ class Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward, backward) of the joint graph `gm`."""
+        kwargs = with_static_parts(gm, kwargs)
         ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
         backup, forms = copy_graph(gm.graph), {}
         try:
@@ -83,6 +84,28 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """The source and the options decide what it does."""
         return f"partitioner-{source_digest()}-{self.options!r}"
+
+
+def with_static_parts(gm: fx.GraphModule, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` with the inputs that stay where they are numbered as `gm` has them.
+
+    torch numbers them as the user's function has them, where a tensor subclass is one input; in the graph it is several
+    (the payload and the scale of a weight), and whatever follows would be taken for another input.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    descs = [node.meta.get("desc") for node in inputs]
+    if not any(hasattr(desc, "attr") for desc in descs):
+        return kwargs
+    given = set(kwargs.get("static_lifetime_input_indices") or [])
+    static = [i for i, desc in enumerate(descs) if _outer_index(desc) in given]
+    return {**kwargs, "static_lifetime_input_indices": static}
+
+
+def _outer_index(desc: Any) -> int | None:
+    """Which input of the user's function an input is (a part of); None for what is none of them."""
+    while not hasattr(desc, "idx") and hasattr(desc, "base"):
+        desc = desc.base
+    return getattr(desc, "idx", None)
 
 
 def _partition(

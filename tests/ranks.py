@@ -42,12 +42,13 @@ class Ranks:
         """What `function(rank, *args)` returns on each rank. Raises what a rank raised, as text."""
         for task in self.tasks:
             task.put((function, args))
-        found: dict[int, Any] = {}
+        found, failures = {}, []
         for _ in range(self.world):
             rank, failure, result = self.results.get(timeout=SECONDS)
-            if failure:
-                raise AssertionError(f"rank {rank} failed:\n{failure}")
             found[rank] = result
+            failures += [f"rank {rank} failed:\n{failure}"] if failure else []
+        if failures:
+            raise AssertionError("\n".join(failures))
         return [found[rank] for rank in range(self.world)]
 
     def close(self) -> None:

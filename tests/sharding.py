@@ -86,8 +86,9 @@ def backend(**options: Any) -> Callable[..., Any]:
 
 def compile_blocks(model: Model, **options: Any) -> Model:
     """Compile every block by itself."""
+    compiler = backend(**options)
     for block in model.blocks:
-        block.compile(backend=backend(**options))
+        block.compile(backend=compiler)
     return model
 
 
@@ -149,19 +150,22 @@ def train_alone(
     steps: int = 2,
     lr: float = 1e-2,
     parts: int = 2,
+    rounded: Callable[[str, Tensor], Tensor] = lambda name, p: p,
 ) -> Run:
     """The reference, in one process without FSDP2: FP32 `master` parameters, and a copy of them in `dtype`, made ready
-    by `prepare`, that runs each part of the batch as a rank would; gradients are averaged in FP32."""
+    by `prepare`, that runs each part of the batch as a rank would; gradients are averaged in FP32. `rounded` says what
+    a parameter is after a gather."""
     working = copy.deepcopy(master).to(dtype)
-    run = prepare(working)
     pairs = list(zip(master.parameters(), working.parameters(), strict=True))
+    names = {id(p): name for name, p in master.named_parameters()}
+    run = prepare(working)
 
     def step(i: int) -> Tensor:
         total = torch.zeros(())
         tokens, targets = batch(i)
         with torch.no_grad():
             for p, w in pairs:
-                w.copy_(p)
+                w.copy_(rounded(names[id(p)], p))
         for t, y in zip(tokens.chunk(parts), targets.chunk(parts), strict=True):
             loss = loss_of(run(t), y)
             loss.backward()
@@ -173,6 +177,26 @@ def train_alone(
         return total
 
     return train(master, step, torch.optim.AdamW([p for p in master.parameters() if p.requires_grad], lr=lr), steps)
+
+
+def in_fp8(block: int | None = None, power_of_two: bool = True) -> Callable[[str, Tensor], Tensor]:
+    """What a weight of a block's linear is after an FP8 gather, written down independently: E4M3 with one scale, or one
+    for each block × block elements."""
+
+    def rounded(name: str, p: Tensor) -> Tensor:
+        if p.dim() != 2 or "blocks." not in name:
+            return p
+        out, step = torch.empty_like(p), block or max(p.shape)
+        for i in range(0, p.shape[0], step):
+            for j in range(0, p.shape[1], step):
+                part = p[i : i + step, j : j + step]
+                scale = part.abs().max() / 448
+                if power_of_two:
+                    scale = 2 ** torch.ceil(torch.log2(scale))
+                out[i : i + step, j : j + step] = (part / scale).to(torch.float8_e4m3fn).float() * scale
+        return out
+
+    return rounded
 
 
 def assert_close(a: Run, b: Run, loss: float, gradient: float) -> None:

@@ -1,0 +1,347 @@
+"""FP8 all-gather: what a compiled block multiplies with is what the shards were cast to, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from sharding import (
+    Model,
+    Run,
+    assert_close,
+    backend,
+    batch,
+    compile_blocks,
+    in_fp8,
+    local_batch,
+    loss_of,
+    make_model,
+    shard,
+    train_alone,
+    train_sharded,
+)
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import fp8compile
+from fp8compile import fsdp
+from fp8compile.passes import merge_matmuls
+
+# Powers of two as scales make a payload exact in BF16, so that casting it once more (the reference has plain weights)
+# changes nothing; and the reference does not merge matmuls either, as merged ones share the scale of their gradients.
+EXACT = {"output": {"right": {"power_of_two": True}}, "grad_input": {"right": {"power_of_two": True}}}
+LOSS, GRADIENT = 1e-4, 2**-7
+
+
+def exact(base: str = "mixed") -> dict[str, Any]:
+    return {"base": base, **EXACT}
+
+
+def prepared(model: Model, granularity: str = "tensor", **how: Any) -> Model:
+    fp8compile.prepare_fsdp(model, granularity, power_of_two=True, **how)
+    return model
+
+
+def alone(model: Model, prepare: Any = None, base: str = "mixed", **how: Any) -> Run:
+    """The reference: one process, plain weights that are rounded beforehand, matmuls as they are written."""
+    with mock.patch.object(merge_matmuls, "_groups", lambda c: []):
+        return train_alone(
+            model, prepare or (lambda m: compile_blocks(m, recipe=exact(base))), **{"rounded": in_fp8(), **how}
+        )  # fmt: skip
+
+
+def reference(**sizes: Any) -> Run:
+    return alone(make_model(**sizes))
+
+
+def assert_direct(gathered: int) -> None:
+    """Every matmul is in FP8, and so many take a payload as it arrived."""
+    plan = fp8compile.last_compile()
+    assert all(m.decision == "fp8" for m in plan.matmuls)
+    taken = [m for m in plan.matmuls if m.right is not None and m.right.gathered]
+    assert len(taken) == gathered, str(plan)
+    assert all("cast again" not in m.reason for m in plan.matmuls)
+    assert not [row for row in plan.saved if row.dtype.startswith("float8")], "a payload counts as an activation"
+
+
+def by_blocks(rank: int) -> None:
+    run = train_sharded(shard(compile_blocks(prepared(make_model()))))
+    assert_close(run, reference(), LOSS, GRADIENT)
+    assert_direct(6)  # three linears, each read by output and grad_input
+
+
+def whole(rank: int) -> None:
+    model = shard(prepared(make_model()))
+    run = train_sharded(model, call=torch.compile(model, backend=backend()))
+    assert_close(run, alone(make_model(), lambda m: torch.compile(m, backend=backend(recipe=exact()))), LOSS, GRADIENT)
+
+
+def kept_unsharded(rank: int) -> None:
+    run = train_sharded(shard(compile_blocks(prepared(make_model())), reshard_after_forward=False))
+    assert_close(run, reference(), LOSS, GRADIENT)
+
+
+def uneven(rank: int) -> None:
+    """112 and 48 rows divide by two, 208 do not into blocks of 16: shards of 104; and 16 × 3 rows over two ranks."""
+    sizes = {"dim": 48, "hidden": 208}
+    run = train_sharded(shard(compile_blocks(prepared(make_model(**sizes)))))
+    assert_close(run, reference(**sizes), LOSS, GRADIENT)
+
+
+def rows_for_one_rank(rank: int) -> None:
+    """An odd number of rows, with padding on the last rank: by hand, as linears have multiples of 16."""
+    torch.manual_seed(3)
+    linear = nn.Linear(16, 16, bias=False)
+    expected = in_fp8()("blocks.", linear.weight.detach()[:, :])
+    fp8compile.prepare_fsdp(linear, power_of_two=True)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    weight = linear.weight
+    rows = (9, 7)  # as if 16 rows were 9 and 7
+    first = 9 * rank
+    local = weight.data_[first : first + rows[rank]].clone()
+    linear.weight = nn.Parameter(
+        DTensor.from_local(
+            fsdp.ShardedWeight(local, weight.cast), mesh, [torch.distributed.tensor.Shard(0)],
+            run_check=False, shape=weight.shape, stride=weight.stride(),
+        )  # fmt: skip
+    )
+
+    class Mesh:
+        def size(self) -> int:
+            return 2
+
+        def get_local_rank(self) -> int:
+            return rank
+
+    (payload,), (scale, _, _) = linear.weight._local_tensor.fsdp_pre_all_gather(Mesh(), (17, 16), (16, 1), None, None)
+    assert payload.shape == (9, 16)
+    assert torch.equal(payload.float()[: rows[rank]] * scale, expected[first : first + rows[rank]])
+    assert not payload.float()[rows[rank] :].any()
+
+
+def by_128_blocks(rank: int) -> None:
+    """Shards of 104 rows cut blocks of 128."""
+    sizes = {"dim": 128, "hidden": 208}
+    model = shard(compile_blocks(prepared(make_model(**sizes), "block(128)"), recipe="blockwise"))
+    run = train_sharded(model)
+    assert_direct(6)
+    assert_close(run, alone(make_model(**sizes), base="blockwise", rounded=in_fp8(128)), LOSS, GRADIENT)
+
+
+def checkpointed(rank: int) -> None:
+    def wrapped(model: Model) -> Model:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
+        return model
+
+    run = train_sharded(shard(compile_blocks(wrapped(prepared(make_model())))))
+    run.gradients = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in run.gradients.items()}
+    assert_close(run, reference(), LOSS, GRADIENT)
+
+
+def frozen(rank: int) -> None:
+    def with_frozen(model: Model) -> Model:
+        for block in model.blocks:
+            block.up.requires_grad_(False)
+        return model
+
+    run = train_sharded(shard(compile_blocks(prepared(with_frozen(make_model())))))
+    assert_close(run, alone(with_frozen(make_model())), LOSS, GRADIENT)
+
+
+def tied(rank: int) -> None:
+    """The head is an embedding table: it is gathered as ever."""
+    model = prepared(make_model(tied=True), lm_head=True)
+    assert "embedding.weight" not in fsdp.gathered_names(model)
+    model = shard(compile_blocks(model))
+    assert_close(train_sharded(model), reference(tied=True), LOSS, GRADIENT)
+
+
+def from_meta(rank: int) -> None:
+    source = make_model()
+    with torch.device("meta"):
+        model = Model()
+    model = shard(compile_blocks(prepared(model)))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), source.parameters(), strict=True):
+            p._local_tensor.copy_(q.chunk(2)[rank])
+    assert len(fsdp.gathered_names(model)) == 6
+    assert_close(train_sharded(model), reference(), LOSS, GRADIENT)
+
+
+def offloaded(rank: int) -> None:
+    model = compile_blocks(prepared(make_model()))
+    run = train_sharded(shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    assert_close(run, reference(), LOSS, GRADIENT)
+
+
+def in_bf16(rank: int) -> None:
+    """BF16 parameters without a policy."""
+    model = shard(compile_blocks(prepared(make_model().to(torch.bfloat16))), MixedPrecisionPolicy())
+    run = train_sharded(model, steps=1)
+    rounded = alone(make_model(), steps=1, rounded=lambda name, p: in_fp8()(name, p.bfloat16().float()))
+    assert_close(run, rounded, 1e-4, 2**-7)  # gradients are averaged in BF16
+
+
+CASES: list[Any] = [
+    by_blocks, whole, kept_unsharded, uneven, rows_for_one_rank, by_128_blocks, checkpointed, frozen, tied, from_meta,
+    offloaded, in_bf16,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_as_one_process_with_rounded_weights(ranks: Ranks, case: Any) -> None:
+    ranks.run(case)
+
+
+# ---- bytes, scales and their age ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted(name: str) -> Iterator[list[int]]:
+    """Bytes that go into each call of a collective."""
+    original, sizes = getattr(dist, name), []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        tensor = args[1] if name == "all_gather_into_tensor" else args[0]
+        sizes.append(tensor.numel() * tensor.element_size())
+        return original(*args, **kwargs)
+
+    setattr(dist, name, counting)
+    try:
+        yield sizes
+    finally:
+        setattr(dist, name, original)
+
+
+def gathered_bytes(model: Model) -> int:
+    with counted("all_gather_into_tensor") as sizes:
+        train_sharded(model, steps=1)
+    return sum(sizes)
+
+
+def bytes_on_the_wire(rank: int) -> None:
+    plain = gathered_bytes(shard(compile_blocks(make_model())))
+    ours = gathered_bytes(shard(compile_blocks(prepared(make_model()))))
+    linears = 2 * 3 * 64 * 128 // 2  # elements of this rank, in BF16 two bytes each and in FP8 one; gathered twice
+    assert plain - ours == 2 * linears
+
+
+def one_all_reduce(rank: int) -> None:
+    model = shard(compile_blocks(prepared(make_model())))
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scales = model.blocks[0].up.weight._local_tensor.cast.scales
+
+    def run() -> int:
+        with counted("all_reduce") as sizes:
+            tokens, targets = local_batch(0)
+            loss_of(model(tokens), targets).backward()
+        assert all(size == 6 * 4 for size in sizes)
+        return len(sizes)
+
+    assert run() == 1
+    assert run() == 0  # accumulating: no weight has changed
+    opt.step()
+    assert run() == 1
+    assert scales.updates == 2
+
+
+def never_stale(rank: int) -> None:
+    """Whatever writes to a weight: the next gather has the scales of what it has become."""
+    model = shard(compile_blocks(prepared(make_model())))
+    weights = [(block.up.weight, name) for name, block in model.blocks.named_children()]
+    tokens, targets = local_batch(0)
+
+    def assert_current() -> None:
+        model(tokens)
+        for weight, _ in weights:
+            full = weight.full_tensor()
+            cast = weight._local_tensor.cast
+            assert float(cast.scale) == float(2 ** torch.ceil(torch.log2(full.abs().max() / 448)))
+
+    def stepped(opt: torch.optim.Optimizer, step: Any) -> None:
+        loss_of(model(tokens), targets).backward()
+        step()
+        opt.zero_grad()
+
+    assert_current()
+    fused = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    foreach = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True)
+    one_by_one = torch.optim.SGD(model.parameters(), lr=5.0, foreach=False)
+    for opt in (fused, foreach, one_by_one):
+        stepped(opt, opt.step)
+        assert_current()
+    compiled = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True)
+    stepped(compiled, torch.compile(compiled.step, backend="aot_eager"))
+    assert_current()
+    ours = torch.optim.AdamW(model.parameters(), lr=0.5)
+    stepped(ours, torch.compile(ours.step, backend=backend()))
+    assert_current()
+    with torch.no_grad():
+        weights[0][0].mul_(16)
+    assert_current()
+    with torch.no_grad():
+        weights[0][0].to_local().mul_(1 / 64)
+    assert_current()
+    model.load_state_dict({name: x * 8 for name, x in model.state_dict().items()})
+    assert_current()
+    model.load_state_dict({name: (x * 8).detach() for name, x in model.state_dict().items()}, assign=True)
+    assert len(fsdp.gathered_names(model)) == 6
+    model(tokens)
+    assert_current_after_assign(model)
+
+
+def assert_current_after_assign(model: Model) -> None:
+    weight = model.blocks[0].up.weight
+    assert float(weight._local_tensor.cast.scale) == float(
+        2 ** torch.ceil(torch.log2(weight.full_tensor().abs().max() / 448))
+    )
+
+
+def not_finite(rank: int) -> None:
+    """An overflow in a weight of one rank is an overflow everywhere."""
+    for value in (torch.inf, torch.nan):
+        model = shard(compile_blocks(prepared(make_model())))
+        if rank == 1:
+            with torch.no_grad():
+                model.blocks[0].up.weight._local_tensor.data_[0, 0] = value
+        else:
+            model.blocks[0].up.weight._local_tensor.data_.mul_(1.0)  # every rank writes
+        assert not model(local_batch(0)[0]).isfinite().any()
+
+
+def plain_checkpoints(rank: int) -> None:
+    """Names, dtypes and values as without us; and back."""
+    ours, theirs = shard(compile_blocks(prepared(make_model()))), shard(make_model())
+    mine, plain = ours.state_dict(), theirs.state_dict()
+    assert list(mine) == list(plain)
+    for name, x in plain.items():
+        assert type(mine[name]) is type(x)
+        assert type(mine[name]._local_tensor) is torch.Tensor
+        assert mine[name].dtype == x.dtype
+        assert torch.equal(mine[name].full_tensor(), x.full_tensor())
+    train_sharded(theirs, steps=1)
+    ours.load_state_dict(theirs.state_dict())
+    for name, x in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name].full_tensor(), x.full_tensor())
+    whole = {name: x.full_tensor() for name, x in theirs.state_dict().items()}
+    make_model().load_state_dict(whole)
+
+
+OTHERS: list[Any] = [bytes_on_the_wire, one_all_reduce, never_stale, not_finite, plain_checkpoints]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.__name__)
+def test_what_is_gathered(ranks: Ranks, case: Any) -> None:
+    ranks.run(case)
