@@ -157,7 +157,9 @@ def block_amaxes(shard: Tensor, first: int, shape: Sequence[int]) -> Tensor:
     grid = shard.new_zeros((ceil_div(shape[0], BLOCK), ceil_div(shape[1], BLOCK)), dtype=torch.float32)
     start, end = first, first + shard.shape[0]
     while start < end:  # rows up to a border of blocks, whole blocks, and what is left
-        stop = min(end, (start // BLOCK + 1) * BLOCK) if start % BLOCK else max(end - end % BLOCK, min(end, start + BLOCK))
+        stop = (
+            min(end, (start // BLOCK + 1) * BLOCK) if start % BLOCK else max(end - end % BLOCK, min(end, start + BLOCK))
+        )
         part = reference.amax(shard[start - first : stop - first], "block(128)")
         top = start // BLOCK
         grid[top : top + part.shape[0]] = torch.maximum(grid[top : top + part.shape[0]], part)
