@@ -29,6 +29,7 @@ from fp8compile.errors import (  # noqa: E402
 )
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
 from fp8compile.fsdp import prepare_fsdp  # noqa: E402
+from fp8compile.gradients import compress_gradients  # noqa: E402
 from fp8compile.insight.dry_run import explain  # noqa: E402
 from fp8compile.insight.dumps import dump  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
@@ -69,6 +70,7 @@ __all__ = [
     "Statistics",
     "VerificationError",
     "compiles",
+    "compress_gradients",
     "delayed",
     "dump",
     "example_inputs",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,31 +28,67 @@ def quantize(x: Tensor, scale: Tensor, format: str, granularity: str) -> Tensor:
         return x.new_empty(x.shape, dtype=FORMATS[format].dtype)
     if x.device.type == "cpu":
         return reference.quantize(x, scale, format, granularity)
-    return kernel(tuple(x.shape), x.dtype, tuple(scale.shape), format, granularity, str(x.device))(x, scale)
+    return _scaled_kernel(Like.of(x), Like.of(scale), format, granularity)(x.contiguous(), scale.contiguous())[0]
+
+
+def quantize_groups(x: Tensor, format: str, granularity: str = "group(128)") -> tuple[Tensor, Tensor]:
+    """(FP8 data, scales) of x [R, C], each group by its own amax."""
+    if x.device.type == "cpu" or not x.numel():
+        scale = reference.scale(reference.amax(x, granularity), format)
+        return reference.quantize(x, scale, format, granularity), scale
+    data, scale = _groups_kernel(Like.of(x), format, granularity)(x.contiguous())
+    return data, scale
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a kernel is made for: contiguous tensors of this kind."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @staticmethod
+    def of(x: Tensor) -> Like:
+        """The kind of `x`."""
+        return Like(tuple(x.shape), x.dtype, str(x.device))
+
+    def empty(self) -> Tensor:
+        """A tensor of this kind, without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+Kernel = Callable[..., tuple[Tensor, ...]]
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    scale_shape: tuple[int, ...],
-    format: str,
-    granularity: str,
-    device: str,
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function (contiguous x, scale) → data, for these shapes."""
+def _scaled_kernel(x: Like, scale: Like, format: str, granularity: str) -> Kernel:
+    return kernel(lambda emit, x, scale: [emit(ops.quantize, x, scale, format, granularity)], x, scale)
+
+
+@functools.lru_cache(maxsize=1024)
+def _groups_kernel(x: Like, format: str, granularity: str) -> Kernel:
+    def body(emit: Callable[..., fx.Node], x: fx.Node) -> list[fx.Node]:
+        scale = emit(ops.scale, emit(ops.amax, x, granularity), format)
+        return [emit(ops.quantize, x, scale, format, granularity), scale]
+
+    return kernel(body, x)
+
+
+def kernel(body: Callable[..., list[fx.Node]], *inputs: Like) -> Kernel:
+    """A function from tensors like `inputs` to what `body(emit, *nodes)` writes, in generated kernels."""
     graph = fx.Graph()
+
+    def emit(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
     with FakeTensorMode():
-        made = (
-            ("x", torch.empty(shape, dtype=dtype, device=device)),
-            ("scale", torch.empty(scale_shape, device=device)),
-        )
-        inputs = [graph.placeholder(name) for name, _ in made]
-        for node, (_, value) in zip(inputs, made, strict=True):
-            node.meta["val"] = value
-        cast = graph.call_function(ops.quantize, (*inputs, format, granularity))
-        cast.meta["val"] = ops.quantize(*(value for _, value in made), format, granularity)
-        graph.output(cast)
+        nodes = [graph.placeholder(f"x{i}") for i in range(len(inputs))]
+        for node, like in zip(nodes, inputs, strict=True):
+            node.meta["val"] = like.empty()
+        graph.output(tuple(body(emit, *nodes)))
         form_regions(graph)
         combine_regions(graph)
     return fx.GraphModule(torch.nn.Module(), graph)

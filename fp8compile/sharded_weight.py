@@ -29,7 +29,7 @@ aten = torch.ops.aten
 STAYS = {
     aten.detach.default, aten.alias.default, aten.clone.default, aten.empty_like.default, aten.new_zeros.default,
     aten.slice.Tensor, aten.narrow.default, aten.view.default, aten.as_strided.default, aten._to_copy.default,
-    aten._pin_memory.default, aten.split.Tensor, aten.chunk.default,
+    aten._pin_memory.default, aten.split.Tensor, aten.chunk.default, aten.t.default,
 }  # fmt: skip
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default, aten.matmul.default}
 
@@ -102,11 +102,12 @@ class ShardedWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in MATMULS:
-            name = next(a.cast.name for a in args if isinstance(a, ShardedWeight))
-            raise ShardingError(
-                f"prepare_fsdp was called for {name}, but fully_shard was not, so nothing is gathered: call "
-                "fully_shard on each block and then on the model, after prepare_fsdp"
-            )
+            unsharded = next((a.cast for a in args if isinstance(a, ShardedWeight) and not a.cast.is_sharded), None)
+            if unsharded is not None:
+                raise ShardingError(
+                    f"prepare_fsdp was called for {unsharded.name}, but fully_shard was not, so nothing is gathered: "
+                    "call fully_shard on each block and then on the model, after prepare_fsdp"
+                )
         wrapped: dict[int, ShardedWeight] = {}
 
         def plain(x: Any) -> Any:

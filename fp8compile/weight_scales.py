@@ -52,6 +52,12 @@ class WeightCast:
         """Their shape."""
         return parse_granularity(self.granularity).scale_shape(self.shape)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether fully_shard has been called on the module that has it."""
+        module = self.module()
+        return module is None or self.owner is not None or isinstance(module._parameters.get(self.parameter), DTensor)
+
     def sharded(self) -> DTensor:
         """The sharded parameter. Raises `ShardingError` where fully_shard has not made one of it."""
         owner = self.owner() if self.owner is not None else None
