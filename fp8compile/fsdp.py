@@ -23,7 +23,7 @@ from fp8compile.errors import OptionError, ShardingError, unknown_name
 from fp8compile.formats import ALIGNMENT, E4M3
 from fp8compile.options import matching, patterns
 from fp8compile.passes.select_matmuls import FLOATS, HEADS
-from fp8compile.sharded_weight import ShardedWeight
+from fp8compile.sharded_weight import ShardedWeight, local_part
 from fp8compile.weight_scales import WeightCast, WeightScales
 
 GRANULARITIES = ("tensor", "block(128)")
@@ -67,7 +67,7 @@ def prepare_fsdp(
     scales = WeightScales(E4M3.name, granularity, power_of_two)
     made: dict[nn.Parameter, tuple[WeightCast, nn.Parameter]] = {}
     for name, module in chosen:
-        weight = module.weight
+        weight: Any = module.weight
         if weight not in made:  # one weight may serve several modules
             cast = WeightCast(f"{name}.weight", weight.shape, module, "weight", scales)
             scales.casts.append(cast)
@@ -102,11 +102,7 @@ def _chosen(model: nn.Module, skip: tuple[str, ...], lm_head: bool) -> Iterator[
 
 def gathered_names(model: nn.Module) -> list[str]:
     """Names of the parameters of `model` that are gathered as FP8."""
-    return [name for name, p in model.named_parameters() if isinstance(_local(p), ShardedWeight)]
-
-
-def _local(x: Any) -> Any:
-    return x._local_tensor if isinstance(x, DTensor) else x
+    return [name for name, p in model.named_parameters() if isinstance(local_part(p), ShardedWeight)]
 
 
 def _rewrapped(x: Tensor, local: Tensor) -> Tensor:
@@ -121,13 +117,13 @@ def _rewrapped(x: Tensor, local: Tensor) -> Tensor:
 def _plain_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """What is saved is what would be saved without us; it shares its memory with the parameters, as ever."""
     value = state_dict.get(f"{prefix}weight")
-    if value is not None and not isinstance(value, nn.Parameter) and isinstance(_local(value), ShardedWeight):
-        state_dict[f"{prefix}weight"] = _rewrapped(value, _local(value).data_)
+    if value is not None and not isinstance(value, nn.Parameter) and isinstance(local_part(value), ShardedWeight):
+        state_dict[f"{prefix}weight"] = _rewrapped(value, local_part(value).data_)
 
 
 def _keep_prepared(cast: WeightCast, module: nn.Module, incompatible: Any) -> None:
     """load_state_dict(assign=True) puts plain tensors in place of parameters: they are gathered as FP8 all the same."""
     weight: Any = module.weight
-    if not isinstance(_local(weight), ShardedWeight):
-        local = ShardedWeight(_local(weight).detach(), cast)
+    if not isinstance(local_part(weight), ShardedWeight):
+        local = ShardedWeight(local_part(weight).detach(), cast)
         module.weight = nn.Parameter(_rewrapped(weight, local), weight.requires_grad)

@@ -9,8 +9,8 @@ been rounded once (DDP: the mean once more, alike on all ranks, so that they sta
 parameters of different magnitudes lie side by side in a bucket. An inf or a nan makes its group nan: it is seen.
 
 Error feedback (DDP; Seide et al. 2014, Karimireddy et al. arXiv 1901.09847) keeps what rounding has taken from this
-rank's gradient and adds it to the next: the sum over steps loses nothing. It costs a buffer in the size of the gradient;
-what rounding takes from the mean is kept by the rank that has rounded it.
+rank's gradient and adds it to the next: the sum over steps loses nothing. It costs an FP32 buffer in the size of the
+gradient; what rounding takes from the mean is kept by the rank that has rounded it.
 """
 
 from __future__ import annotations

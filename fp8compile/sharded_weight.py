@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map  # no public name; DTensor and others use the same
 
 from fp8compile.casting import quantize
@@ -90,7 +91,7 @@ class ShardedWeight(Tensor):
         payload = payload[:rows]
         if out is None:
             return GatheredWeight(payload, scale, granularity, param_dtype), (payload,)
-        gathered = out._local_tensor if hasattr(out, "_local_tensor") else out
+        gathered = local_part(out)
         assert isinstance(gathered, GatheredWeight)
         assert gathered.payload.untyped_storage().data_ptr() == payload.untyped_storage().data_ptr()
         gathered.scale = scale
@@ -125,6 +126,12 @@ class ShardedWeight(Tensor):
             return ShardedWeight(x, args[0].cast) if stays and isinstance(x, Tensor) else x
 
         return tree_map(back, result)
+
+
+def local_part(x: Any) -> Any:
+    """What this rank has of a DTensor, as it is (`to_local` makes a view for autograd, and counts as another tensor);
+    any other tensor itself."""
+    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def _is_weight(result: Any, of: ShardedWeight) -> bool:

@@ -97,7 +97,7 @@ class StateRecipe:
 
 
 def _cut_by_shards(parameter: Tensor) -> str:
-    """Why shards of `parameter` might cut groups; "" if it is not distributed, or they cannot, however many they are."""
+    """Why shards of `parameter` might cut groups; "" if it has none, or they cannot, however many they are."""
     if not isinstance(parameter, DTensor):
         return ""
     dims = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]

@@ -157,8 +157,8 @@ class FP8State(Tensor):
         if func.is_view and type(args[0]) is FP8State and type(args[0].payload) is Tensor:
             raise StateError(
                 f"{func} of an 8-bit optimizer state outside of a compiled step: what is written to a view would be "
-                "lost. Read state.dequantize(), compile the step, or take fp8compile.plain_state_dict(opt). Only rows that "
-                f"are whole groups of {GROUP} elements can be taken as they are"
+                "lost. Read state.dequantize(), compile the step, or take fp8compile.plain_state_dict(opt). Only rows "
+                f"that are whole groups of {GROUP} elements can be taken as they are"
             )
         return _through_plain(func, args, kwargs)
 

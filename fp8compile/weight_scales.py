@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fp8compile.errors import ShardingError
 from fp8compile.formats import ceil_div, parse_granularity
 from fp8compile.kernels import reference
-from fp8compile.sharded_weight import ShardedWeight
+from fp8compile.sharded_weight import ShardedWeight, local_part
 
 BLOCK = 128
 
@@ -63,7 +63,7 @@ class WeightCast:
         owner = self.owner() if self.owner is not None else None
         module = self.module()
         current = module._parameters.get(self.parameter) if module is not None else None
-        if isinstance(current, DTensor) and isinstance(current._local_tensor, ShardedWeight):
+        if isinstance(current, DTensor) and isinstance(local_part(current), ShardedWeight):
             owner = current
         if owner is None:
             raise ShardingError(
@@ -76,7 +76,7 @@ class WeightCast:
     def versions(self) -> tuple[int, ...]:
         """What changes whenever the weight is written to."""
         owner = self.sharded()
-        local = owner._local_tensor
+        local = local_part(owner)
         assert isinstance(local, ShardedWeight)
         return id(local), owner._version, local._version, local.data_._version
 
@@ -128,13 +128,13 @@ class WeightScales:
 
 def _shard_mesh(weight: DTensor, name: str) -> tuple[Any, int]:
     """The mesh and the one dimension of it over which rows of `weight` are sharded."""
-    dims = [i for i, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
-    if len(dims) != 1 or weight.placements[dims[0]].dim != 0:
+    shards = [(i, placement.dim) for i, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
+    if len(shards) != 1 or shards[0][1] != 0:
         raise ShardingError(
             f"{name} is placed as {weight.placements}: weights are gathered in FP8 where their rows are sharded over "
             "one dimension of the mesh; leave this one out with prepare_fsdp(…, skip=…)"
         )
-    return weight.device_mesh, dims[0]
+    return weight.device_mesh, shards[0][0]
 
 
 def _local_amaxes(casts: list[WeightCast], mesh: Any, dim: int) -> list[Tensor]:
@@ -152,7 +152,7 @@ def _local_amaxes(casts: list[WeightCast], mesh: Any, dim: int) -> list[Tensor]:
 
 
 def _local(cast: WeightCast) -> Tensor:
-    local = cast.sharded()._local_tensor
+    local = local_part(cast.sharded())
     assert isinstance(local, ShardedWeight)
     return local.data_
 
@@ -185,6 +185,6 @@ def _after_step(opt: Optimizer, args: Any, kwargs: Any) -> None:
     """Mark the scales of the weights that `opt` has stepped."""
     for group in opt.param_groups:
         for parameter in group["params"]:
-            local = getattr(parameter, "_local_tensor", None)
+            local = local_part(parameter)
             if isinstance(local, ShardedWeight):
                 local.cast.scales.stepped = True

@@ -46,7 +46,7 @@ def prepared(model: Model, granularity: str = "tensor", **how: Any) -> Model:
 
 def alone(model: Model, prepare: Any = None, base: str = "mixed", **how: Any) -> Run:
     """The reference: one process, plain weights that are rounded beforehand, matmuls as they are written."""
-    with mock.patch.object(merge_matmuls, "_groups", lambda c: []):
+    with mock.patch.object(merge_matmuls, "_groups", return_value=[]):
         return train_alone(
             model, prepare or (lambda m: compile_blocks(m, recipe=exact(base))), **{"rounded": in_fp8(), **how}
         )  # fmt: skip
@@ -111,7 +111,7 @@ def rows_for_one_rank(rank: int) -> None:
             run_check=False,
             shape=weight.shape,
             stride=weight.stride(),
-        )  # fmt: skip
+        )
     )
 
     class Mesh:
