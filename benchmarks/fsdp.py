@@ -44,6 +44,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import fp8compile
 from llama import Block, LlamaConfig, Rotary
 
+# torch 2.13 has renamed these, and warns at every call
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 GIB, MIB = 1 << 30, 1 << 20
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 EIGHT_B = LlamaConfig(dim=4096, n_layers=8, n_heads=32, n_kv_heads=8, hidden=14336, rope_base=500_000.0)
@@ -171,7 +174,7 @@ class Counting:
 class CountingGather(Counting):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self.received += (output_tensor.numel() - input_tensor.numel()) * input_tensor.element_size()
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class CountingReduce(Counting):
@@ -183,7 +186,7 @@ class CountingReduce(Counting):
             self.received += (self.inner.sent - before) * (ranks - 1) // ranks
             return None
         self.received += (input_tensor.numel() - output_tensor.numel()) * input_tensor.element_size()
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def counted(model: nn.Module, run: Step, inner: Any) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from fp8compile.formats import ceil_div, parse_format
 
 GROUP = 128
 SCALE_BYTES = 4
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
 def compress_gradients(model: nn.Module, format: str = "e4m3", *, error_feedback: bool = False) -> nn.Module:
@@ -186,5 +187,5 @@ def _mean(state: _Feedback, bucket: int, gradient: Tensor) -> Tensor:
     mine = pack(mean, state.format)
     state.remember(state.taken_from_mean, bucket, mean, mine)
     everything = mine.new_empty((ranks, mine.shape[1]))
-    dist.all_gather_into_tensor(everything, mine, group=state.group)
+    ALL_GATHER(everything, mine, group=state.group)
     return gradient.copy_(unpack(everything, state.format).view(-1)[: gradient.numel()])

@@ -1,4 +1,4 @@
-"""Processes that tests of several GPUs run on: two of them, on CPUs, over gloo.
+"""Processes that tests of several GPUs run on: two of them, on CPUs over gloo, or with a GPU each over NCCL.
 
 They are started once for a test file and wait for functions: importing torch takes longer than most tests.
 
@@ -23,16 +23,18 @@ SECONDS = 240  # for one function; a process that waits for another one longer t
 
 
 class Ranks:
-    """`world` processes with a process group, which all run the functions that they are given."""
+    """`world` processes with a process group ("gloo", or "nccl" with a GPU each), which all run what they are given."""
 
-    def __init__(self, world: int = 2):
+    def __init__(self, world: int = 2, backend: str = "gloo"):
         self.world = world
         self.folder = tempfile.TemporaryDirectory(prefix="fp8compile-ranks-")
         context = mp.get_context("spawn")
         self.tasks = [context.SimpleQueue() for _ in range(world)]
         self.results = context.Queue()
         self.processes = [
-            context.Process(target=_serve, args=(i, world, self.folder.name, self.tasks[i], self.results), daemon=True)
+            context.Process(
+                target=_serve, args=(i, world, backend, self.folder.name, self.tasks[i], self.results), daemon=True
+            )
             for i in range(world)
         ]
         for process in self.processes:
@@ -62,11 +64,13 @@ class Ranks:
         self.folder.cleanup()
 
 
-def _serve(rank: int, world: int, folder: str, tasks: Any, results: Any) -> None:
+def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
     while (task := tasks.get()) is not None:

@@ -66,16 +66,16 @@ def make_model(**sizes: Any) -> Model:
     return Model(**sizes)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Tokens and targets [BATCH, LENGTH] of the global batch."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, VOCABULARY, (2, BATCH, LENGTH), generator=generator)
-    return tokens[0], tokens[1]
+    return tokens[0].to(device), tokens[1].to(device)
 
 
-def local_batch(step: int) -> tuple[Tensor, Tensor]:
+def local_batch(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """This rank's part of it."""
-    tokens, targets = batch(step)
+    tokens, targets = batch(step, device)
     return tokens.chunk(dist.get_world_size())[dist.get_rank()], targets.chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -89,6 +89,13 @@ def compile_blocks(model: Model, **options: Any) -> Model:
     compiler = backend(**options)
     for block in model.blocks:
         block.compile(backend=compiler)
+    return model
+
+
+def compile_blocks_for_gpu(model: Model, **options: Any) -> Model:
+    """Compile every block by itself, as a user would."""
+    for block in model.blocks:
+        block.compile(backend="fp8", options={"select": "all", "strict": True, **options})
     return model
 
 
@@ -109,6 +116,11 @@ class Run:
 
     losses: list[float]
     gradients: dict[str, Tensor]
+
+
+def device_of(model: nn.Module) -> str:
+    """Where its batches belong: on the GPU also where its parameters are kept on the CPU."""
+    return "cuda" if next(model.parameters()).is_cuda else "cpu"
 
 
 def full(x: Tensor) -> Tensor:
@@ -135,7 +147,7 @@ def train_sharded(model: nn.Module, steps: int = 2, call: Callable[..., Any] | N
     """Train this rank's half of every batch."""
 
     def step(i: int) -> Tensor:
-        tokens, targets = local_batch(i)
+        tokens, targets = local_batch(i, device_of(model))
         loss = loss_of((model if call is None else call)(tokens), targets)
         loss.backward()
         return loss
@@ -161,8 +173,8 @@ def train_alone(
     run = prepare(working)
 
     def step(i: int) -> Tensor:
-        total = torch.zeros(())
-        tokens, targets = batch(i)
+        total = torch.zeros((), device=device_of(master))
+        tokens, targets = batch(i, device_of(master))
         with torch.no_grad():
             for p, w in pairs:
                 w.copy_(rounded(names[id(p)], p))

@@ -38,6 +38,9 @@ def counted(name: str) -> Iterator[list[int]]:
         setattr(dist, name, original)
 
 
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
+
 class CountingGather:
     """FSDP2's all-gather, and how many bytes a rank sent."""
 
@@ -49,7 +52,7 @@ class CountingGather:
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         self.sent += input_tensor.numel() * input_tensor.element_size()
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def gathered_bytes(model: Model) -> int:
