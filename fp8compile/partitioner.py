@@ -29,7 +29,7 @@ from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import describe
 from fp8compile.passes.compilation import Compilation, device_of
 from fp8compile.passes.edit_saved import edit_saved
-from fp8compile.passes.plan_saved import Halves, may_be_computed_again, run_again
+from fp8compile.passes.plan_saved import Halves, is_object, may_be_computed_again, run_again
 from fp8compile.passes.save_as_fp8 import save_as_fp8
 from fp8compile.passes.save_budget import plan_within
 from fp8compile.passes.saved_forms import Form, Graph, as_it_is, find_forms
@@ -134,10 +134,13 @@ def _partition(
         warnings.warn(f"fp8: {choice.missed}", Fp8Warning, stacklevel=2)
     saved = choice.saved
     sizes = [n for n in saved if p.is_sym_node(n)]
-    saved = _save(gm, [n for n in saved if n not in sizes], halves, options, record)
-    extra: dict[str, Any] = (
-        {"saved_opaque_nodes": []} if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes") else {}
-    )
+    objects = [n for n in saved if n not in sizes and is_object(n)]
+    saved = _save(gm, [n for n in saved if n not in sizes and n not in objects], halves, options, record)
+    extra: dict[str, Any] = {}
+    if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes"):
+        extra = {"saved_opaque_nodes": objects}
+    else:
+        saved += objects
     forward, backward = p._extract_fwd_bwd_modules(
         gm,
         saved,
