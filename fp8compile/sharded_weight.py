@@ -9,6 +9,7 @@ way for such extensions. Views, copies and moves that FSDP2 makes of a weight st
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,9 @@ STAYS = {
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default, aten.matmul.default}
 
 
+CASTS: weakref.WeakValueDictionary[int, WeightCast] = weakref.WeakValueDictionary()  # by `WeightCast.key`
+
+
 class ShardedWeight(Tensor):
     """`data_`: the (shard of a) weight; `cast`: how it becomes FP8, shared by all that is made of one weight."""
 
@@ -56,12 +60,12 @@ class ShardedWeight(Tensor):
     def __init__(self, data_: Tensor, cast: WeightCast) -> None:
         self.data_, self.cast = data_, cast
 
-    def __tensor_flatten__(self) -> tuple[list[str], WeightCast]:
-        return ["data_"], self.cast
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        return ["data_"], self.cast.key  # a number, as torch's caches pickle it
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> ShardedWeight:
-        return ShardedWeight(inner["data_"], context)
+        return ShardedWeight(inner["data_"], CASTS[context])
 
     def _stable_hash_for_caching(self) -> str:
         """What compiled code depends on, for torch's caches."""

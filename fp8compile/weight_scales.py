@@ -12,6 +12,7 @@ With 128×128 blocks a rank adds its rows' part to the amaxes of all blocks, so 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +26,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fp8compile.errors import ShardingError
 from fp8compile.formats import ceil_div, parse_granularity
 from fp8compile.kernels import reference
-from fp8compile.sharded_weight import ShardedWeight, local_part
+from fp8compile.sharded_weight import CASTS, ShardedWeight, local_part
 
 BLOCK = 128
+_keys = itertools.count()
 
 
 class WeightCast:
@@ -40,6 +42,8 @@ class WeightCast:
         self.format, self.granularity, self.power_of_two = scales.format, scales.granularity, scales.power_of_two
         self.scale: Tensor | None = None  # a part of the buffer that all weights share
         self.seen: tuple[int, ...] | None = None
+        self.key = next(_keys)
+        CASTS[self.key] = self
         self.owner: weakref.ref[DTensor] | None = None  # the sharded parameter, which modules lose while it is gathered
 
     @property

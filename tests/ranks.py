@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import queue
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -46,12 +47,23 @@ class Ranks:
             task.put((function, args))
         found, failures = {}, []
         for _ in range(self.world):
-            rank, failure, result = self.results.get(timeout=SECONDS)
+            rank, failure, result = self._next()
             found[rank] = result
             failures += [f"rank {rank} failed:\n{failure}"] if failure else []
         if failures:
             raise AssertionError("\n".join(failures))
         return [found[rank] for rank in range(self.world)]
+
+    def _next(self) -> Any:
+        """The next result; raises when a process has died instead, or none comes."""
+        for _ in range(SECONDS):
+            try:
+                return self.results.get(timeout=1)
+            except queue.Empty:
+                dead = [(i, p.exitcode) for i, p in enumerate(self.processes) if not p.is_alive()]
+                if dead:
+                    raise AssertionError(f"processes have died, as (rank, exit code): {dead}") from None
+        raise AssertionError(f"no result after {SECONDS} s")
 
     def close(self) -> None:
         """End the processes."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8compile.backend import fp8
 
@@ -134,7 +135,7 @@ def train(model: nn.Module, step: Callable[[int], Tensor], opt: torch.optim.Opti
     for i in range(steps):
         opt.zero_grad()
         loss = step(i).detach().float()
-        if dist.is_initialized() and any(isinstance(p, DTensor) for p in model.parameters()):
+        if isinstance(model, DistributedDataParallel) or any(isinstance(p, DTensor) for p in model.parameters()):
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
         losses.append(float(loss))

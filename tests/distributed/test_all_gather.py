@@ -22,6 +22,7 @@ from sharding import (
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -96,8 +97,6 @@ def rows_for_one_rank(rank: int) -> None:
     linear = nn.Linear(16, 16, bias=False)
     expected = in_fp8()("blocks.", linear.weight.detach()[:, :])
     fp8compile.prepare_fsdp(linear, power_of_two=True)
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2,))
     weight = linear.weight
     rows = (9, 7)  # as if 16 rows were 9 and 7
@@ -192,9 +191,17 @@ def in_bf16(rank: int) -> None:
     assert_close(run, rounded, 1e-4, 2**-7)  # gradients are averaged in BF16
 
 
+def hybrid(rank: int) -> None:
+    """A replicated and a sharded dimension of the mesh, either of them with one rank only."""
+    for shape in ((1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        run = train_sharded(shard(compile_blocks(prepared(make_model())), mesh=mesh))
+        assert_close(run, reference(), LOSS, GRADIENT)
+
+
 CASES: list[Any] = [
     by_blocks, whole, kept_unsharded, uneven, rows_for_one_rank, by_128_blocks, checkpointed, frozen, tied, from_meta,
-    offloaded, in_bf16,
+    offloaded, in_bf16, hybrid,
 ]  # fmt: skip
 
 

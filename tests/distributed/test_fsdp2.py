@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
 
@@ -159,8 +160,21 @@ def offloaded(rank: int) -> None:
     assert_close(run, train_alone(make_model(), compile_blocks), LOSS, GRADIENT)
 
 
+def replicated(rank: int) -> None:
+    """DistributedDataParallel: around compiled blocks, and compiled itself; FP32 parameters."""
+    for compiled in (False, True):
+        ddp = DistributedDataParallel(make_model() if compiled else compile_blocks(make_model()))
+        run = train_sharded(ddp, call=torch.compile(ddp, backend=backend()) if compiled else None)
+        run.gradients = {name.removeprefix("module."): g for name, g in run.gradients.items()}
+        reference = train_alone(
+            make_model(), (lambda m: torch.compile(m, backend=backend())) if compiled else compile_blocks, torch.float32
+        )
+        assert_close(run, reference, 1e-5, 1e-4)
+
+
 CASES: list[Any] = [
     by_blocks, whole, in_fp32, kept_unsharded, accumulated, checkpointed, from_meta, uneven, tied, frozen, offloaded,
+    replicated,
 ]  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def never_stale(rank: int) -> None:
     def assert_current() -> None:
         model(tokens)
         for weight, _ in weights:
-            full = weight.full_tensor()
+            full = weight.detach().full_tensor()
             cast = weight._local_tensor.cast
             assert float(cast.scale) == float(2 ** torch.ceil(torch.log2(full.abs().max() / 448)))
 
@@ -108,17 +108,18 @@ def never_stale(rank: int) -> None:
         step()
         opt.zero_grad()
 
-    assert_current()
+    # made while all parameters are sharded: forward leaves those of the root as they were gathered
     fused = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
     foreach = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True)
     one_by_one = torch.optim.SGD(model.parameters(), lr=5.0, foreach=False)
+    compiled = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True)
+    ours = torch.optim.AdamW(model.parameters(), lr=0.5)
+    assert_current()
     for opt in (fused, foreach, one_by_one):
         stepped(opt, opt.step)
         assert_current()
-    compiled = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True)
     stepped(compiled, torch.compile(compiled.step, backend="aot_eager"))
     assert_current()
-    ours = torch.optim.AdamW(model.parameters(), lr=0.5)
     stepped(ours, torch.compile(ours.step, backend=backend()))
     assert_current()
     with torch.no_grad():
@@ -138,7 +139,7 @@ def never_stale(rank: int) -> None:
 def assert_current_after_assign(model: Model) -> None:
     weight = model.blocks[0].up.weight
     assert float(weight._local_tensor.cast.scale) == float(
-        2 ** torch.ceil(torch.log2(weight.full_tensor().abs().max() / 448))
+        2 ** torch.ceil(torch.log2(weight.detach().full_tensor().abs().max() / 448))
     )
 
 
