@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 FP8, BF16 = "fp8", "bf16"
+# what becomes of a weight that arrived in FP8 where a matmul does not take it so: parts of reasons
+READ_ROUNDED = "its weight was gathered in FP8, and is read rounded (prepare_fsdp(…, skip=…) leaves it out)"
+CAST_AGAIN = "its weight was gathered in FP8 and is cast again"
 
 
 @dataclass(frozen=True)

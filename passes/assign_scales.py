@@ -15,7 +15,7 @@ from dataclasses import replace
 from fp8compile.passes.compilation import Compilation
 from fp8compile.passes.gathered_weights import gathered, why_not_taken
 from fp8compile.passes.roles import Site
-from fp8compile.plan import FP8, Matmul, Operand
+from fp8compile.plan import CAST_AGAIN, FP8, Matmul, Operand
 from fp8compile.recipe import Cast
 
 TAKEN = ("mm", "addmm")
@@ -48,7 +48,7 @@ def _with_gathered_weight(row: Matmul, site: Site) -> Matmul:
     assert partner is not None
     why = why_not_taken(weight, partner.granularity, partner.format) or ("" if row.kind in TAKEN else "a convolution")
     if why:
-        return replace(row, reason=f"{row.reason}; its weight was gathered in FP8 and is cast again: {why}")
+        return replace(row, reason=f"{row.reason}; {CAST_AGAIN}: {why}")
     operand = Operand(weight.format, weight.granularity, gathered=True)
     return replace(row, **{side: operand})
 

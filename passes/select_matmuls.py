@@ -27,14 +27,13 @@ from fp8compile.formats import ALIGNMENT, round_up
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, is_tangent, value
 from fp8compile.passes.gathered_weights import gathered
 from fp8compile.passes.roles import Site, find_sites
-from fp8compile.plan import BF16, FP8, Matmul
+from fp8compile.plan import BF16, FP8, READ_ROUNDED, Matmul
 from fp8compile.recipe import Role
 
 HEADS = re.compile(
     r"(^|\.)(lm_head|head|heads|output|output_layer|output_projection|classifier|score|scores|embed_out|proj_out"
     r"|to_logits|logits|cls|unembed|vocab_proj|generator|qa_outputs|(predictions|lm_head)\.decoder)$"
 )
-ROUNDED_ALL_THE_SAME = "its weight was gathered in FP8, and is read rounded (prepare_fsdp(…, skip=…) leaves it out)"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -122,7 +121,7 @@ def _decide(candidate: Candidate, c: Compilation) -> Matmul:
         reason = rule(candidate, c)
         if reason:
             if _is_gathered(candidate.site):
-                reason = f"{reason}; {ROUNDED_ALL_THE_SAME}"
+                reason = f"{reason}; {READ_ROUNDED}"
             return replace(candidate.row, decision=BF16, reason=reason)
     why = "every matmul that can run" if c.options.select == "all" else "faster by the cost model"
     if _is_gathered(candidate.site):

@@ -127,12 +127,21 @@ def rows_for_one_rank(rank: int) -> None:
 
 
 def by_128_blocks(rank: int) -> None:
-    """Shards of 104 rows cut blocks of 128."""
-    sizes = {"dim": 128, "hidden": 208}
-    model = shard(compile_blocks(prepared(make_model(**sizes), "block(128)"), recipe="blockwise"))
+    """Shards of 104 rows cut blocks of 128, and every block has another magnitude."""
+
+    def uneven_model() -> Model:
+        model = make_model(dim=128, hidden=208)
+        with torch.no_grad():
+            for block in model.blocks:
+                block.gate.weight[128:] *= 16
+                block.up.weight[:128] *= 1 / 16
+                block.down.weight[:, 128:] *= 8
+        return model
+
+    model = shard(compile_blocks(prepared(uneven_model(), "block(128)"), recipe="blockwise"))
     run = train_sharded(model)
     assert_direct(6)
-    assert_close(run, alone(make_model(**sizes), base="blockwise", rounded=in_fp8(128)), LOSS, GRADIENT)
+    assert_close(run, alone(uneven_model(), base="blockwise", rounded=in_fp8(128)), LOSS, GRADIENT)
 
 
 def checkpointed(rank: int) -> None:
