@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from sharding import Model, backend, compile_blocks, local_batch, loss_of, make_model, shard, train_sharded
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 import fp8compile
@@ -171,6 +174,20 @@ def plain_checkpoints(rank: int) -> None:
         assert torch.equal(ours.state_dict()[name].full_tensor(), x.full_tensor())
     whole = {name: x.full_tensor() for name, x in theirs.state_dict().items()}
     make_model().load_state_dict(whole)
+    through_files(ours)
+
+
+def through_files(ours: Model) -> None:
+    """torch.distributed.checkpoint, from a prepared model to one that knows nothing of us."""
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save({"model": get_model_state_dict(ours)}, checkpoint_id=folder[0])
+    other = shard(make_model(seed=8))
+    state = get_model_state_dict(other)
+    dcp.load({"model": state}, checkpoint_id=folder[0])
+    set_model_state_dict(other, state)
+    for name, x in ours.state_dict().items():
+        assert torch.equal(other.state_dict()[name].full_tensor(), x.full_tensor())
 
 
 OTHERS: list[Any] = [bytes_on_the_wire, one_all_reduce, never_stale, not_finite, plain_checkpoints]
