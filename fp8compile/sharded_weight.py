@@ -91,10 +91,10 @@ class ShardedWeight(Tensor):
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """The gathered weight; or the one of the last time, whose memory has been filled again."""
-        (payload,), (scale, granularity, rows) = outputs, metadata
-        payload = payload[:rows]
-        if out is None:
-            return GatheredWeight(payload, scale, granularity, param_dtype), (payload,)
+        (padded,), (scale, granularity, rows) = outputs, metadata
+        payload = padded[:rows]
+        if out is None:  # FSDP2 frees and allocates the memory of what is named second, so: with the padding
+            return GatheredWeight(payload, scale, granularity, param_dtype), (padded,)
         gathered = local_part(out)
         assert isinstance(gathered, GatheredWeight)
         assert gathered.payload.untyped_storage().data_ptr() == payload.untyped_storage().data_ptr()

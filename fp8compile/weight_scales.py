@@ -41,7 +41,8 @@ class WeightCast:
         self.scales = scales
         self.format, self.granularity, self.power_of_two = scales.format, scales.granularity, scales.power_of_two
         self.scale: Tensor | None = None  # a part of the buffer that all weights share
-        self.seen: tuple[int, ...] | None = None
+        self.seen: tuple[int, ...] | None = None  # versions, when the scale was made
+        self.seen_in: weakref.ref[ShardedWeight] | None = None  # of which shard
         self.key = next(_keys)
         CASTS[self.key] = self
         self.owner: weakref.ref[DTensor] | None = None  # the sharded parameter, which modules lose while it is gathered
@@ -77,16 +78,30 @@ class WeightCast:
         self.owner = weakref.ref(owner)
         return owner
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the module was dropped from the model before anybody has sharded it."""
+        return self.module() is None and (self.owner is None or self.owner() is None)
+
     def versions(self) -> tuple[int, ...]:
-        """What changes whenever the weight is written to."""
+        """What changes whenever the shard is written to."""
         owner = self.sharded()
         local = local_part(owner)
-        assert isinstance(local, ShardedWeight)
-        return id(local), owner._version, local._version, local.data_._version
+        return owner._version, local._version, local.data_._version
+
+    def remember(self) -> None:
+        """The scale is of the shard as it is now."""
+        self.seen, self.seen_in = self.versions(), weakref.ref(local_part(self.sharded()))
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the shard was written to, or exchanged for another, since then."""
+        shard = self.seen_in() if self.seen_in is not None else None
+        return shard is None or shard is not local_part(self.sharded()) or self.seen != self.versions()
 
     def current_scale(self) -> Tensor:
         """The scale of the whole weight as it is now; the first to ask after a change makes those of all weights."""
-        if self.scale is None or self.scales.stepped or self.seen != self.versions():
+        if self.scale is None or self.scales.stepped or self.has_changed:
             self.scales.update()
         assert self.scale is not None
         return self.scale
@@ -107,6 +122,7 @@ class WeightScales:
     def update(self) -> None:
         """Make the scales of all weights: one all-reduce (one for each mesh, if weights are sharded over several)."""
         meshes: dict[Any, list[WeightCast]] = {}
+        self.casts = [cast for cast in self.casts if not cast.is_gone]
         for cast in self.casts:
             meshes.setdefault(_shard_mesh(cast.sharded(), cast.name), []).append(cast)
         for (mesh, dim), casts in meshes.items():
@@ -127,7 +143,7 @@ class WeightScales:
         parts = buffer.split([cast.count for cast in casts])
         for cast, part in zip(casts, parts, strict=True):
             cast.scale = part.view(cast.scale_shape)
-            cast.seen = cast.versions()
+            cast.remember()
 
 
 def _shard_mesh(weight: DTensor, name: str) -> tuple[Any, int]:
