@@ -67,8 +67,8 @@ def compress_gradients(model: nn.Module, format: str = "e4m3", *, error_feedback
 
 def pack(x: Tensor, format: str) -> Tensor:
     """x [parts, n], n a multiple of 128, as bytes [parts, n + n / 32]: FP8 data, then its scales."""
-    payload, scale = quantize_groups(x, format)
-    return torch.cat([payload.view(torch.uint8), scale.view(torch.uint8).view(len(x), -1)], 1)
+    payload, scale = quantize_groups(x.reshape(-1, GROUP), format)
+    return torch.cat([part.view(torch.uint8).view(len(x), -1) for part in (payload, scale)], 1)
 
 
 def unpack(packed: Tensor, format: str) -> Tensor:

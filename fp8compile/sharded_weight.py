@@ -9,6 +9,7 @@ way for such extensions. Views, copies and moves that FSDP2 makes of a weight st
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ STAYS = {
 }  # fmt: skip
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default, aten.matmul.default}
 
-
+_serials = itertools.count()
 CASTS: weakref.WeakValueDictionary[int, WeightCast] = weakref.WeakValueDictionary()  # by `WeightCast.key`
 
 
@@ -59,6 +60,7 @@ class ShardedWeight(Tensor):
 
     def __init__(self, data_: Tensor, cast: WeightCast) -> None:
         self.data_, self.cast = data_, cast
+        self.serial = next(_serials)  # tells it from every other one, also from those whose memory it has taken over
 
     def __tensor_flatten__(self) -> tuple[list[str], int]:
         return ["data_"], self.cast.key  # a number, as torch's caches pickle it

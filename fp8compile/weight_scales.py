@@ -41,11 +41,12 @@ class WeightCast:
         self.scales = scales
         self.format, self.granularity, self.power_of_two = scales.format, scales.granularity, scales.power_of_two
         self.scale: Tensor | None = None  # a part of the buffer that all weights share
-        self.seen: tuple[int, ...] | None = None  # versions, when the scale was made
-        self.seen_in: weakref.ref[ShardedWeight] | None = None  # of which shard
+        self.seen: tuple[int, ...] | None = None  # `versions`, when the scale was made
         self.key = next(_keys)
         CASTS[self.key] = self
-        self.owner: weakref.ref[DTensor] | None = None  # the sharded parameter, which modules lose while it is gathered
+        # The sharded parameter, which its module has not got while it is gathered. Not as a weak reference: torch does
+        # not swap tensors that have one, as Module.to does.
+        self.owner: DTensor | None = None
 
     @property
     def count(self) -> int:
@@ -65,8 +66,7 @@ class WeightCast:
 
     def sharded(self) -> DTensor:
         """The sharded parameter. Raises `ShardingError` where fully_shard has not made one of it."""
-        owner = self.owner() if self.owner is not None else None
-        module = self.module()
+        owner, module = self.owner, self.module()
         current = module._parameters.get(self.parameter) if module is not None else None
         if isinstance(current, DTensor) and isinstance(local_part(current), ShardedWeight):
             owner = current
@@ -75,33 +75,23 @@ class WeightCast:
                 f"{self.name} was prepared by prepare_fsdp, but fully_shard has not sharded it: every prepared weight "
                 "must be in a module that fully_shard was called on; or leave it out with prepare_fsdp(…, skip=…)"
             )
-        self.owner = weakref.ref(owner)
+        self.owner = owner
         return owner
 
     @property
     def is_gone(self) -> bool:
-        """Whether the module was dropped from the model before anybody has sharded it."""
-        return self.module() is None and (self.owner is None or self.owner() is None)
+        """Whether the module is no longer there: it was dropped from the model."""
+        return self.module() is None
 
     def versions(self) -> tuple[int, ...]:
-        """What changes whenever the shard is written to."""
+        """What changes whenever the shard is written to, or exchanged for another one."""
         owner = self.sharded()
         local = local_part(owner)
-        return owner._version, local._version, local.data_._version
-
-    def remember(self) -> None:
-        """The scale is of the shard as it is now."""
-        self.seen, self.seen_in = self.versions(), weakref.ref(local_part(self.sharded()))
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether the shard was written to, or exchanged for another, since then."""
-        shard = self.seen_in() if self.seen_in is not None else None
-        return shard is None or shard is not local_part(self.sharded()) or self.seen != self.versions()
+        return local.serial, owner._version, local._version, local.data_._version
 
     def current_scale(self) -> Tensor:
         """The scale of the whole weight as it is now; the first to ask after a change makes those of all weights."""
-        if self.scale is None or self.scales.stepped or self.has_changed:
+        if self.scale is None or self.scales.stepped or self.seen != self.versions():
             self.scales.update()
         assert self.scale is not None
         return self.scale
@@ -143,7 +133,7 @@ class WeightScales:
         parts = buffer.split([cast.count for cast in casts])
         for cast, part in zip(casts, parts, strict=True):
             cast.scale = part.view(cast.scale_shape)
-            cast.remember()
+            cast.seen = cast.versions()
 
 
 def _shard_mesh(weight: DTensor, name: str) -> tuple[Any, int]:

@@ -190,7 +190,21 @@ def through_files(ours: Model) -> None:
         assert torch.equal(other.state_dict()[name].full_tensor(), x.full_tensor())
 
 
-OTHERS: list[Any] = [bytes_on_the_wire, one_all_reduce, never_stale, not_finite, plain_checkpoints]
+def moved(rank: int) -> None:
+    """Another dtype after some steps, as Module.to gives it."""
+    model = shard(compile_blocks(prepared(make_model())))
+    train_sharded(model, steps=1)
+    model.to(torch.bfloat16)
+    assert len(fsdp.gathered_names(model)) == 6
+    before = model.blocks[0].up.weight._local_tensor.cast.scales.updates
+    model(local_batch(0)[0])
+    cast = model.blocks[0].up.weight._local_tensor.cast
+    assert cast.scales.updates == before + 1
+    assert model.blocks[0].up.weight._local_tensor.data_.dtype == torch.bfloat16
+    assert_current_after_assign(model)
+
+
+OTHERS: list[Any] = [moved, bytes_on_the_wire, one_all_reduce, never_stale, not_finite, plain_checkpoints]
 
 
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.__name__)
