@@ -189,7 +189,7 @@ class CountingReduce(Counting):
         return REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-def counted(model: nn.Module, run: Step, inner: Any) -> tuple[int, int]:
+def counted(model: Any, run: Step, inner: Any) -> tuple[int, int]:
     """Bytes of weights and of gradients that a rank receives in a step."""
     gather, reduce = CountingGather(), CountingReduce(inner)
     for module in model.modules():
@@ -211,7 +211,7 @@ class Training:
         system.before(model, size)
         for block in model.blocks:
             fully_shard(block, mp_policy=POLICY)
-        self.model = fully_shard(model, mp_policy=POLICY)
+        self.model: Any = fully_shard(model, mp_policy=POLICY)
         self.model.to_empty(device=device)
         self._initialise()
         system.after(self.model)
@@ -225,7 +225,7 @@ class Training:
         self.loss = torch.zeros((), device=device)
 
     def _compiled_step(self) -> Any:
-        options = {"executor": "eager"} if self.size.device == "cpu" else {}
+        options: Any = {"executor": "eager"} if self.size.device == "cpu" else {}
         return torch.compile(self.opt.step, backend="fp8", options=options)
 
     @torch.no_grad()
@@ -282,7 +282,7 @@ def measure(system: System, size: Size, device: torch.device) -> Row:
     row.ms, row.peak_gib = figures.tolist()
     row.loss = float(loss) / dist.get_world_size()
     row.tokens_per_second = size.batch * size.length * dist.get_world_size() / row.ms * 1e3
-    inner = fp8compile.gradients.CompressedReduceScatter("e4m3") if "gradients" in system.name else None
+    inner = CompressedReduceScatter("e4m3") if "gradients" in system.name else None
     gathered, reduced = counted(training.model, training.step, inner)
     synchronize(device)
     row.gather_mib, row.reduce_mib = gathered / MIB, reduced / MIB
