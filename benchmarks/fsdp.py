@@ -42,6 +42,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import fp8compile
+from fp8compile.gradients import CompressedReduceScatter
 from llama import Block, LlamaConfig, Rotary
 
 # torch 2.13 has renamed these, and warns at every call
