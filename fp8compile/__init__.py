@@ -19,8 +19,17 @@ if _version > NEWEST:
     )
 
 from fp8compile import delayed  # noqa: E402
-from fp8compile.errors import Fp8Error, Fp8Warning, OptionError, StateError, VerificationError  # noqa: E402
+from fp8compile.errors import (  # noqa: E402
+    Fp8Error,
+    Fp8Warning,
+    OptionError,
+    ShardingError,
+    StateError,
+    VerificationError,
+)
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
+from fp8compile.fsdp import prepare_fsdp  # noqa: E402
+from fp8compile.gradients import compress_gradients  # noqa: E402
 from fp8compile.insight.dry_run import explain  # noqa: E402
 from fp8compile.insight.dumps import dump  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
@@ -55,11 +64,13 @@ __all__ = [
     "Recipe",
     "Role",
     "Saved",
+    "ShardingError",
     "StateError",
     "StateRecipe",
     "Statistics",
     "VerificationError",
     "compiles",
+    "compress_gradients",
     "delayed",
     "dump",
     "example_inputs",
@@ -67,6 +78,7 @@ __all__ = [
     "last_compile",
     "load_graph",
     "plain_state_dict",
+    "prepare_fsdp",
     "prepare_optimizer",
     "watch",
 ]

@@ -22,6 +22,10 @@ class StateError(Fp8Error, ValueError):
     """An optimizer state that is corrupted, belongs to other parameters, or cannot be made."""
 
 
+class ShardingError(Fp8Error, RuntimeError):
+    """Weights or gradients that were to be exchanged in FP8, and cannot be as things are."""
+
+
 class Fp8Warning(UserWarning):
     """Something was left undone, with its reason: nothing converted, a pattern without a match, a fall-back."""
 

@@ -85,7 +85,7 @@ class Options:
         if "states" in given:
             given["states"] = StateRecipe.parse(given["states"])
         if "skip" in given:
-            given["skip"] = _patterns(given["skip"])
+            given["skip"] = patterns(given["skip"])
         if "save" in given:
             given["save"] = _forms(given["save"])
         if "inductor" in given:
@@ -135,11 +135,16 @@ class Options:
 
     def skips(self, path: str) -> str | None:
         """The first pattern of `skip` that names the module `path`, one of its ancestors, or a run of components."""
-        return next((pattern for pattern in self.skip if _names(pattern, path)), None)
+        return matching(self.skip, path)
 
     def saves(self, path: str) -> tuple[str, str]:
         """The first pattern of `save` that names the module `path`, and its form."""
         return next(((pattern, form) for pattern, form in self.save if _names(pattern, path)), ("*", "fp8"))
+
+
+def matching(given: Sequence[str], path: str) -> str | None:
+    """The first of the `given` patterns that names the module `path`, one of its ancestors, or a run of components."""
+    return next((pattern for pattern in given if _names(pattern, path)), None)
 
 
 def _names(pattern: str, path: str) -> bool:
@@ -167,11 +172,12 @@ def _forms(value: str | Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(given.items())
 
 
-def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
+def patterns(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Patterns of module paths, from one or several; raises `OptionError` for what is none."""
     if not isinstance(value, (str, Sequence)):
         raise OptionError(f"option 'skip' takes module path patterns (strings), not {value!r}")
-    patterns = (value,) if isinstance(value, str) else tuple(value)
-    for pattern in patterns:
+    given = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in given:
         if not isinstance(pattern, str) or not pattern:
             raise OptionError(f"option 'skip' takes module path patterns (strings), not {pattern!r}")
-    return patterns
+    return given

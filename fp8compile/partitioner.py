@@ -29,7 +29,7 @@ from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import describe
 from fp8compile.passes.compilation import Compilation, device_of
 from fp8compile.passes.edit_saved import edit_saved
-from fp8compile.passes.plan_saved import Halves, may_be_computed_again, run_again
+from fp8compile.passes.plan_saved import Halves, is_object, may_be_computed_again, run_again
 from fp8compile.passes.save_as_fp8 import save_as_fp8
 from fp8compile.passes.save_budget import plan_within
 from fp8compile.passes.saved_forms import Form, Graph, as_it_is, find_forms
@@ -49,6 +49,7 @@ class Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward, backward) of the joint graph `gm`."""
+        kwargs = with_static_parts(gm, kwargs)
         ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
         backup, forms = copy_graph(gm.graph), {}
         try:
@@ -85,6 +86,28 @@ class Partitioner(CustomPartitionerFn):
         return f"partitioner-{source_digest()}-{self.options!r}"
 
 
+def with_static_parts(gm: fx.GraphModule, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` with the inputs that stay where they are numbered as `gm` has them.
+
+    torch numbers them as the user's function has them, where a tensor subclass is one input; in the graph it is several
+    (the payload and the scale of a weight), and whatever follows would be taken for another input.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    descs = [node.meta.get("desc") for node in inputs]
+    if not any(hasattr(desc, "attr") for desc in descs):
+        return kwargs
+    given = set(kwargs.get("static_lifetime_input_indices") or [])
+    static = [i for i, desc in enumerate(descs) if _outer_index(desc) in given]
+    return {**kwargs, "static_lifetime_input_indices": static}
+
+
+def _outer_index(desc: Any) -> int | None:
+    """Which input of the user's function an input is (a part of); None for what is none of them."""
+    while not hasattr(desc, "idx") and hasattr(desc, "base"):
+        desc = desc.base
+    return getattr(desc, "idx", None)
+
+
 def _partition(
     gm: fx.GraphModule,
     joint_inputs: Sequence[object],
@@ -111,10 +134,13 @@ def _partition(
         warnings.warn(f"fp8: {choice.missed}", Fp8Warning, stacklevel=2)
     saved = choice.saved
     sizes = [n for n in saved if p.is_sym_node(n)]
-    saved = _save(gm, [n for n in saved if n not in sizes], halves, options, record)
-    extra: dict[str, Any] = (
-        {"saved_opaque_nodes": []} if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes") else {}
-    )
+    objects = [n for n in saved if n not in sizes and is_object(n)]
+    saved = _save(gm, [n for n in saved if n not in sizes and n not in objects], halves, options, record)
+    extra: dict[str, Any] = {}
+    if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes"):
+        extra = {"saved_opaque_nodes": objects}
+    else:
+        saved += objects
     forward, backward = p._extract_fwd_bwd_modules(
         gm,
         saved,

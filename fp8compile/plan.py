@@ -12,20 +12,28 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 FP8, BF16 = "fp8", "bf16"
+# what becomes of a weight that arrived in FP8 where a matmul does not take it so: parts of reasons
+READ_ROUNDED = "its weight was gathered in FP8, and is read rounded (prepare_fsdp(…, skip=…) leaves it out)"
+CAST_AGAIN = "its weight was gathered in FP8 and is cast again"
 
 
 @dataclass(frozen=True)
 class Operand:
-    """How an operand is cast: the names of format and granularity, scaling "current" or "delayed(history, margin)"."""
+    """How an operand is cast: the names of format and granularity, scaling "current" or "delayed(history, margin)".
+
+    gathered: it is not cast at all: it arrived as FP8 (`fp8compile.prepare_fsdp`).
+    """
 
     format: str
     granularity: str
     power_of_two: bool = False
     history: int = 0
     margin: int = 0
+    gathered: bool = False
 
     def __str__(self) -> str:
         marks = ("^2" if self.power_of_two else "") + (f" delayed({self.history})" if self.history else "")
+        marks += " gathered" if self.gathered else ""
         return f"{self.format} {self.granularity}{marks}"
 
 

@@ -27,7 +27,7 @@ from fp8compile import edits
 from fp8compile.errors import Fp8Warning
 from fp8compile.insight.text import one_line
 from fp8compile.options import Options
-from fp8compile.plan import Lowered, Matmul, Plan, Saved, lowered_from
+from fp8compile.plan import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Saved, lowered_from
 
 # Left on purpose: a graph of nothing else is no surprise.
 BY_DEFAULT = ("the output head", "recipe ", edits.REASON)
@@ -69,7 +69,9 @@ def reset() -> None:
 def key(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> str:
     """A key for the graph, its inputs' types, and the compiler with its options."""
     types = [
-        f"{x.dtype}{list(x.shape)}{list(x.stride())}{x.device}" if isinstance(x, torch.Tensor) else str(x)
+        f"{x.dtype}{list(x.shape)}{list(x.stride())}{x.device}{getattr(x, 'granularity', '')}"
+        if isinstance(x, torch.Tensor)
+        else str(x)
         for x in inputs
     ]
     text = "\n".join([compiler, str(torch.is_grad_enabled()), gm.code, *types])
@@ -163,6 +165,11 @@ def _warn(plans: list[Plan], options: Options) -> None:
         main = Counter(m.reason for m in candidates).most_common(3)
         listed = "; ".join(f"{count}× {reason}" for reason, count in main)
         _say(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.")
+    for text in (READ_ROUNDED, CAST_AGAIN):
+        found = [m for m in matmuls if text in m.reason]
+        if found:
+            example = f"{found[0].path or 'the model itself'} {found[0].role}: {found[0].reason}"
+            _say(f"fp8: {len(found)} matmuls do not take a weight as it was gathered. {example}.")
     _check_patterns("skip", options.skip, "matmul", {m.path for m in matmuls}, {m.path for m in candidates})
     kept = {row.path for plan in plans for row in plan.saved} | {m.path for m in matmuls}
     forms = [pattern for pattern, _ in options.save if pattern != "*"]

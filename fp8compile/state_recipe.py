@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fp8compile.errors import OptionError, unknown_name
-from fp8compile.state_formats import FLOAT32, StateFormat, parse_state_format
+from fp8compile.state_formats import FLOAT32, GROUP, StateFormat, parse_state_format
 
 PARAMETERS = ("nearest", "stochastic", "split")
 SECOND_MOMENTS = ("sq", "sum", "delta")
@@ -83,6 +84,7 @@ class StateRecipe:
             small = f"small: {elements} elements, fewer than {self.smallest}"
         elif parameter.dim() < 2 and elements < VECTOR:
             small = f"a vector of {elements} elements: a norm's weight or a bias"
+        small = small or _cut_by_shards(parameter)
         if small:
             needs = parameter.dtype in ROUNDED  # FP32 beside a BF16 parameter; and what rides on a state
             return Decision(FLOAT32 if needs else None, f"kept in FP32: {small}")
@@ -92,6 +94,19 @@ class StateRecipe:
     def rounding(self, parameter: Tensor) -> str:
         """How `parameter` is rounded when it is stored."""
         return self.parameters if parameter.dtype == torch.bfloat16 else "nearest"
+
+
+def _cut_by_shards(parameter: Tensor) -> str:
+    """Why shards of `parameter` might cut groups; "" if it has none, or they cannot, however many they are."""
+    if not isinstance(parameter, DTensor):
+        return ""
+    dims = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
+    if any(dims):
+        return f"sharded along dimension {max(dims)}, so that the number of ranks would decide about groups"
+    row = parameter.numel() // max(1, parameter.shape[0])
+    if row % GROUP:
+        return f"rows of {row} elements, no multiple of {GROUP}: the number of ranks would decide about groups"
+    return ""
 
 
 def is_second(name: str) -> bool:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map  # no public name; DTensor and others u
 
 from fp8compile import state_ops
 from fp8compile.errors import StateError
-from fp8compile.state_formats import parse_state_format
+from fp8compile.state_formats import GROUP, parse_state_format
 
 aten = torch.ops.aten
 INNER = ("payload", "side", "counter", "low")
@@ -120,6 +120,19 @@ class FP8State(Tensor):
         inner = [None if (x := getattr(self, name)) is None else function(x) for name in INNER]
         return FP8State(*inner, self.format, self.parameter, self.dtype)  # type: ignore[arg-type]
 
+    def rows(self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> FP8State | None:
+        """Some rows of the state, sharing its memory; None where they are not whole groups."""
+        count = self.shape[0]
+        first, last, _ = slice(start, stop).indices(count)
+        row = self.payload[0].numel() if count else 0
+        if dim != 0 or step != 1 or first * row % GROUP or (last * row % GROUP and last != count):
+            return None
+        groups = slice(first * row // GROUP, -(-last * row // GROUP))
+        side = self.side if not self.side.shape[0] else self.side[groups]
+        low = None if self.low is None else self.low[first:last]
+        payload = self.payload[first:last]
+        return FP8State(payload, side, self.counter, low, self.format, self.parameter, self.dtype)
+
     def check(self) -> None:
         """Raise `StateError` if this cannot be what `store` left."""
         _check(self)
@@ -137,11 +150,15 @@ class FP8State(Tensor):
             return args[0].like(lambda x: aten._to_copy.default(x, device=kwargs.get("device")))
         if func is aten.copy_.default and isinstance(args[0], FP8State):
             return _copy(*args[:2])
+        if func is aten.slice.Tensor and isinstance(args[0], FP8State):
+            rows = args[0].rows(*args[1:])
+            if rows is not None:
+                return rows
         if func.is_view and type(args[0]) is FP8State and type(args[0].payload) is Tensor:
             raise StateError(
                 f"{func} of an 8-bit optimizer state outside of a compiled step: what is written to a view would be "
-                "lost. Read state.dequantize(), compile the step, or take fp8compile.plain_state_dict(opt). A sharded "
-                "checkpoint of 8-bit states loads into equal shards only"
+                "lost. Read state.dequantize(), compile the step, or take fp8compile.plain_state_dict(opt). Only rows "
+                f"that are whole groups of {GROUP} elements can be taken as they are"
             )
         return _through_plain(func, args, kwargs)
 

@@ -3,7 +3,9 @@
 Decides only: it completes the plan's rows. `left` and `right` of a `Role` speak of activation × weight and of
 gradient × other; where the graph has the weight (or the gradient's partner) on the left, the two change places.
 Where a given plan names casts, those are taken. Delayed scaling needs a training graph, because an inference pass must
-not enter the history: there it is current.
+not enter the history: there it is current. A weight that arrives in FP8 (`passes/gathered_weights.py`) has its casts
+already, whatever the recipe says, unless no matmul takes them beside the other operand: then it is cast again, and the
+row says why.
 """
 
 from __future__ import annotations
@@ -11,8 +13,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8compile.passes.compilation import Compilation
-from fp8compile.plan import FP8, Matmul, Operand
+from fp8compile.passes.gathered_weights import gathered, why_not_taken
+from fp8compile.passes.roles import Site
+from fp8compile.plan import CAST_AGAIN, FP8, Matmul, Operand
 from fp8compile.recipe import Cast
+
+TAKEN = ("mm", "addmm")
 
 
 def run(c: Compilation) -> None:
@@ -28,7 +34,23 @@ def _with_casts(row: Matmul, c: Compilation) -> Matmul:
     left, right = _operand(role.left, c.is_training), _operand(role.right, c.is_training)
     if c.sites[row.node].weight_on_left and (edit is None or edit.role is None):
         left, right = right, left  # a plan names the operands as they stand
-    return replace(row, left=left, right=right, fast_accumulation=role.fast_accumulation)
+    row = replace(row, left=left, right=right, fast_accumulation=role.fast_accumulation)
+    return _with_gathered_weight(row, c.sites[row.node])
+
+
+def _with_gathered_weight(row: Matmul, site: Site) -> Matmul:
+    """The row with the casts that its weight arrived with, if it arrived in FP8."""
+    side = "left" if site.weight_on_left else "right"
+    weight = gathered(getattr(site, side)) if row.role in ("output", "grad_input") else None
+    if weight is None:
+        return row
+    partner = row.right if site.weight_on_left else row.left
+    assert partner is not None
+    why = why_not_taken(weight, partner.granularity, partner.format) or ("" if row.kind in TAKEN else "a convolution")
+    if why:
+        return replace(row, reason=f"{row.reason}; {CAST_AGAIN}: {why}")
+    operand = Operand(weight.format, weight.granularity, gathered=True)
+    return replace(row, **{side: operand})
 
 
 def _operand(cast: Cast, is_training: bool) -> Operand:

@@ -21,6 +21,7 @@ import math
 import torch
 from torch import fx
 
+from fp8compile.passes import gathered_weights
 from fp8compile.passes.compilation import (
     VIEWS,
     Compilation,
@@ -35,6 +36,7 @@ from fp8compile.passes.replace import replace_value
 
 def run(c: Compilation) -> None:
     """Bring the graph into the form above."""
+    gathered_weights.normalize(c)
     _merge_equal_views(c)
     for node in list(c.graph.nodes):
         if node.target is aten.baddbmm.default and not node.kwargs:

@@ -11,6 +11,7 @@ Before                               After
 Sound because a block matrix multiplies block by block, and the sum of products is the product over the concatenated
 contraction (with one rounding instead of several). No concatenation is materialised: `quantize_matmuls` casts the
 parts into one buffer. Only FP8 matmuls with equal casts are merged; the sums may hold other terms, which stay.
+Weights that arrived in FP8 are not merged: they have scales of their own, and a concatenation would be a copy.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def _groups(c: Compilation) -> list[list[Site]]:
     for row in c.plan.converted:
         site = c.sites[row.node]
         if row.role != "output" or site.weight_on_left or site.kind not in ("mm", "addmm") or _wide_bias(site):
+            continue
+        if row.right is not None and row.right.gathered:  # each has its own scale, and is not to be copied
             continue
         region = (site.node.meta.get("recompute"), site.node.meta.get("ac_graph_id"))
         key = (site.left, row.left, row.right, row.fast_accumulation, row.dtype, region)

@@ -148,6 +148,8 @@ def may_be_computed_again(node: fx.Node, is_recomputable: Callable[[fx.Node], bo
 
 def _price(node: fx.Node, halves: Halves) -> float:
     """What it costs to save the value of `node`; infinite for what cannot be."""
+    if node.op == "placeholder" and is_object(node):
+        return 0.0
     if node.meta.get("recompute") in RECOMPUTED or not isinstance(
         node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     ):
@@ -155,6 +157,11 @@ def _price(node: fx.Node, halves: Halves) -> float:
     if node in halves.static:
         return 0.0
     return max(1.0, _bytes_kept(node, halves))
+
+
+def is_object(node: fx.Node) -> bool:
+    """Whether `node` is neither a tensor nor a number: the mesh of a distributed tensor."""
+    return not isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
 
 
 def _bytes_kept(node: fx.Node, halves: Halves) -> float:

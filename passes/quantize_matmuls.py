@@ -8,7 +8,7 @@ After       %ax = fp8.amax(%x, row)         %sx = fp8.scale(%ax, e4m3)     %qx =
 Each operand is cast into the layout in which the contracted dimension is contiguous: from the tensor that the graph
 has, or transposed on the way. A concatenation is cast part by part into one buffer. A contracted dimension that is no
 multiple of 16 is filled up with zeros, which add nothing to the sum; so is the last dimension of the result, which is
-then cut off.
+then cut off. A weight that arrived in FP8 is taken as it is (`passes/gathered_weights.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fp8compile.passes.compilation import (
     sort_topologically,
     value,
 )
+from fp8compile.passes.gathered_weights import Gathered, gathered
 from fp8compile.passes.replace import replace_value
 from fp8compile.passes.roles import Site
 from fp8compile.plan import Matmul, Operand
@@ -118,8 +119,23 @@ def _operand(
     source, transpose = node, not contracted_last
     if isinstance(owner := (node.args[0] if node.args else None), fx.Node) and is_transpose_of(node, owner):
         source, transpose = owner, not transpose
+    weight = gathered(source)
+    if operand.gathered and weight is not None:
+        return _gathered(c, weight, transpose, like)
     cast = _Cast(c, operand, key, like)
     return cast.make(source, Layout(transpose, rows, cols))
+
+
+def _gathered(c: Compilation, weight: Gathered, transpose: bool, like: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(data, scale) of a weight that arrived in FP8, contiguous along the contracted dimension."""
+    data, scale = weight.payload, weight.scale
+    if not transpose:
+        return data, scale
+    turned = [
+        c.emit(aten.clone.default, c.emit(aten.permute.default, x, [1, 0], like=like), like=like, contiguous=True)
+        for x in ([data, scale] if value(scale).dim() == 2 else [data])
+    ]
+    return turned[0], turned[-1] if len(turned) == 2 else scale
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from fp8compile import edits
 from fp8compile.errors import OptionError
 from fp8compile.formats import ALIGNMENT, round_up
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, is_tangent, value
+from fp8compile.passes.gathered_weights import gathered
 from fp8compile.passes.roles import Site, find_sites
-from fp8compile.plan import BF16, FP8, Matmul
+from fp8compile.plan import BF16, FP8, READ_ROUNDED, Matmul
 from fp8compile.recipe import Role
 
 HEADS = re.compile(
@@ -119,9 +120,18 @@ def _decide(candidate: Candidate, c: Compilation) -> Matmul:
     for rule in RULES:
         reason = rule(candidate, c)
         if reason:
+            if _is_gathered(candidate.site):
+                reason = f"{reason}; {READ_ROUNDED}"
             return replace(candidate.row, decision=BF16, reason=reason)
     why = "every matmul that can run" if c.options.select == "all" else "faster by the cost model"
+    if _is_gathered(candidate.site):
+        why = "its weight is gathered in FP8"
     return replace(candidate.row, decision=FP8, reason=why)
+
+
+def _is_gathered(site: Site) -> bool:
+    """Whether this matmul reads a weight that arrived in FP8."""
+    return site.role in ("output", "grad_input") and any(gathered(x) is not None for x in (site.left, site.right))
 
 
 def _has_weight(x: Candidate, c: Compilation) -> str:
@@ -169,7 +179,7 @@ def _has_work(x: Candidate, c: Compilation) -> str:
 
 
 def _pays(x: Candidate, c: Compilation) -> str:
-    if c.options.select == "all":
+    if c.options.select == "all" or _is_gathered(x.site):
         return ""
     bf16, fp8 = _milliseconds(x, c)
     if fp8 < bf16:

@@ -3,10 +3,11 @@
 - the graph is well-formed, and its outputs have the shapes and dtypes that they had before the first pass
 - every node carries its value, and its arguments hold symbolic sizes as nodes, never raw; a marker's value is what the
   operator says of its arguments
-- FP8 data comes from fp8.quantize (or views and concatenations of such data); it is contiguous along the contracted
-  dimension where a matmul reads it, and its contracted dimension is a multiple of 16
+- FP8 data comes from fp8.quantize (or views and concatenations of such data), or from outside; it is contiguous along
+  the contracted dimension where a matmul reads it, and its contracted dimension is a multiple of 16
 - FP8 data is read only by fp8.scaled_mm and fp8.dequantize (or passes through views, concatenations, graph outputs)
-- data meets the scale it was made with, in the granularity it was made in, and the scale has the shape of that
+- data meets the scale it was made with, or arrived with, in the granularity it was made in, and the scale has the shape
+  of that
 
 A broken rule is our bug: `VerificationError` names the pass, the node and the rule.
 """
@@ -141,6 +142,8 @@ def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:
             return f"%{data.name} was cast by {made.args[3]} and is read as {granularity}"
         if made.args[1] is not scale and made.args[1] not in scale.all_input_nodes:
             return f"%{data.name} was made with %{made.args[1]} and is read with %{scale.name}"
+    if _arrived_with(data) != _arrived_with(scale):
+        return f"%{data.name} did not arrive with %{scale.name}"
     wanted = parse_granularity(granularity).scale_shape(v.shape)
     if not same_sizes(value(scale).shape, wanted):
         return f"%{scale.name} has shape {list(value(scale).shape)}, {granularity} of {list(v.shape)} needs {wanted}"
@@ -152,6 +155,13 @@ def _quantizes(data: fx.Node) -> list[fx.Node]:
     if data.target is ops.quantize:
         return [data]
     return [q for i in data.all_input_nodes for q in _quantizes(i)] if data.target in TRANSPARENT else []
+
+
+def _arrived_with(node: fx.Node) -> object:
+    """The input of the user's function that an input of the graph is a part of, seen through views and copies."""
+    while node.target in TRANSPARENT and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return getattr(node.meta.get("desc"), "base", None) if node.op == "placeholder" else None
 
 
 def _describe(val: Any) -> str:

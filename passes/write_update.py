@@ -35,7 +35,7 @@ class Written:
 
 def write_update(update: ParameterUpdate) -> Written:
     """The spec of `update`; raises `UpdateSkipError` with the reason if it has none."""
-    shapes = {tuple(value(t.written).shape) for t in update.targets}
+    shapes = {tuple(map(str, value(t.written).shape)) for t in update.targets}  # sizes may be symbolic
     if len(shapes) != 1:
         raise UpdateSkipError(f"its tensors have different shapes: {sorted(shapes)}")
     writer = _SpecWriter(update)

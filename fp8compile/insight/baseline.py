@@ -12,7 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition  #
 from fp8compile.insight.dumps import Dump
 from fp8compile.insight.memory import timeline
 from fp8compile.options import Options
-from fp8compile.partitioner import Partitioner
+from fp8compile.partitioner import Partitioner, with_static_parts
 from fp8compile.plans import Record
 
 
@@ -29,11 +29,12 @@ class DumpingPartitioner(Partitioner):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward, backward) of `gm`, as `Partitioner` makes them."""
+        known = with_static_parts(gm, kwargs)
         placeholders = [n.name for n in gm.graph.find_nodes(op="placeholder")]
-        static = {placeholders[i] for i in kwargs.get("static_lifetime_input_indices") or []}
+        static = {placeholders[i] for i in known.get("static_lifetime_input_indices") or []}
         if self.before is not None:
             try:
-                halves = min_cut_rematerialization_partition(self.before, joint_inputs, **kwargs)
+                halves = min_cut_rematerialization_partition(self.before, joint_inputs, **known)
                 self._keep("bf16", halves, static)
             except Exception as error:  # a comparison must not cost the compilation
                 logging.getLogger("fp8compile").info("no BF16 baseline in the dump: %s", error)

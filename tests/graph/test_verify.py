@@ -348,3 +348,25 @@ def test_the_pipeline_verifies_after_every_pass_unless_told_not_to(monkeypatch, 
         return
     with pytest.raises(Exception, match=r"after a_bad_pass: %\w+: has value torch.float8_e4m3fn"):
         compiled(torch.randn(16, 32))
+
+
+class Part:
+    """The descriptor of an input that is a part of another one, as AOTAutograd describes those."""
+
+    def __init__(self, base: object):
+        self.base = base
+
+
+def test_a_weight_that_arrived_meets_the_scale_it_arrived_with():
+    def call(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        sx = ops.scale(ops.amax(x, "row"), "e4m3")
+        turned = data.permute([1, 0]).clone(memory_format=torch.contiguous_format)
+        return ops.scaled_mm(ops.quantize(x, sx, "e4m3", "row"), sx, "row", turned, scale, "tensor", None, BF16)
+
+    inputs = torch.randn(32, 64), torch.randn(64, 48).to(torch.float8_e4m3fn), torch.tensor(0.5), torch.tensor(2.0)
+    graph = make_fx(call, tracing_mode="fake")(*inputs).graph
+    _, data, scale, other = graph.find_nodes(op="placeholder")
+    data.meta["desc"], scale.meta["desc"], other.meta["desc"] = Part("w"), Part("w"), Part("v")
+    verify(graph, "some_pass")
+    find(graph, ops.scaled_mm).update_arg(4, other)
+    refused(graph, "did not arrive with")

@@ -1,0 +1,219 @@
+"""FP8 all-gather: what a compiled block multiplies with is what the shards were cast to, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import Ranks
+from sharding import (
+    Model,
+    Run,
+    assert_close,
+    backend,
+    compile_blocks,
+    in_fp8,
+    make_model,
+    shard,
+    train_alone,
+    train_sharded,
+)
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import fp8compile
+from fp8compile import fsdp
+from fp8compile.passes import merge_matmuls
+
+# Powers of two as scales make a payload exact in BF16, so that casting it once more (the reference has plain weights)
+# changes nothing; and the reference does not merge matmuls either, as merged ones share the scale of their gradients.
+EXACT = {"output": {"right": {"power_of_two": True}}, "grad_input": {"right": {"power_of_two": True}}}
+LOSS, GRADIENT = 1e-4, 2**-7
+
+
+def exact(base: str = "mixed") -> dict[str, Any]:
+    return {"base": base, **EXACT}
+
+
+def prepared(model: Model, granularity: str = "tensor", **how: Any) -> Model:
+    fp8compile.prepare_fsdp(model, granularity, power_of_two=True, **how)
+    return model
+
+
+def alone(model: Model, prepare: Any = None, base: str = "mixed", **how: Any) -> Run:
+    """The reference: one process, plain weights that are rounded beforehand, matmuls as they are written."""
+    with mock.patch.object(merge_matmuls, "_groups", return_value=[]):
+        return train_alone(
+            model, prepare or (lambda m: compile_blocks(m, recipe=exact(base))), **{"rounded": in_fp8(), **how}
+        )  # fmt: skip
+
+
+def reference(**sizes: Any) -> Run:
+    return alone(make_model(**sizes))
+
+
+def assert_direct(gathered: int) -> None:
+    """Every matmul is in FP8, and so many take a payload as it arrived."""
+    plan = fp8compile.last_compile()
+    assert all(m.decision == "fp8" for m in plan.matmuls)
+    taken = [m for m in plan.matmuls if m.right is not None and m.right.gathered]
+    assert len(taken) == gathered, str(plan)
+    assert all("cast again" not in m.reason for m in plan.matmuls)
+    assert not [row for row in plan.saved if row.dtype.startswith("float8")], "a payload counts as an activation"
+
+
+def by_blocks(rank: int) -> None:
+    run = train_sharded(shard(compile_blocks(prepared(make_model()))))
+    assert_direct(6)  # three linears, each read by output and grad_input
+    assert_close(run, reference(), LOSS, GRADIENT)
+
+
+def whole(rank: int) -> None:
+    model = shard(prepared(make_model()))
+    run = train_sharded(model, call=torch.compile(model, backend=backend()))
+    assert_close(run, alone(make_model(), lambda m: torch.compile(m, backend=backend(recipe=exact()))), LOSS, GRADIENT)
+
+
+def kept_unsharded(rank: int) -> None:
+    run = train_sharded(shard(compile_blocks(prepared(make_model())), reshard_after_forward=False))
+    assert_close(run, reference(), LOSS, GRADIENT)
+
+
+def uneven(rank: int) -> None:
+    """112 and 48 rows divide by two, 208 do not into blocks of 16: shards of 104; and 16 × 3 rows over two ranks."""
+    sizes = {"dim": 48, "hidden": 208}
+    run = train_sharded(shard(compile_blocks(prepared(make_model(**sizes)))))
+    assert_close(run, reference(**sizes), LOSS, GRADIENT)
+
+
+def rows_for_one_rank(rank: int) -> None:
+    """An odd number of rows, with padding on the last rank: by hand, as linears have multiples of 16."""
+    torch.manual_seed(3)
+    linear = nn.Linear(16, 16, bias=False)
+    expected = in_fp8()("blocks.", linear.weight.detach()[:, :])
+    fp8compile.prepare_fsdp(linear, power_of_two=True)
+    mesh = init_device_mesh("cpu", (2,))
+    weight = linear.weight
+    rows = (9, 7)  # as if 16 rows were 9 and 7
+    first = 9 * rank
+    local = weight.data_[first : first + rows[rank]].clone()
+    linear.weight = nn.Parameter(
+        DTensor.from_local(
+            fsdp.ShardedWeight(local, weight.cast),
+            mesh,
+            [torch.distributed.tensor.Shard(0)],
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+    )
+
+    class Mesh:
+        def size(self) -> int:
+            return 2
+
+        def get_local_rank(self) -> int:
+            return rank
+
+    (payload,), (scale, _, _) = linear.weight._local_tensor.fsdp_pre_all_gather(Mesh(), (17, 16), (16, 1), None, None)
+    assert payload.shape == (9, 16)
+    assert torch.equal(payload.float()[: rows[rank]] * scale, expected[first : first + rows[rank]])
+    assert not payload.float()[rows[rank] :].any()
+
+
+def by_128_blocks(rank: int) -> None:
+    """Shards of 104 rows cut blocks of 128, and every block has another magnitude."""
+
+    def uneven_model() -> Model:
+        model = make_model(dim=128, hidden=208)
+        with torch.no_grad():
+            for block in model.blocks:
+                block.gate.weight[128:] *= 16
+                block.up.weight[:128] *= 1 / 16
+                block.down.weight[:, 128:] *= 8
+        return model
+
+    model = shard(compile_blocks(prepared(uneven_model(), "block(128)"), recipe="blockwise"))
+    run = train_sharded(model)
+    assert_direct(6)
+    assert_close(run, alone(uneven_model(), base="blockwise", rounded=in_fp8(128)), LOSS, GRADIENT)
+
+
+def checkpointed(rank: int) -> None:
+    def wrapped(model: Model) -> Model:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
+        return model
+
+    run = train_sharded(shard(compile_blocks(wrapped(prepared(make_model())))))
+    run.gradients = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in run.gradients.items()}
+    assert_close(run, alone(make_model(), lambda m: compile_blocks(wrapped(m), recipe=exact())), LOSS, GRADIENT)
+
+
+def frozen(rank: int) -> None:
+    def with_frozen(model: Model) -> Model:
+        for block in model.blocks:
+            block.up.requires_grad_(False)
+        return model
+
+    run = train_sharded(shard(compile_blocks(prepared(with_frozen(make_model())))))
+    assert_close(run, alone(with_frozen(make_model())), LOSS, GRADIENT)
+
+
+def tied(rank: int) -> None:
+    """The head is an embedding table: it is gathered as ever."""
+    model = prepared(make_model(tied=True), lm_head=True)
+    assert "embedding.weight" not in fsdp.gathered_names(model)
+    model = shard(compile_blocks(model))
+    assert_close(train_sharded(model), reference(tied=True), LOSS, GRADIENT)
+
+
+def from_meta(rank: int) -> None:
+    source = make_model()
+    with torch.device("meta"):
+        model = Model()
+    model = shard(compile_blocks(prepared(model)))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), source.parameters(), strict=True):
+            p._local_tensor.copy_(q.chunk(2)[rank])
+    assert len(fsdp.gathered_names(model)) == 6
+    assert_close(train_sharded(model), reference(), LOSS, GRADIENT)
+
+
+def offloaded(rank: int) -> None:
+    model = compile_blocks(prepared(make_model()))
+    run = train_sharded(shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    assert_close(run, reference(), LOSS, GRADIENT)
+
+
+def in_bf16(rank: int) -> None:
+    """BF16 parameters without a policy."""
+    model = shard(compile_blocks(prepared(make_model().to(torch.bfloat16))), MixedPrecisionPolicy())
+    run = train_sharded(model, steps=1)
+    rounded = alone(make_model(), steps=1, rounded=lambda name, p: in_fp8()(name, p.bfloat16().float()))
+    assert_close(run, rounded, 1e-4, 2**-7)  # gradients are averaged in BF16
+
+
+def hybrid(rank: int) -> None:
+    """A replicated and a sharded dimension of the mesh, either of them with one rank only."""
+    for shape in ((1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        run = train_sharded(shard(compile_blocks(prepared(make_model())), mesh=mesh))
+        assert_close(run, reference(), LOSS, GRADIENT)
+
+
+CASES: list[Any] = [
+    by_blocks, whole, kept_unsharded, uneven, rows_for_one_rank, by_128_blocks, checkpointed, frozen, tied, from_meta,
+    offloaded, in_bf16, hybrid,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_as_one_process_with_rounded_weights(ranks: Ranks, case: Any) -> None:
+    ranks.run(case)

@@ -1,0 +1,183 @@
+"""FSDP2 around compiled blocks: losses and gradients are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from sharding import (
+    Model,
+    assert_close,
+    backend,
+    batch,
+    compile_blocks,
+    local_batch,
+    loss_of,
+    make_model,
+    shard,
+    train,
+    train_alone,
+    train_sharded,
+)
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8compile
+
+# Gradients of a rank are rounded to BF16 (2⁻⁹) before they are averaged in FP32, on both sides alike; what is left is
+# the order of additions in FP32, which may flip a rounding of the next step.
+LOSS, GRADIENT = 1e-4, 2**-8
+FULL = MixedPrecisionPolicy()
+
+
+def by_blocks(rank: int) -> None:
+    run = train_sharded(shard(compile_blocks(make_model())))
+    assert_close(run, train_alone(make_model(), compile_blocks), LOSS, GRADIENT)
+    plan = fp8compile.last_compile()
+    assert plan is not None
+    assert all(m.decision == "fp8" for m in plan.matmuls)
+
+
+def whole(rank: int) -> None:
+    model = shard(make_model())
+    run = train_sharded(model, call=torch.compile(model, backend=backend()))
+    reference = train_alone(make_model(), lambda m: torch.compile(m, backend=backend()))
+    assert_close(run, reference, LOSS, GRADIENT)
+
+
+def in_fp32(rank: int) -> None:
+    run = train_sharded(shard(compile_blocks(make_model()), FULL))
+    assert_close(run, train_alone(make_model(), compile_blocks, torch.float32), 1e-5, 1e-4)
+
+
+def kept_unsharded(rank: int) -> None:
+    run = train_sharded(shard(compile_blocks(make_model()), reshard_after_forward=False))
+    assert_close(run, train_alone(make_model(), compile_blocks), LOSS, GRADIENT)
+
+
+def accumulated(rank: int) -> None:
+    """Two batches before gradients are reduced: of the sum."""
+    model = shard(compile_blocks(make_model()), MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+    def step(i: int) -> Tensor:
+        total = torch.zeros(())
+        for half in range(2):
+            model.set_requires_gradient_sync(half == 1)
+            tokens, targets = local_batch(2 * i + half)
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    run = train(model, step, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+
+    alone = compile_blocks(make_model().to(torch.bfloat16))
+    master = make_model()
+
+    def reference_step(i: int) -> Tensor:
+        total = torch.zeros(())
+        with torch.no_grad():
+            for p, w in zip(master.parameters(), alone.parameters(), strict=True):
+                w.copy_(p)
+        for half in range(2):
+            tokens, targets = batch(2 * i + half)
+            for t, y in zip(tokens.chunk(2), targets.chunk(2), strict=True):
+                loss = loss_of(alone(t), y)
+                loss.backward()
+                total += loss.detach() / 2
+                for p, w in zip(master.parameters(), alone.parameters(), strict=True):
+                    assert w.grad is not None
+                    p.grad = w.grad.float() / 2 + (0 if p.grad is None else p.grad)
+                    w.grad = None
+        return total
+
+    reference = train(master, reference_step, torch.optim.SGD(master.parameters(), lr=0.1), 2)
+    assert_close(run, reference, LOSS, GRADIENT)
+
+
+def checkpointed(rank: int) -> None:
+    """Activation checkpointing around each block, inside what is compiled, as torchtitan does it."""
+
+    def prepared(model: Model) -> Model:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
+        return compile_blocks(model)
+
+    run = train_sharded(shard(prepared(make_model())))
+    reference = train_alone(make_model(), prepared)
+    run.gradients = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in run.gradients.items()}
+    assert_close(run, reference, LOSS, GRADIENT)
+
+
+def from_meta(rank: int) -> None:
+    """Made on the meta device, sharded, and only then given memory and values."""
+    source = make_model()
+    with torch.device("meta"):
+        model = Model()
+    model = shard(compile_blocks(model))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for (name, p), q in zip(model.named_parameters(), source.parameters(), strict=True):
+            assert isinstance(p, DTensor), name
+            local = q.chunk(2)[rank]
+            p.to_local().copy_(local)
+    assert_close(train_sharded(model), train_alone(make_model(), compile_blocks), LOSS, GRADIENT)
+
+
+def uneven(rank: int) -> None:
+    """Rows that two ranks cannot share alike, and one row that only the first has; K that needs padding."""
+    run = train_sharded(shard(compile_blocks(make_model(dim=33, hidden=41))))
+    assert_close(run, train_alone(make_model(dim=33, hidden=41), compile_blocks), LOSS, GRADIENT)
+
+
+def tied(rank: int) -> None:
+    model = shard(make_model(tied=True))
+    run = train_sharded(model, call=torch.compile(model, backend=backend()))
+    reference = train_alone(make_model(tied=True), lambda m: torch.compile(m, backend=backend()))
+    assert_close(run, reference, LOSS, GRADIENT)
+
+
+def frozen(rank: int) -> None:
+    def with_frozen(model: Model) -> Model:
+        for block in model.blocks:
+            block.up.requires_grad_(False)
+            block.norm.requires_grad_(False)
+        return model
+
+    model = shard(compile_blocks(with_frozen(make_model())))
+    run = train_sharded(model)
+    assert "blocks.0.up.weight" not in run.gradients
+    assert_close(run, train_alone(with_frozen(make_model()), compile_blocks), LOSS, GRADIENT)
+
+
+def offloaded(rank: int) -> None:
+    run = train_sharded(shard(compile_blocks(make_model()), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    assert_close(run, train_alone(make_model(), compile_blocks), LOSS, GRADIENT)
+
+
+def replicated(rank: int) -> None:
+    """DistributedDataParallel: around compiled blocks, and compiled itself; FP32 parameters."""
+    for compiled in (False, True):
+        ddp = DistributedDataParallel(make_model() if compiled else compile_blocks(make_model()))
+        run = train_sharded(ddp, call=torch.compile(ddp, backend=backend()) if compiled else None)
+        run.gradients = {name.removeprefix("module."): g for name, g in run.gradients.items()}
+        reference = train_alone(
+            make_model(), (lambda m: torch.compile(m, backend=backend())) if compiled else compile_blocks, torch.float32
+        )
+        assert_close(run, reference, 1e-5, 1e-4)
+
+
+CASES: list[Any] = [
+    by_blocks, whole, in_fp32, kept_unsharded, accumulated, checkpointed, from_meta, uneven, tied, frozen, offloaded,
+    replicated,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_as_one_process(ranks: Ranks, case: Any) -> None:
+    ranks.run(case)

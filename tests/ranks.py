@@ -1,0 +1,96 @@
+"""Processes that tests of several GPUs run on: two of them, on CPUs over gloo, or with a GPU each over NCCL.
+
+They are started once for a test file and wait for functions: importing torch takes longer than most tests.
+
+    def worker(rank): …; return value                     # at the top of the test file
+    def test_it(ranks): first, second = ranks.run(worker)
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SECONDS = 240  # for one function; a process that waits for another one longer than that never gets it
+
+
+class Ranks:
+    """`world` processes with a process group ("gloo", or "nccl" with a GPU each), which all run what they are given."""
+
+    def __init__(self, world: int = 2, backend: str = "gloo"):
+        self.world = world
+        self.folder = tempfile.TemporaryDirectory(prefix="fp8compile-ranks-")
+        context = mp.get_context("spawn")
+        self.tasks = [context.SimpleQueue() for _ in range(world)]
+        self.results = context.Queue()
+        self.processes = [
+            context.Process(
+                target=_serve, args=(i, world, backend, self.folder.name, self.tasks[i], self.results), daemon=True
+            )
+            for i in range(world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `function(rank, *args)` returns on each rank. Raises what a rank raised, as text."""
+        for task in self.tasks:
+            task.put((function, args))
+        found, failures = {}, []
+        for _ in range(self.world):
+            rank, failure, result = self._next()
+            found[rank] = result
+            failures += [f"rank {rank} failed:\n{failure}"] if failure else []
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [found[rank] for rank in range(self.world)]
+
+    def _next(self) -> Any:
+        """The next result; raises when a process has died instead, or none comes."""
+        for _ in range(SECONDS):
+            try:
+                return self.results.get(timeout=1)
+            except queue.Empty:
+                dead = [(i, p.exitcode) for i, p in enumerate(self.processes) if not p.is_alive()]
+                if dead:
+                    raise AssertionError(f"processes have died, as (rank, exit code): {dead}") from None
+        raise AssertionError(f"no result after {SECONDS} s")
+
+    def close(self) -> None:
+        """End the processes."""
+        for task in self.tasks:
+            task.put(None)
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+        self.folder.cleanup()
+
+
+def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+    )  # fmt: skip
+    while (task := tasks.get()) is not None:
+        function, args = task
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        try:
+            results.put((rank, "", function(rank, *args)))
+        except BaseException:
+            results.put((rank, traceback.format_exc(), None))
+    dist.destroy_process_group()
