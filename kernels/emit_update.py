@@ -95,9 +95,7 @@ class _Emitter:
         return [
             _function(f"load({given})", loads),
             _function(f"finish({', '.join(self.raw)}, numbers, {given})", finish),
-            _function(
-                f"{name}(table, sizes, blocks, scalars, TENSORS: tl.constexpr, NUMBERS: tl.constexpr)", self._kernel()
-            ),
+            _function(f"{name}({arguments})", self._kernel()),
         ]
 
     def _kernel(self) -> list[str]:

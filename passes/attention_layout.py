@@ -34,7 +34,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _profits(node: fx.Node, out: fx.Node) -> bool:
-    """Whether the output follows the queries' layout, heads first, is read tokens first, and a kernel makes the queries."""
+    """Whether a kernel makes the queries, and the output has their layout, heads first, and is read tokens first."""
     q = node.args[0]
     if not isinstance(q, fx.Node) or q.target in VIEWS or q.op != "call_function" or value(out).dim() != 4:
         return False

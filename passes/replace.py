@@ -93,7 +93,7 @@ def copied(c: Compilation, source: fx.Node, strides: Any, before: fx.Node) -> fx
     A contiguous one where they are unknown or symbolic.
     """
     known = strides is not None and all(isinstance(s, int) for s in strides)
-    order = sorted(range(len(strides)), key=lambda d: -strides[d]) if known else []
+    order = sorted(range(len(strides)), key=lambda d: -strides[d]) if strides is not None and known else []
     if order == sorted(order):
         return c.emit(aten.clone.default, source, like=source, before=before, contiguous=True)
     moved = c.emit(aten.permute.default, source, order, like=source, before=before)
