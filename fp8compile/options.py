@@ -14,6 +14,7 @@ from fp8compile import environment
 from fp8compile.edits import Edits
 from fp8compile.edits import load as load_plan
 from fp8compile.errors import OptionError, unknown_name
+from fp8compile.levels import with_level
 from fp8compile.recipe import RECIPES, Recipe
 from fp8compile.state_recipe import StateRecipe
 
@@ -22,6 +23,7 @@ KERNELS = ("generated", "inductor")
 SAVED_FORMS = ("fp8", "fp8_with_qk", "bf16")
 KEEP_ALL = (("*", "bf16"),)  # option `save`: nothing is rounded
 SELECTIONS = ("profitable", "all")
+OPERATIONS = ("linear", "batched", "convolution")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
 
 
@@ -29,8 +31,10 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 class Options:
     """All options of the backend.
 
+    level: "O1", "O2" or "O3": options under a name (`fp8compile/levels.py`); what is given beside it wins.
     recipe: a recipe's name, a `Recipe`, or {"base": name, role: {…}} (`Recipe.parse`).
     select: "profitable" converts the matmuls that FP8 makes faster by the cost model; "all" converts whatever can run.
+    operations: which matmuls may become FP8: "linear" (mm, addmm), "batched" (bmm), "convolution".
     skip: patterns of module paths whose matmuls stay BF16: a path, a run of its components, or a glob over them.
     lm_head: convert the output head as well.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
@@ -52,8 +56,10 @@ class Options:
     dump: a folder for graphs, plan, kernels and Inductor's code (`fp8compile/insight/dumps.py`).
     """
 
+    level: str | None = None
     recipe: Recipe = field(default_factory=lambda: RECIPES["mixed"])
     select: str = "profitable"
+    operations: tuple[str, ...] = OPERATIONS
     skip: tuple[str, ...] = ()
     lm_head: bool = False
     executor: str = "inductor"
@@ -78,6 +84,7 @@ class Options:
         for name in given:
             if name not in names:
                 raise unknown_name("option", name, names)
+        given = with_level(given)
         if mode is not None:
             given["mode"] = mode
         if "recipe" in given:
@@ -86,6 +93,8 @@ class Options:
             given["states"] = StateRecipe.parse(given["states"])
         if "skip" in given:
             given["skip"] = _patterns(given["skip"])
+        if "operations" in given:
+            given["operations"] = _operations(given["operations"])
         if "save" in given:
             given["save"] = _forms(given["save"])
         if "inductor" in given:
@@ -165,6 +174,16 @@ def _forms(value: str | Mapping[str, str]) -> tuple[tuple[str, str], ...]:
         if not isinstance(pattern, str) or not pattern:
             raise OptionError(f"option 'save' maps module path patterns (strings), not {pattern!r}")
     return tuple(given.items())
+
+
+def _operations(value: str | Sequence[str]) -> tuple[str, ...]:
+    named = (value,) if isinstance(value, str) else value
+    if not isinstance(named, Sequence) or not named:
+        raise OptionError(f"option 'operations' takes some of {', '.join(OPERATIONS)}, not {value!r}")
+    for name in named:
+        if name not in OPERATIONS:
+            raise unknown_name("operation", name, OPERATIONS)
+    return tuple(name for name in OPERATIONS if name in named)
 
 
 def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:

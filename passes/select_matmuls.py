@@ -33,6 +33,7 @@ HEADS = re.compile(
     r"(^|\.)(lm_head|head|heads|output|output_layer|output_projection|classifier|score|scores|embed_out|proj_out"
     r"|to_logits|logits|cls|unembed|vocab_proj|generator|qa_outputs|(predictions|lm_head)\.decoder)$"
 )
+OPERATIONS = {"bmm": "batched", "convolution": "convolution"}  # kind -> its name in option `operations`
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -132,6 +133,12 @@ def _in_recipe(x: Candidate, c: Compilation) -> str:
     return "" if x.role is not None else f"recipe {c.options.recipe.name!r} keeps {x.site.role} in BF16"
 
 
+def _is_listed(x: Candidate, c: Compilation) -> str:
+    operation = OPERATIONS.get(x.site.kind, "linear")
+    listed = ", ".join(c.options.operations)
+    return "" if operation in c.options.operations else f"operations={listed}: this one is {operation}"
+
+
 def _has_dtype(x: Candidate, c: Compilation) -> str:
     dtype = _dtype(x.site)
     if dtype not in FLOATS:
@@ -212,6 +219,7 @@ def _hint(size: Any) -> int:
 RULES: tuple[Callable[[Candidate, Compilation], str], ...] = (
     _has_weight,
     _in_recipe,
+    _is_listed,
     _has_dtype,
     _is_not_skipped,
     _is_not_head,
