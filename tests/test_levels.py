@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,8 +162,14 @@ def test_autocast_inside_and_outside(level, dtype, where):
     name = str(dtype).removeprefix("torch.")
     # torch traces backward under the autocast that surrounds the call (`backward_pass_autocast`), whatever is inside
     assert {m.dtype for m in plan.converted if where != "both" or m.role == "output"} == {name}
-    # 4 linear matmuls and their gradients; from O2 on the batched one and the convolution, without grad_input
-    assert len(plan.converted) == (6 if level == "O1" else 6 + 3 + 2)
+    # two linear layers with their gradients; from O2 on the batched matmul and the convolution, without grad_input
+    wanted = {"output": 2, "grad_input": 2, "grad_weight": 2} if level == "O1" else {
+        "output": 4, "grad_input": 3, "grad_weight": 4}  # fmt: skip
+    found_roles = Counter(m.role for m in plan.converted)
+    if (where, dtype) == ("both", torch.float16):  # weight gradients then read a BF16 copy of an FP16 activation
+        assert found_roles["output"] == wanted["output"]
+    else:
+        assert found_roles == wanted
     for parameter, gradient in exact.items():
         # E4M3 has a rounding error of about 2^-5 / √3 of a value, 31 dB; the sum of a few such errors and what the
         # norm's backward cancels leave 20 dB
