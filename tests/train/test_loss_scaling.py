@@ -112,7 +112,7 @@ def test_scaled_training_is_training(level, compiled):
     for (name, p), q in zip(run.model.named_parameters(), twin.parameters(), strict=True):
         moved, wanted = p.detach() - start[name], q.detach() - start[name]
         cosine = torch.nn.functional.cosine_similarity(moved.flatten(), wanted.flatten(), dim=0)
-        # An Adam step is nearly the sign of a gradient, so what rounding flips are the smallest gradients: a few percent
+        # An Adam step is nearly the sign of a gradient: what rounding flips are the smallest ones, a few percent
         assert cosine > 0.95, (name, float(cosine))
 
 
