@@ -46,6 +46,14 @@ def decibels(x: Tensor, cast: str) -> float:
     return 10 * math.log10(x.double().square().sum() / noise)
 
 
+def evenly(x: Tensor, cast: str) -> tuple[float, float]:
+    """By rows and by columns, by hand."""
+    x = x.double().float()
+    noise, signal = (x - rounded(x, cast)).double().square(), x.double().square()
+    shares = [(noise.sum(d) / signal.sum(d))[signal.sum(d) != 0].mean() for d in (1, 0)]
+    return tuple(-10 * math.log10(share) for share in shares)
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +92,8 @@ def test_rows_are_those_of_a_direct_computation(recipe: str):
         assert set(row.what_if) == set(ALTERNATIVES)
         for cast in ALTERNATIVES:
             assert row.what_if[cast] == pytest.approx(decibels(x, cast), abs=1e-3), (key, cast)
+            assert row.evenly[cast] == pytest.approx(evenly(x, cast), abs=1e-3), (key, cast)
+        assert (row.by_rows, row.by_columns) == pytest.approx(evenly(x, row.cast), abs=1e-3)
         lost = ((x != 0) & (rounded(x, row.cast) == 0)).sum() / (x != 0).sum()
         assert row.underflown == pytest.approx(lost.item())
         assert row.saturated == 0  # scales are current
@@ -127,6 +137,21 @@ def test_saturation_and_underflow_are_counted():
     assert counted["saturated"] == 2  # 460 rounds to 448 by itself
     assert counted["underflown"] == 1  # half of the smallest subnormal number, 2^-9, is 2^-10
     assert counted["noise"] == (1000 - 448) ** 2 + (500 - 448) ** 2 + (460 - 448) ** 2 + 2**-22
+
+
+def test_what_a_few_columns_or_rows_hide_from_the_sqnr_is_seen():
+    """A column 10^6 times the others: they are lost, and it makes up all of the signal."""
+    x = torch.randn(64, 48)
+    x[:, 3] *= 1e6
+    x[5] = 0.0  # a row of zeros counts for nothing
+    for tensor, worse, better in ((x, "by_columns", "by_rows"), (x.t().contiguous(), "by_rows", "by_columns")):
+        scale = tensor.abs().amax() / 448
+        sums = statistics.measure(scale, [tensor], "e4m3 tensor", False).tolist()
+        row = statistics._row(("fc", "output", 0, "left"), "e4m3 tensor", sums)
+        assert row.sqnr > 25
+        # 47 of 48 columns become zero: a share of noise of 47/48 on average
+        assert getattr(row, worse) == pytest.approx(-10 * math.log10(47 / 48), abs=0.2)
+        assert getattr(row, better) > 25
 
 
 def test_what_is_not_finite_is_left_out_and_counted():
