@@ -31,6 +31,8 @@ from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Saved  # noqa: E402
 from fp8compile.plans import compiles, last_compile  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
+from fp8compile.schedule_options import Schedule  # noqa: E402
+from fp8compile.scheduled import scheduled_plan, schedules  # noqa: E402
 from fp8compile.state_recipe import StateRecipe  # noqa: E402
 from fp8compile.states import FP8State  # noqa: E402
 from fp8compile.statistics import Statistics  # noqa: E402
@@ -55,6 +57,7 @@ __all__ = [
     "Recipe",
     "Role",
     "Saved",
+    "Schedule",
     "StateError",
     "StateRecipe",
     "Statistics",
@@ -68,5 +71,7 @@ __all__ = [
     "load_graph",
     "plain_state_dict",
     "prepare_optimizer",
+    "scheduled_plan",
+    "schedules",
     "watch",
 ]

@@ -16,6 +16,7 @@ from fp8compile.edits import load as load_plan
 from fp8compile.errors import OptionError, unknown_name
 from fp8compile.levels import with_level
 from fp8compile.recipe import RECIPES, Recipe
+from fp8compile.schedule_options import Schedule
 from fp8compile.state_recipe import StateRecipe
 
 EXECUTORS = ("inductor", "eager")
@@ -52,6 +53,7 @@ class Options:
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
     inductor: settings of torch._inductor.config for this compilation.
     plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one (`fp8compile/edits.py`).
+    schedule: "auto", or a mapping of settings (`Schedule`): casts change while it trains, on evidence.
     watch: the name under which casts are measured (`fp8compile.watch` does it all).
     dump: a folder for graphs, plan, kernels and Inductor's code (`fp8compile/insight/dumps.py`).
     """
@@ -73,6 +75,7 @@ class Options:
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
     plan: Edits | None = None
+    schedule: Schedule | None = None
     watch: str | None = None
     dump: str | None = None
 
@@ -109,6 +112,9 @@ class Options:
             given["inductor"] = tuple(sorted(given["inductor"].items()))
         if given.get("plan") is not None:
             given["plan"] = load_plan(given["plan"])
+        given["schedule"] = Schedule.parse(given.get("schedule"))
+        if given["schedule"] is not None and given.get("watch") is not None:
+            raise OptionError("options 'schedule' and 'watch': a schedule measures by itself, leave 'watch' out")
         if not isinstance(given.setdefault("dump", environment.dump_folder()), (str, Path, type(None))):
             raise OptionError(f"option 'dump' is the path of a folder, and is not {given['dump']!r}")
         given["dump"] = str(Path(given["dump"]).absolute()) if given["dump"] else None

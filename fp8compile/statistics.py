@@ -12,8 +12,8 @@ over all measured steps. With options={"watch": name} the pass `passes/observe_c
 every scale; it adds up here, under that name, on the tensors' device and without waiting for it. After `steps`
 executions of a cast it is measured no more. Tensors that hold an inf or nan are left out and counted.
 
-A few large columns (outlier channels) or rows (attention sinks) make up most of the signal, so SQNR stays high while all
-else is lost; `by_columns` and `by_rows` see that.
+A few large columns (outlier channels) or rows (attention sinks) make up most of the signal, so SQNR stays high while
+all else is lost; `by_columns` and `by_rows` see that.
 
     watched = fp8compile.watch(model, steps=10)       # call it in place of the model for some steps
     print(watched.statistics)
@@ -121,7 +121,9 @@ class Statistics:
         if not isinstance(data, dict) or not {"rows", "plans", "steps"} <= set(data):
             raise Fp8Error(f"{path} holds no statistics")
         plans = [Plan.from_json(json.dumps(plan)) for plan in data["plans"]]
-        rows = [Row(**{**row, "evenly": {c: tuple(x) for c, x in row.get("evenly", {}).items()}}) for row in data["rows"]]
+        rows = [
+            Row(**{**row, "evenly": {c: tuple(x) for c, x in row.get("evenly", {}).items()}}) for row in data["rows"]
+        ]
         return Statistics(data["name"], data["steps"], plans, _kept=rows)
 
     def __str__(self) -> str:
@@ -146,6 +148,27 @@ def observe(scale: Tensor, tensors: list[Tensor], cast: str, transpose: bool, na
         with torch.no_grad():
             statistics.add(scale, tensors, cast, transpose, key)
     return scale.clone()
+
+
+def probe(x: Tensor, transpose: bool, name: str, key: str) -> Tensor:
+    """`fp8::probe`: measures what a cast of `x` would lose, as `key` names it, and returns a copy of `x`."""
+    statistics = _watched.get(name)
+    if statistics is not None:
+        with torch.no_grad():
+            cast = json.loads(key)[0]
+            scale = reference.scale(reference.amax(x, "tensor"), cast.split(" ")[0])
+            statistics.add(scale, [x], cast, transpose, key)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def rows(name: str) -> list[Row]:
+    """What has been measured under `name`."""
+    return _watched[name].rows() if name in _watched else []
+
+
+def stop(name: str) -> None:
+    """What runs under `name` measures no more."""
+    _watched.pop(name, None)
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------

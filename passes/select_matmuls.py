@@ -93,7 +93,7 @@ def _edited(candidate: Candidate, c: Compilation) -> Matmul:
     if wanted is None:
         return usual
     if wanted.decision == BF16:
-        return usual if usual.decision == BF16 else replace(usual, decision=BF16, reason=edits.REASON)
+        return usual if usual.decision == BF16 else replace(usual, decision=BF16, reason=wanted.reason)
     candidate.role = wanted.role or candidate.role
     why = _impossible(candidate, c)
     if why:
@@ -101,7 +101,8 @@ def _edited(candidate: Candidate, c: Compilation) -> Matmul:
     if c.device.has_fp8:
         bf16, fp8 = _milliseconds(candidate, c)
         usual = replace(usual, milliseconds_bf16=bf16, milliseconds_fp8=fp8)
-    return usual if usual.decision == FP8 else replace(usual, decision=FP8, reason=edits.REASON)
+    changed = usual.decision != FP8 or wanted.reason != edits.REASON
+    return replace(usual, decision=FP8, reason=wanted.reason) if changed else usual
 
 
 def _impossible(x: Candidate, c: Compilation) -> str:
