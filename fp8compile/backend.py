@@ -61,7 +61,7 @@ def fp8(
     known = tuple(_inputs(gm, example_inputs))
     if parsed.schedule is not None and opt is None:
         compile_again = functools.partial(_compile, known=known, namespace=namespace)
-        return scheduled.Scheduled(scheduled.Captured.of(gm, compile_again), example_inputs, parsed)
+        return scheduled.Scheduled(gm, example_inputs, parsed, compile_again)
     states = optimizers.plan_of(opt, gm, parsed) if opt is not None else None
     return _compile(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)[0]
 

@@ -1,7 +1,7 @@
 """Option `schedule`: the settings of the automatic schedule (`fp8compile/scheduled.py`, `docs/schedule.md`).
 
-    options={"schedule": "auto"}                       the settings below
-    options={"schedule": {"bf16_steps": 100, …}}       with some of them changed
+options={"schedule": "auto"}                       the settings below
+options={"schedule": {"bf16_steps": 100, …}}       with some of them changed
 """
 
 from __future__ import annotations

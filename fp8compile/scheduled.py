@@ -72,8 +72,14 @@ class Captured:
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy with all that Dynamo says of it: metadata, and attributes of the module and of its placeholders."""
     copy = fx.GraphModule(gm, copy_graph(gm.graph))
+    for name, value in gm.__dict__.items():
+        copy.__dict__.setdefault(name, value)
     copy.meta = dict(gm.meta)
+    for old, new in zip(*(x.graph.find_nodes(op="placeholder") for x in (gm, copy)), strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
     return copy
 
 
@@ -98,13 +104,13 @@ class Scheduled:
     step: executions so far. moves: all moves, with their evidence. plan: how it runs now.
     """
 
-    def __init__(self, captured: Captured, inputs: Sequence[Any], options: Options):
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: Options, compile: Compile):
         assert options.schedule is not None
         self.settings: Schedule = options.schedule
         self.step = 0
         self.moves: list[Move] = []
         self.why_done = ""
-        self._captured = captured
+        self._captured = Captured.of(gm, compile)
         self._base = replace(options, schedule=None)
         self._owner = _first_parameter(inputs)
         self._name = f"schedule{len(_all)}"
@@ -115,7 +121,7 @@ class Scheduled:
         self._versions = 0  # FP8 ones
         bf16 = replace(self._base, recipe=Recipe("bf16", None, None, None), save=KEEP_ALL)
         first = bf16 if self.settings.bf16_steps else self._base
-        compiled, made = captured.compile(_copy(captured.gm), inputs, first)  # within Dynamo, whose guards may grow
+        compiled, made = compile(gm, inputs, first)  # within Dynamo, whose guards may grow
         self._now = Version(first, made[-1] if made else Plan(), compiled)
         if first is self._base:
             self._begin()
@@ -199,7 +205,9 @@ class Scheduled:
             self._end(f"{self.settings.recompiles} recompiles are used up, and {len(moves)} more moves were due")
             return False
         saved = {**self._saved, **dict(_moved_saved(plan))}
-        options = replace(self._base, plan=Edits(NAME, edits.load(replace(plan, saved=[])).graphs, tuple(saved.items())))
+        options = replace(
+            self._base, plan=Edits(NAME, edits.load(replace(plan, saved=[])).graphs, tuple(saved.items()))
+        )
         try:
             self._now = self._version(options)
         except _GuardError as error:
@@ -244,7 +252,6 @@ class Scheduled:
         if options != self._now.options:
             self._now = self._version(options)
         return self._now
-
 
     def _leads(self, other: Scheduled) -> bool:
         mine, theirs = (s._owner() if s._owner is not None else None for s in (self, other))

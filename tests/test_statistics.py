@@ -181,6 +181,14 @@ def test_every_operand_is_measured_once_a_step(name: str):
     assert max(map(len, str(watched.statistics).splitlines())) <= 120
 
 
+def test_a_matmul_that_is_left_is_not_measured_as_another():
+    """Its node is no FP8 matmul; one that it reads the result of must not be taken for it."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+    watched = fp8compile.watch(model, options={**ALL, "skip": ["1"]})
+    watched(torch.randn(16, 32)).sum().backward()
+    assert {row.path for row in watched.statistics.rows()} == {"0"}
+
+
 @pytest.mark.slow
 def test_through_inductor():
     watched, operands = trained(executor="inductor")

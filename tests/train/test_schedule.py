@@ -36,21 +36,19 @@ benchmark = _load()
 
 
 class Gained(nn.Module):
-    """Two layers; `gain` multiplies what the second one reads, and its weight divides it out again."""
+    """Two layers; `gain` multiplies what the second one reads, which ignores the channel that is planted."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(width, 256), nn.Linear(256, 16)
+        self.first, self.second = nn.Linear(width, 256), benchmark.Masked(256, 16, [])
         self.register_buffer("gain", torch.ones(256))
-        self.register_buffer("mask", torch.ones(256))
 
     def plant(self, value: float) -> None:
         self.gain[3] = value
-        self.mask[3] = 0.0
+        self.second.mask[3] = 0.0
 
     def forward(self, x):
-        hidden = torch.tanh(self.first(x)) * self.gain
-        return nn.functional.linear(hidden, self.second.weight * self.mask, self.second.bias)
+        return self.second(torch.tanh(self.first(x)) * self.gain)
 
 
 def compiled(model: nn.Module, schedule: Any = None, **options: Any):
@@ -184,18 +182,20 @@ def test_a_saved_tensor_moves_to_its_own_dtype():
             hidden = nn.functional.linear(x, self.first.weight * self.gain)
             return self.second(nn.functional.gelu(hidden))
 
+    def forms():
+        return [row.form for row in schedule().plan.saved if (row.dtype, row.shape[-1:]) == ("bfloat16", (256,))]
+
     model = Net()
     step = compiled(model)
     train(step, 3)
-    form = {row.path: row.form for row in schedule().plan.saved if row.dtype == "bfloat16"}
-    assert form["first"] == "e4m3 group(128)"
+    assert forms() == ["e4m3 group(128)"]
     with torch.no_grad():
         model.gain[3] = 1e6
     train(step, 6)
-    moves = [m for m in schedule().moves if m.role == "saved"]
-    assert [(m.path, m.before, m.after) for m in moves] == [("first", "e4m3 group(128)", "bfloat16")]
-    form = {row.path: row.form for row in schedule().plan.saved if row.dtype == "bfloat16"}
-    assert form["first"] == "bfloat16"
+    (move,) = [m for m in schedule().moves if m.role == "saved"]
+    assert (move.before, move.after) == ("e4m3 group(128)", "bfloat16")
+    assert move.evidence.startswith("outlier channels: by columns")
+    assert forms() == ["bfloat16"]
 
 
 # --- starting, looking, following
@@ -241,7 +241,8 @@ def test_steps_between_looks_are_those_of_fixed_fp8():
     scheduled = compiled(model, {"every": 4})
     fixed = torch.compile(model, backend="fp8", options=RUN)
     with torch.autocast("cpu", torch.bfloat16):
-        for _ in range(6):
+        scheduled(x), fixed(x)  # the first step is looked at
+        for _ in range(3):
             torch.testing.assert_close(scheduled(x), fixed(x), rtol=0, atol=0)
 
 
@@ -296,10 +297,10 @@ def test_symbolic_sizes_stay_symbolic(dynamic):
     model = Gained()
     options = {**RUN, "schedule": {"every": 2}}
     step = torch.compile(model, backend="fp8", options=options, dynamic=dynamic)
-    for rows in (32, 48, 64) if dynamic else (32,):
+    for rows in (40, 48, 64) if dynamic else (32,):
         train(step, 2, rows)
     model.plant(1e6)
-    for rows in (48, 80, 64, 32) if dynamic else (32,):
+    for rows in (48, 80, 64, 40) if dynamic else (32,):
         train(step, 3, rows)
     assert decisions()["second", "output"] == "bf16"
     rows = {str(m.m) for m in schedule().plan.matmuls if m.role == "output"}
@@ -324,7 +325,11 @@ def test_products_skip_rows_and_edges_keep_more():
     assert "dB of 45" in evidence["down", "output"]
     assert "product" not in evidence["down", "grad_input"]
     assert set(decisions().values()) == {"bf16"}
-    assert outermost(["h.0.q", "h.1.q", "h.10.q", "h.10.experts.3.up", "head"]) == {"h.0.q", "h.10.q", "h.10.experts.3.up"}
+    assert outermost(["h.0.q", "h.1.q", "h.10.q", "h.10.experts.3.up", "head"]) == {
+        "h.0.q",
+        "h.10.q",
+        "h.10.experts.3.up",
+    }
     assert outermost(["a", "b", "c"]) == {"a", "c"}
 
 
@@ -339,16 +344,17 @@ def test_the_final_plan_can_be_used_again(tmp_path):
     wanted, moved = decisions(), schedule().moves
     assert moved
     file = tmp_path / "plan.json"
-    file.write_text(fp8compile.scheduled_plan().to_json())
+    final, saved = fp8compile.scheduled_plan(), [row.form for row in schedule().plan.saved]
+    file.write_text(final.to_json())
     torch.compiler.reset()
-    for plan in (str(file), fp8compile.scheduled_plan()):
+    for plan in (str(file), final):
         with warnings.catch_warnings():
             warnings.simplefilter("error", Fp8Warning)
             train(torch.compile(model, backend="fp8", options={**RUN, "plan": plan}), 1)
         again = fp8compile.last_compile()
         found = {(m.path, m.role): f"{m.left} × {m.right}" if m.decision == "fp8" else "bf16" for m in again.matmuls}
         assert found == wanted
-        assert [row.form for row in again.saved] == [row.form for row in schedule().plan.saved]
+        assert [row.form for row in again.saved] == saved
         torch.compiler.reset()
     assert json.loads(file.read_text())["plans"][0]["matmuls"]
 
@@ -363,7 +369,7 @@ def test_explain_shows_what_a_schedule_starts_from():
     train(step, 1)
     known = len(fp8compile.schedules())
     explanation = fp8compile.explain(step, torch.randn(32, 32))
-    assert explanation.totals.fp8_matmuls if hasattr(explanation.totals, "fp8_matmuls") else explanation.plans
+    assert {m.decision for plan in explanation.plans for m in plan.matmuls} == {"fp8"}
     assert len(fp8compile.schedules()) == known
 
 
