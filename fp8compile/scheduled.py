@@ -146,7 +146,8 @@ class Scheduled:
 
     def __str__(self) -> str:
         end = f"; {self.why_done}" if self.why_done else ""
-        head = f"{self.plan.graph} graph after {self.step} steps: {self.recompiles} recompiles, {len(self.moves)} moves{end}"
+        counts = f"{self.recompiles} recompiles, {len(self.moves)} moves"
+        head = f"{self.plan.graph} graph after {self.step} steps: {counts}{end}"
         return "\n".join([head, *(f"  {move}" for move in self.moves)])
 
     # ---- running ------------------------------------------------------------------------------------------------
