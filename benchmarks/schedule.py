@@ -174,7 +174,7 @@ class Teacher:
 
 
 def run(plant: str, mode: str, seed: int = 0, steps: int = 240) -> Result:
-    """Train `plant` in BF16, fixed FP8 or under a schedule; its held-out loss is that of the last fifth of all steps."""
+    """Train `plant` in BF16, fixed FP8 or under a schedule; its held-out loss is that of the last fifth."""
     torch.compiler.reset()
     torch.manual_seed(seed)
     model = PLANTS[plant]()
