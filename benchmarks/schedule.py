@@ -41,6 +41,8 @@ MODES: dict[str, dict[str, Any] | None] = {"bf16": None, "fixed": {}, "auto": {"
 class Masked(nn.Linear):
     """A linear layer that reads some of its inputs only: the others have no influence, but are cast with the rest."""
 
+    mask: Tensor
+
     def __init__(self, inputs: int, outputs: int, ignored: list[int]) -> None:
         super().__init__(inputs, outputs)
         mask = torch.ones(inputs)
@@ -65,6 +67,8 @@ class Planted(nn.Module):
 
 
 class Outliers(Planted):
+    gain: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         channels = [3, 77, 150, 201]
@@ -78,6 +82,8 @@ class Outliers(Planted):
 
 
 class SwiGLU(Planted):
+    growth: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.up = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER)
@@ -111,6 +117,8 @@ class Vanishing(Planted):
 
 
 class Jump(Planted):
+    sink: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, INNER), nn.Linear(INNER, OUT)

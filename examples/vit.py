@@ -20,9 +20,9 @@ CLASSES = 16
 def make(width: int, layers: int, pixels: int, patch: int) -> nn.Module:
     config = transformers.ViTConfig(
         hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=width // 32 // 2,
-        image_size=pixels, patch_size=patch, num_labels=CLASSES, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        image_size=pixels, patch_size=patch, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+    config.num_labels = CLASSES
     return transformers.ViTForImageClassification(config)
 
 

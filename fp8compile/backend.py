@@ -211,7 +211,7 @@ def _lower(graph: fx.Graph, executor: str, options: Options, half: str, dump: Du
 def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Let no other model run this graph: its delayed scales know the histories of this one only."""
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
-        if isinstance(x, torch.nn.Parameter):
+        if isinstance(x, torch.nn.Parameter) and getattr(node, "_dynamo_source", None) is not None:
             install_guard(node._dynamo_source.make_guard(GuardBuilder.ID_MATCH))
             return
 

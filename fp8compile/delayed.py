@@ -84,7 +84,8 @@ def _history(key: str, length: int, device: torch.device) -> tuple[Tensor, Tenso
 def _pass_of(key: str, device: torch.device) -> _Pass:
     owner = key.partition("/")[0], device
     if owner not in _passes:
-        _passes[owner] = _Pass(*(torch.zeros((), dtype=torch.bool, device=device) for _ in range(2)))
+        none = torch.zeros((), dtype=torch.bool, device=device)
+        _passes[owner] = _Pass(none, none.clone())
     return _passes[owner]
 
 

@@ -12,6 +12,7 @@ evaluates what is trained. `schedules()` gives all of this process, `scheduled_p
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing  # what Dynamo knew of the graph: compiled again, it must be the same
 
-from fp8compile import devices, edits, plans, statistics
+from fp8compile import devices, edits, failures, plans, statistics
 from fp8compile.edits import Edits, SavedKey, saved_key
+from fp8compile.errors import Fp8Warning
 from fp8compile.insight.explanation import Explanation
 from fp8compile.moves import Ladders, Move, keyed
 from fp8compile.options import KEEP_ALL, Options
@@ -41,8 +43,8 @@ logger = logging.getLogger("fp8compile")
 _all: list[weakref.ref[Scheduled]] = []
 
 
-class _GuardError(Exception):
-    """Compiled again, the graph would need guards that Dynamo does not check."""
+class _CannotError(Exception):
+    """Why a graph cannot be compiled again."""
 
 
 @dataclass
@@ -61,13 +63,14 @@ class Captured:
         return Captured(_copy(gm), inputs, TracingContext.try_get(), compile)
 
     def again(self, options: Options) -> tuple[Compiled, list[Plan]]:
-        """Compile with other options, outside of Dynamo. Raises `_GuardError` instead of specialising further."""
-        assert self.context is not None
+        """Compile with other options, outside of Dynamo. Raises `_CannotError` instead of specialising further."""
+        if self.context is None:
+            raise _CannotError("the graph did not come from Dynamo")
         known = _guards(self.context)
         with tracing(self.context):
             result = self.compile(_copy(self.gm), self.inputs, options)
         if _guards(self.context) != known:
-            raise _GuardError("it would specialise symbolic sizes")
+            raise _CannotError("it would specialise symbolic sizes, which Dynamo does not check any more")
         return result
 
 
@@ -170,16 +173,21 @@ class Scheduled:
             self._read()
         if self.step < self._next_look or self._looking or self.why_done:
             return self._now.plain
+        watched = self._watched()
+        if watched is None:
+            return self._now.plain
         self._looking, self._waited = self.step + 1, 0
         statistics.start(self._name, 1)
-        return self._watched()
+        return watched
 
-    def _watched(self) -> Compiled:
+    def _watched(self) -> Compiled | None:
+        """The form of this version that measures; None, and the schedule is over, where it cannot be compiled."""
         if self._now.watched is None:
             options = self._now.options
             mode = WITHOUT_CUDA_GRAPHS.get(options.mode or "", options.mode)
             with plans.collected():
-                self._now.watched, _ = self._captured.again(replace(options, watch=self._name, mode=mode, dump=None))
+                version = self._version(replace(options, watch=self._name, mode=mode, dump=None))
+            self._now.watched = version.plain if version is not None else None
         return self._now.watched
 
     def _read(self) -> None:
@@ -209,12 +217,10 @@ class Scheduled:
         options = replace(
             self._base, plan=Edits(NAME, edits.load(replace(plan, saved=[])).graphs, tuple(saved.items()))
         )
-        try:
-            self._now = self._version(options)
-        except _GuardError as error:
-            self._end(f"not compiled again: {error}")
+        version = self._version(options)
+        if version is None:
             return False
-        self._saved = saved
+        self._now, self._saved = version, saved
         self._versions += 1
         self.moves += moves
         for move in moves:
@@ -223,20 +229,30 @@ class Scheduled:
 
     def _end(self, why: str) -> None:
         self.why_done = why
+        if why.startswith("not compiled"):
+            warnings.warn(f"fp8: the schedule of a graph stays as it is: {why}.", Fp8Warning, stacklevel=3)
         logger.info("schedule: %s", why)
 
     # ---- versions -----------------------------------------------------------------------------------------------
 
-    def _version(self, options: Options) -> Version:
-        compiled, made = self._captured.again(options)
-        return Version(options, made[-1] if made else Plan(), compiled)
+    def _version(self, options: Options) -> Version | None:
+        """The graph compiled with other options; None, and the schedule is over, where that cannot be."""
+        try:
+            compiled, made = self._captured.again(options)
+        except _CannotError as error:
+            self._end(f"not compiled again: {error}")
+        except Exception as error:
+            if options.strict:
+                raise
+            self._end(f"not compiled again: {failures.first_line(error)}")
+        else:
+            return Version(options, made[-1] if made else Plan(), compiled)
+        return None
 
     def _start_fp8(self) -> None:
-        try:
-            self._now = self._version(self._base)
-        except _GuardError as error:
-            self._end(f"stays in BF16: {error}")
-        else:
+        version = self._version(self._base)
+        if version is not None:
+            self._now = version
             self._begin()
 
     def _begin(self) -> None:
@@ -250,8 +266,8 @@ class Scheduled:
         """The version of an inference graph: with the options of its training graph, where there is one."""
         leader = next((s for s in reversed(schedules()) if s.is_training and s._leads(self)), None)
         options = leader._now.options if leader is not None else self._base
-        if options != self._now.options:
-            self._now = self._version(options)
+        if options != self._now.options and not self.why_done:
+            self._now = self._version(options) or self._now
         return self._now
 
     def _leads(self, other: Scheduled) -> bool:

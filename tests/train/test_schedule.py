@@ -241,7 +241,7 @@ def test_steps_between_looks_are_those_of_fixed_fp8():
     scheduled = compiled(model, {"every": 4})
     fixed = torch.compile(model, backend="fp8", options=RUN)
     with torch.autocast("cpu", torch.bfloat16):
-        scheduled(x), fixed(x)  # the first step is looked at
+        scheduled(x)  # the first step is looked at
         for _ in range(3):
             torch.testing.assert_close(scheduled(x), fixed(x), rtol=0, atol=0)
 
@@ -305,6 +305,35 @@ def test_symbolic_sizes_stay_symbolic(dynamic):
     assert decisions()["second", "output"] == "bf16"
     rows = {str(m.m) for m in schedule().plan.matmuls if m.role == "output"}
     assert all(not row.isdigit() for row in rows) == dynamic
+
+
+def test_what_cannot_be_compiled_again_stays_as_it_is_and_says_so(monkeypatch):
+    model = Gained()
+    step = compiled(model, strict=False)
+    train(step, 3)
+    before = decisions()
+
+    def fail(self, options):
+        raise ValueError("no more memory")
+
+    monkeypatch.setattr(fp8compile.scheduled.Captured, "again", fail)
+    model.plant(1e6)
+    with pytest.warns(Fp8Warning, match="stays as it is: not compiled again: ValueError: no more memory"):
+        train(step, 8)
+    assert decisions() == before
+    assert schedule().moves == []
+
+
+def test_a_version_that_would_need_more_guards_is_not_used(monkeypatch):
+    model = Gained()
+    step = compiled(model)
+    train(step, 3)
+    counts = iter(range(1000))
+    monkeypatch.setattr(fp8compile.scheduled, "_guards", lambda context: next(counts))
+    model.plant(1e6)
+    with pytest.warns(Fp8Warning, match="it would specialise symbolic sizes"):
+        train(step, 8)
+    assert schedule().recompiles == 0
 
 
 def test_products_skip_rows_and_edges_keep_more():
