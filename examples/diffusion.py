@@ -4,6 +4,14 @@
     python examples/diffusion.py --size b           DiT-B/4, 128 × 128, batch 64, on a GPU
 
 The loss is the mean squared error of the predicted velocity (rectified flow: x_t = (1 - t) x + t noise, v = noise - x).
+
+On 2 CPU cores that did other things as well (FP8 is emulated there, so its time says nothing):
+
+    $ python examples/diffusion.py
+    first loss  final loss  matmuls in FP8         step
+    BF16       1.8338      0.6825               -     148.2 ms
+    FP8        1.8329      0.6858        55 of 55    3235.0 ms
+    FP8 against BF16: +0.49%
 """
 
 from __future__ import annotations

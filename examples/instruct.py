@@ -10,6 +10,14 @@ example, which the last byte of the one before must not predict.
 
 -100 makes rows of gradients exactly zero, which FP8 keeps. Sequences have one length, whatever is in them, so the model
 is compiled once.
+
+On 2 CPU cores that did other things as well (FP8 is emulated there, so its time says nothing):
+
+    $ python examples/instruct.py
+    first loss  final loss  matmuls in FP8         step
+    BF16       5.5488      3.0230               -      30.9 ms
+    FP8        5.5487      3.0250        42 of 45     316.9 ms
+    FP8 against BF16: +0.07%
 """
 
 from __future__ import annotations

@@ -6,6 +6,14 @@
 All parts are built from their configs (transformers), as in LLaVA and VILA: the patches of an image, projected, stand
 in front of its caption. The images show a few bright squares; the caption says where, as bytes ("r2c5 r7c1"). Only the
 caption is learned: labels of what stands in front of it are -100.
+
+On 2 CPU cores that did other things as well (FP8 is emulated there, so its time says nothing):
+
+    $ python examples/vision_language.py
+    first loss  final loss  matmuls in FP8         step
+    BF16       5.5648      0.5177               -     223.3 ms
+    FP8        5.5551      0.5144        86 of 89     994.8 ms
+    FP8 against BF16: -0.64%
 """
 
 from __future__ import annotations
