@@ -8,7 +8,7 @@ The loss is the mean squared error of the predicted velocity (rectified flow: x_
 On 2 CPU cores that did other things as well (FP8 is emulated there, so its time says nothing):
 
     $ python examples/diffusion.py
-    first loss  final loss  matmuls in FP8         step
+           first loss  final loss  matmuls in FP8         step
     BF16       1.8338      0.6825               -     148.2 ms
     FP8        1.8329      0.6858        55 of 55    3235.0 ms
     FP8 against BF16: +0.49%

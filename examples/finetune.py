@@ -13,13 +13,13 @@ and has no gradient; its matmuls run in FP8 from it. A and B train in FP32 under
 On 2 CPU cores that did other things as well (FP8 is emulated there, so its time says nothing):
 
     $ python examples/finetune.py
-    first loss  final loss  matmuls in FP8         step
+           first loss  final loss  matmuls in FP8         step
     BF16       5.5317      2.8864               -      45.6 ms
     FP8        5.5309      2.8717        42 of 45     692.1 ms
     FP8 against BF16: -0.51%
 
     $ python examples/finetune.py --size lora
-    first loss  final loss  matmuls in FP8         step
+           first loss  final loss  matmuls in FP8         step
     BF16       5.5295      4.5329               -     147.1 ms
     FP8        5.5288      4.5182      104 of 106     172.1 ms
     FP8 against BF16: -0.33%

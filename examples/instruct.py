@@ -14,7 +14,7 @@ is compiled once.
 On 2 CPU cores that did other things as well (FP8 is emulated there, so its time says nothing):
 
     $ python examples/instruct.py
-    first loss  final loss  matmuls in FP8         step
+           first loss  final loss  matmuls in FP8         step
     BF16       5.5488      3.0230               -      30.9 ms
     FP8        5.5487      3.0250        42 of 45     316.9 ms
     FP8 against BF16: +0.07%

@@ -10,7 +10,7 @@ caption is learned: labels of what stands in front of it are -100.
 On 2 CPU cores that did other things as well (FP8 is emulated there, so its time says nothing):
 
     $ python examples/vision_language.py
-    first loss  final loss  matmuls in FP8         step
+           first loss  final loss  matmuls in FP8         step
     BF16       5.5648      0.5177               -     223.3 ms
     FP8        5.5551      0.5144        86 of 89     994.8 ms
     FP8 against BF16: -0.64%

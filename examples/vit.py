@@ -6,7 +6,7 @@ python examples/vit.py --size base          ViT-B/16, 224 × 224, batch 128, on 
 On 2 CPU cores that did other things as well (FP8 is emulated there, so its time says nothing):
 
     $ python examples/vit.py
-    first loss  final loss  matmuls in FP8         step
+           first loss  final loss  matmuls in FP8         step
     BF16       2.7726      0.4909               -      53.2 ms
     FP8        2.7740      0.4935        56 of 59     530.9 ms
     FP8 against BF16: +0.54%
