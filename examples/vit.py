@@ -1,7 +1,7 @@
 """A ViT classifier (transformers, from a config) on images whose class is the direction and width of their stripes.
 
-python examples/vit.py                      a small ViT on a CPU
-python examples/vit.py --size base          ViT-B/16, 224 × 224, batch 128, on a GPU
+    python examples/vit.py                      a small ViT on a CPU
+    python examples/vit.py --size base          ViT-B/16, 224 × 224, batch 128, on a GPU
 
 On 2 CPU cores that did other things as well (FP8 is emulated there, so its time says nothing):
 
