@@ -24,12 +24,13 @@ def _load() -> Any:
     return module
 
 
-benchmark = _load()
+benchmark = _load()  # which puts its folder on the path
+import convergence_report as shown  # noqa: E402
 
 
 def made(name: str, seed: int, losses: list[float], second: float, readings: list[float] | None = None) -> Any:
     evaluations = [(10 * (i + 1), loss) for i, loss in enumerate(losses)]
-    return benchmark.Run(name, seed, 10 * len(losses), evaluations, readings or [], [second])
+    return shown.Run(name, seed, 10 * len(losses), evaluations, readings or [], [second])
 
 
 def interrupted(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -53,7 +54,7 @@ def test_an_interrupted_run_ends_like_another(name, tmp_path, monkeypatch, capsy
     arguments = ["--tiny", "--steps", "12", "--seeds", "1", "--configurations", name]
     benchmark.main([*arguments, "--out", str(tmp_path / "whole")])
     assert "all runs done" in capsys.readouterr().out
-    (parts,), (whole,) = (benchmark.read_runs(tmp_path / folder) for folder in ("parts", "whole"))
+    (parts,), (whole,) = (shown.read_runs(tmp_path / folder) for folder in ("parts", "whole"))
     assert parts.finished
     assert (parts.evaluations, parts.readings) == (whole.evaluations, whole.readings)  # to the bit
     assert len(whole.evaluations) == 12
@@ -81,7 +82,7 @@ def test_all_configurations_run_and_are_reported(tmp_path, capsys):
 def test_bf16_parameters_have_masters(tmp_path):
     settings = benchmark.Settings(benchmark.SIZES["tiny"], "cpu", "all", "bf16", "eager", "")
     corpus = benchmark.load_corpus(None, 64)
-    trainer = benchmark.Trainer(settings, corpus, benchmark.Run("O2 mixed", 0, 60))
+    trainer = benchmark.Trainer(settings, corpus, shown.Run("O2 mixed", 0, 60))
     trainer.train(2)
     p = trainer.model.blocks[0].attention.q.weight
     assert p.dtype == benchmark.torch.bfloat16
@@ -89,11 +90,11 @@ def test_bf16_parameters_have_masters(tmp_path):
 
 
 def test_intervals_are_student_s():
-    found = benchmark.Interval.of([1.0, 2.0, 4.0])
+    found = shown.Interval.of([1.0, 2.0, 4.0])
     # mean 7/3, deviation √(7/3), times 4.303 / √3
     assert found.mean == pytest.approx(7 / 3)
     assert found.half == pytest.approx(4.303 * math.sqrt(7 / 3) / math.sqrt(3))
-    assert benchmark.Interval.of([1.0]).half is None
+    assert shown.Interval.of([1.0]).half is None
 
 
 def test_the_summary_compares_equal_seeds_and_equal_losses():
@@ -105,7 +106,7 @@ def test_the_summary_compares_equal_seeds_and_equal_losses():
         made("O3 mixed", 0, [4.0, 2.0], 1.0),
     ]
     runs[-1].steps = 50  # unfinished
-    rows = {row["name"]: row for row in benchmark.summary(runs)}
+    rows = {row["name"]: row for row in shown.summary(runs)}
     assert list(rows) == ["BF16", "O2 mixed"]
     assert rows["O2 mixed"]["gap"]["mean"] == pytest.approx((0.1 + 0.2) / 2)
     assert rows["O2 mixed"]["gap"]["half"] == pytest.approx(12.706 * math.sqrt(0.005) / math.sqrt(2))
@@ -114,12 +115,12 @@ def test_the_summary_compares_equal_seeds_and_equal_losses():
     # smoothed: 4, 3, 7/3, 4/3, 1 → 1.8 between steps 30 and 40; 4, 3, 2.5, 5/3, 1.5 → likewise
     first, second = 30 + 10 * (7 / 3 - 1.8) / 1.0, 30 + 10 * (2.5 - 1.8) / (2.5 - 5 / 3)
     assert rows["BF16"]["time_to_equal_loss"] == pytest.approx(2.0 * (first + second) / 2)
-    assert "BF16                    2  1.2500 ± 3.1765" in benchmark.table(list(rows.values()))
+    assert "BF16                    2  1.2500 ± 3.1765" in shown.table(list(rows.values()))
 
 
 def test_a_diverged_run_is_said():
     bad = made("O2 mixed", 0, [4.0, math.nan], 1.0)
     bad.diverged = True
-    rows = benchmark.summary([made("BF16", 0, [4.0, 2.0], 1.0), bad])
+    rows = shown.summary([made("BF16", 0, [4.0, 2.0], 1.0), bad])
     assert (rows[1]["diverged"], rows[1]["gap"]) == (1, None)
-    assert "1 diverged" in benchmark.table(rows)
+    assert "1 diverged" in shown.table(rows)
