@@ -40,6 +40,8 @@ from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Saved  # noqa: E402
 from fp8compile.plans import compiles, last_compile  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
+from fp8compile.schedule_options import Schedule  # noqa: E402
+from fp8compile.scheduled import scheduled_plan, schedules  # noqa: E402
 from fp8compile.state_recipe import StateRecipe  # noqa: E402
 from fp8compile.states import FP8State  # noqa: E402
 from fp8compile.statistics import Statistics  # noqa: E402
@@ -64,6 +66,7 @@ __all__ = [
     "Recipe",
     "Role",
     "Saved",
+    "Schedule",
     "ShardingError",
     "StateError",
     "StateRecipe",
@@ -80,5 +83,7 @@ __all__ = [
     "plain_state_dict",
     "prepare_fsdp",
     "prepare_optimizer",
+    "scheduled_plan",
+    "schedules",
     "watch",
 ]

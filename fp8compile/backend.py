@@ -22,7 +22,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import delayed, devices, failures, optimizers, plans
+from fp8compile import delayed, devices, failures, optimizers, plans, scheduled
 from fp8compile.errors import OptionError
 from fp8compile.insight.baseline import DumpingPartitioner
 from fp8compile.insight.dumps import Dump
@@ -53,13 +53,31 @@ def fp8(
     """
     parsed = Options.parse(options, mode)
     namespace = ""
-    if parsed.recipe.is_delayed:
+    opt = optimizers.traced_optimizer(gm, example_inputs)
+    if parsed.recipe.is_delayed or (parsed.schedule is not None and opt is None):
         _guard_identity(gm, example_inputs)
+    if parsed.recipe.is_delayed:
         namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
+    known = tuple(_inputs(gm, example_inputs))
+    if parsed.schedule is not None and opt is None:
+        compile_again = functools.partial(_compile, known=known, namespace=namespace)
+        return scheduled.Scheduled(gm, example_inputs, parsed, compile_again)
+    states = optimizers.plan_of(opt, gm, parsed) if opt is not None else None
+    return _compile(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)[0]
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    parsed: Options,
+    *,
+    known: tuple[Input, ...],
+    namespace: str,
+    states: Plan | None = None,
+) -> tuple[Compiled, list[Plan]]:
+    """Compile one graph, and say what was decided. known: of its inputs; states: the plan of an optimizer's graph."""
     dump = Dump(parsed.dump, parsed) if parsed.dump else None
-    joint = JointPass(parsed, tuple(_inputs(gm, example_inputs)), namespace, dump)
-    if (opt := optimizers.traced_optimizer(gm, example_inputs)) is not None:
-        joint.optimizer = optimizers.plan_of(opt, gm, parsed)
+    joint = JointPass(parsed, known, namespace, dump, optimizer=states)
     key = plans.key(gm, example_inputs, joint.uuid())
     record = joint.record = plans.Record(key, parsed, dump.plans if dump else None)
     lowering = LoweringPass(parsed, dump)
@@ -73,7 +91,7 @@ def fp8(
     inner: Any = functools.partial(compile_half, lowering=lowering, record=record)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
     record.close()
-    return compiled
+    return compiled, record.plans
 
 
 @dataclass
@@ -193,7 +211,7 @@ def _lower(graph: fx.Graph, executor: str, options: Options, half: str, dump: Du
 def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Let no other model run this graph: its delayed scales know the histories of this one only."""
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
-        if isinstance(x, torch.nn.Parameter):
+        if isinstance(x, torch.nn.Parameter) and getattr(node, "_dynamo_source", None) is not None:
             install_guard(node._dynamo_source.make_guard(GuardBuilder.ID_MATCH))
             return
 

@@ -3,7 +3,9 @@
     scale_t = max(amax_{t-1}, …, amax_{t-history}) · 2^margin / format max
 
 The guard: where this step's amax would saturate under that scale, is not finite, or no history exists yet, the scale
-of this step is the current one. A non-finite amax does not enter the history, so a skipped step leaves it untouched.
+of this step is the current one. A non-finite amax does not enter the history. Nor does what else was recorded in a
+forward and backward pass in which one was seen: the next pass finds the histories as that pass had found them. (A
+GradScaler skips such a step; what its too large scale made of finite gradients would stay for `history` steps.)
 
 Histories live here, by key (`model<i>/<module path>/<role>/<operand>`), one FP32 tensor [history] on the device of the
 tensor they describe. `state_dict` and `load_state_dict` carry them through a checkpoint.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,30 +24,69 @@ from fp8compile.errors import Fp8Error
 from fp8compile.formats import FORMATS
 from fp8compile.kernels import reference
 
+
+@dataclass
+class _Pass:
+    """One forward and backward pass of a model: a key that comes again begins the next.
+
+    overflowed, previous_overflowed: bool []; on the device, so that nobody waits, and a CUDA graph may replay it.
+    """
+
+    overflowed: Tensor
+    previous_overflowed: Tensor
+    seen: set[str] = field(default_factory=set)
+    previous_seen: set[str] = field(default_factory=set)
+
+    def enter(self, key: str) -> None:
+        """`key` is about to be recorded."""
+        if key in self.seen:
+            self.previous_overflowed.copy_(self.overflowed)
+            self.overflowed.zero_()
+            self.previous_seen, self.seen = self.seen, set()
+        self.seen.add(key)
+
+
 _histories: dict[str, Tensor] = {}
+_before: dict[str, Tensor] = {}  # each history as it was before its last entry
+_passes: dict[tuple[str, torch.device], _Pass] = {}  # by model
 _models: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
 
 def scale(amax: Tensor, key: str, format: str, history: int, margin: int, power_of_two: bool = False) -> Tensor:
     """The scale of this step (FP32 []), from the history under `key`; records `amax` (FP32 [])."""
-    past = _history(key, history, amax.device)
+    kept, before = _history(key, history, amax.device)
+    now = _pass_of(key, amax.device)
+    now.enter(key)
+    past = torch.where(now.previous_overflowed, before, kept) if key in now.previous_seen else kept.clone()
     expected = past.amax() * 2.0**margin
-    usable = (amax <= expected) & torch.isfinite(amax)  # FP32 division rounds amax/expected ≤ 1 to ≤ 1: no saturation
+    finite = torch.isfinite(amax)
+    usable = (amax <= expected) & finite  # FP32 division rounds amax/expected ≤ 1 to ≤ 1: no saturation
     chosen = torch.where(usable, expected, amax)
-    recorded = torch.where(torch.isfinite(amax), torch.cat([amax.reshape(1), past[:-1]]), past)
-    past.copy_(recorded)
+    before.copy_(past)
+    kept.copy_(torch.where(finite, torch.cat([amax.reshape(1), past[:-1]]), past))
+    now.overflowed.logical_or_(~finite)
     return reference.scale(chosen, FORMATS[format].name, power_of_two)
 
 
-def _history(key: str, length: int, device: torch.device) -> Tensor:
+def _history(key: str, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The history under `key`, and as it was before its last entry; of another length, its newest entries."""
     kept = _histories.get(key)
     if kept is None or kept.shape[0] != length or kept.device != device:
-        fresh = torch.zeros(length, device=device)
-        if kept is not None:
-            n = min(length, kept.shape[0])
-            fresh[:n] = kept[:n].to(device)
-        _histories[key] = kept = fresh
-    return kept
+        for known in (_histories, _before):
+            fresh = torch.zeros(length, device=device)
+            if (old := known.get(key)) is not None:
+                n = min(length, old.shape[0])
+                fresh[:n] = old[:n].to(device)
+            known[key] = fresh
+    return _histories[key], _before[key]
+
+
+def _pass_of(key: str, device: torch.device) -> _Pass:
+    owner = key.partition("/")[0], device
+    if owner not in _passes:
+        none = torch.zeros((), dtype=torch.bool, device=device)
+        _passes[owner] = _Pass(none, none.clone())
+    return _passes[owner]
 
 
 def namespace(parameters: list[torch.nn.Parameter]) -> str:
@@ -60,8 +102,20 @@ def namespace(parameters: list[torch.nn.Parameter]) -> str:
 
 
 def state_dict() -> dict[str, Tensor]:
-    """All amax histories of this process, copied: key → FP32 [history]. Save it beside the model's own state."""
-    return {key: kept.clone() for key, kept in _histories.items()}
+    """All amax histories of this process, copied: key → FP32 [history]. Save it beside the model's own state.
+
+    After a pass that overflowed they are those of before it.
+    """
+    return {key: _settled(key) for key in _histories}
+
+
+def _settled(key: str) -> Tensor:
+    kept = _histories[key]
+    now = _passes.get((key.partition("/")[0], kept.device))
+    if now is None or key not in now.seen | now.previous_seen:
+        return kept.clone()
+    overflowed = now.overflowed if key in now.seen else now.previous_overflowed
+    return torch.where(overflowed, _before[key], kept)
 
 
 def load_state_dict(state: Mapping[str, Tensor]) -> None:
@@ -70,14 +124,15 @@ def load_state_dict(state: Mapping[str, Tensor]) -> None:
         if not isinstance(kept, Tensor) or kept.dim() != 1 or not kept.is_floating_point():
             raise Fp8Error(f"delayed scaling: {key!r} is not an amax history (a 1-D float tensor)")
     for key, kept in state.items():
-        mine = _histories.get(key)
-        if mine is not None and mine.shape == kept.shape:
-            mine.copy_(kept)
-        else:
-            _histories[key] = kept.detach().clone().float()
+        for known in (_histories, _before):
+            mine = known.get(key)
+            if mine is not None and mine.shape == kept.shape:
+                mine.copy_(kept)
+            else:
+                known[key] = kept.detach().clone().float()
 
 
 def reset() -> None:
     """Forget every history and every model."""
-    _histories.clear()
-    _models.clear()
+    for known in (_histories, _before, _passes, _models):
+        known.clear()

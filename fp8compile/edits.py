@@ -28,6 +28,7 @@ from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan, plans_from_json
 from fp8compile.recipe import Cast, Delayed, Role
 
 REASON = "the plan says so"
+SCHEDULED = "schedule: "  # begins the reasons of rows that an automatic schedule moved; they are kept
 Key: TypeAlias = tuple[str, str, int]  # module path, role, occurrence
 SavedKey: TypeAlias = tuple[str, str, str, int | str, int]  # path, source, dtype, last dimension, occurrence
 
@@ -39,6 +40,7 @@ class Decision:
     decision: str
     role: Role | None
     sizes: tuple[int | str, ...]  # m, n, k; empty for a member of a merged row
+    reason: str = REASON  # a schedule's evidence, where the row has it
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def _decision(row: Matmul, name: str) -> Decision:
             role = Role(_cast(row.left), _cast(row.right), row.fast_accumulation)
         except OptionError as error:
             raise OptionError(f"{where}: {error}") from error
-    return Decision(row.decision, role, (row.m, row.n, row.k))
+    reason = row.reason if row.reason.startswith(SCHEDULED) else REASON
+    return Decision(row.decision, role, (row.m, row.n, row.k), reason)
 
 
 def _cast(operand: Operand) -> Cast:

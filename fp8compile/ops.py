@@ -7,6 +7,7 @@
     fp8::scaled_mm(a, scale_a, …, b, scale_b, …)    -> (a · scale_a) @ (b · scale_b)ᵀ + bias
     fp8::delayed_scale(amax, key, …)                -> scale from the history kept under `key` (`fp8compile.delayed`)
     fp8::observe(scale, tensors, …)                 -> the scale; measures the cast (`fp8compile.statistics`)
+    fp8::probe(x, …)                                -> x; measures what casts of it would lose, where there is none
     fp8::region(inputs, sizes, spec, schedule)      -> the buffers of a generated kernel (`kernels/spec.py`)
 
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
@@ -41,6 +42,7 @@ SCHEMAS = {
     "Tensor? bias, ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
     "delayed_scale": "(Tensor amax, str key, str format, int history, int margin, bool power_of_two=False) -> Tensor",
     "observe": "(Tensor scale, Tensor[] tensors, str cast, bool transpose, str name, str key) -> Tensor",
+    "probe": "(Tensor x, bool transpose, str name, str key) -> Tensor",
 }
 
 
@@ -104,6 +106,10 @@ def _fake_observe(scale: Tensor, tensors: list[Tensor], cast: str, transpose: bo
     return scale.new_empty(scale.shape)
 
 
+def _fake_probe(x: Tensor, transpose: bool, name: str, key: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 _FAKES: dict[str, Callable[..., Tensor]] = {
     "amax": _fake_amax,
     "scale": _fake_scale,
@@ -112,6 +118,7 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "scaled_mm": _fake_scaled_mm,
     "delayed_scale": _fake_delayed_scale,
     "observe": _fake_observe,
+    "probe": _fake_probe,
 }
 
 
@@ -130,6 +137,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "scaled_mm": _scaled_mm_on_cpu,
     "delayed_scale": delayed.scale,
     "observe": statistics.observe,
+    "probe": statistics.probe,
 }
 
 
@@ -169,6 +177,7 @@ dequantize = torch.ops.fp8.dequantize.default
 scaled_mm = torch.ops.fp8.scaled_mm.default
 delayed_scale = torch.ops.fp8.delayed_scale.default
 observe = torch.ops.fp8.observe.default
+probe = torch.ops.fp8.probe.default
 region = torch.ops.fp8.region.default
-MARKERS = (amax, scale, quantize, dequantize, scaled_mm, delayed_scale, observe)
+MARKERS = (amax, scale, quantize, dequantize, scaled_mm, delayed_scale, observe, probe)
 CASTS = {amax: reference.amax, scale: reference.scale, quantize: reference.quantize, dequantize: reference.dequantize}

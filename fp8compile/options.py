@@ -14,7 +14,9 @@ from fp8compile import environment
 from fp8compile.edits import Edits
 from fp8compile.edits import load as load_plan
 from fp8compile.errors import OptionError, unknown_name
+from fp8compile.levels import with_level
 from fp8compile.recipe import RECIPES, Recipe
+from fp8compile.schedule_options import Schedule
 from fp8compile.state_recipe import StateRecipe
 
 EXECUTORS = ("inductor", "eager")
@@ -22,6 +24,7 @@ KERNELS = ("generated", "inductor")
 SAVED_FORMS = ("fp8", "fp8_with_qk", "bf16")
 KEEP_ALL = (("*", "bf16"),)  # option `save`: nothing is rounded
 SELECTIONS = ("profitable", "all")
+OPERATIONS = ("linear", "batched", "convolution")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
 
 
@@ -29,8 +32,10 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 class Options:
     """All options of the backend.
 
+    level: "O1", "O2" or "O3": options under a name (`fp8compile/levels.py`); what is given beside it wins.
     recipe: a recipe's name, a `Recipe`, or {"base": name, role: {…}} (`Recipe.parse`).
     select: "profitable" converts the matmuls that FP8 makes faster by the cost model; "all" converts whatever can run.
+    operations: which matmuls may become FP8: "linear" (mm, addmm), "batched" (bmm), "convolution".
     skip: patterns of module paths whose matmuls stay BF16: a path, a run of its components, or a glob over them.
     lm_head: convert the output head as well.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
@@ -48,12 +53,15 @@ class Options:
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
     inductor: settings of torch._inductor.config for this compilation.
     plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one (`fp8compile/edits.py`).
+    schedule: "auto", or a mapping of settings (`Schedule`): casts change while it trains, on evidence.
     watch: the name under which casts are measured (`fp8compile.watch` does it all).
     dump: a folder for graphs, plan, kernels and Inductor's code (`fp8compile/insight/dumps.py`).
     """
 
+    level: str | None = None
     recipe: Recipe = field(default_factory=lambda: RECIPES["mixed"])
     select: str = "profitable"
+    operations: tuple[str, ...] = OPERATIONS
     skip: tuple[str, ...] = ()
     lm_head: bool = False
     executor: str = "inductor"
@@ -67,6 +75,7 @@ class Options:
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
     plan: Edits | None = None
+    schedule: Schedule | None = None
     watch: str | None = None
     dump: str | None = None
 
@@ -78,6 +87,7 @@ class Options:
         for name in given:
             if name not in names:
                 raise unknown_name("option", name, names)
+        given = with_level(given)
         if mode is not None:
             given["mode"] = mode
         if "recipe" in given:
@@ -86,6 +96,8 @@ class Options:
             given["states"] = StateRecipe.parse(given["states"])
         if "skip" in given:
             given["skip"] = patterns(given["skip"])
+        if "operations" in given:
+            given["operations"] = _operations(given["operations"])
         if "save" in given:
             given["save"] = _forms(given["save"])
         if "inductor" in given:
@@ -100,6 +112,9 @@ class Options:
             given["inductor"] = tuple(sorted(given["inductor"].items()))
         if given.get("plan") is not None:
             given["plan"] = load_plan(given["plan"])
+        given["schedule"] = Schedule.parse(given.get("schedule"))
+        if given["schedule"] is not None and given.get("watch") is not None:
+            raise OptionError("options 'schedule' and 'watch': a schedule measures by itself, leave 'watch' out")
         if not isinstance(given.setdefault("dump", environment.dump_folder()), (str, Path, type(None))):
             raise OptionError(f"option 'dump' is the path of a folder, and is not {given['dump']!r}")
         given["dump"] = str(Path(given["dump"]).absolute()) if given["dump"] else None
@@ -170,6 +185,16 @@ def _forms(value: str | Mapping[str, str]) -> tuple[tuple[str, str], ...]:
         if not isinstance(pattern, str) or not pattern:
             raise OptionError(f"option 'save' maps module path patterns (strings), not {pattern!r}")
     return tuple(given.items())
+
+
+def _operations(value: str | Sequence[str]) -> tuple[str, ...]:
+    named = (value,) if isinstance(value, str) else value
+    if not isinstance(named, Sequence) or not named:
+        raise OptionError(f"option 'operations' takes some of {', '.join(OPERATIONS)}, not {value!r}")
+    for name in named:
+        if name not in OPERATIONS:
+            raise unknown_name("operation", name, OPERATIONS)
+    return tuple(name for name in OPERATIONS if name in named)
 
 
 def patterns(value: str | Sequence[str]) -> tuple[str, ...]:

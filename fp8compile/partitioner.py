@@ -28,7 +28,7 @@ from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import describe
 from fp8compile.passes.compilation import Compilation, device_of
-from fp8compile.passes.edit_saved import edit_saved
+from fp8compile.passes.edit_saved import edit_saved, saved_keys
 from fp8compile.passes.plan_saved import Halves, is_object, may_be_computed_again, run_again
 from fp8compile.passes.save_as_fp8 import save_as_fp8
 from fp8compile.passes.save_budget import plan_within
@@ -193,8 +193,9 @@ def _save(
     """What is saved, payloads in place of values; and the plan's rows about it."""
     again = run_again(gm.graph, saved, halves)
     c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
-    edit_saved(saved, halves, options.plan)
-    kept, forms = save_as_fp8(c, saved, halves)
+    keys = saved_keys(saved, halves)
+    edit_saved(keys, halves, options.plan)
+    kept, forms = save_as_fp8(c, saved, halves, keys if options.watch else None)
     if record is not None:
         record.add_saved(
             describe.describe_saved(saved, halves.static, {**halves.forms, **forms}),

@@ -30,7 +30,7 @@ from fp8compile.options import Options
 from fp8compile.plan import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Saved, lowered_from
 
 # Left on purpose: a graph of nothing else is no surprise.
-BY_DEFAULT = ("the output head", "recipe ", edits.REASON)
+BY_DEFAULT = ("the output head", "recipe ", "operations=", edits.REASON, edits.SCHEDULED)
 logger = logging.getLogger("fp8compile")  # quiet unless asked: TORCH_LOGS="fp8compile", or logging's own ways
 _compiled: list[Plan] = []
 _matched: set[str] = set()  # skip patterns that have matched, or of which was said that they have not

@@ -5,10 +5,15 @@
     saturated     share of the elements with |x| / scale so far above the format's maximum that rounding alone would not
                   have brought them there (none with current scaling)
     underflown    share of the nonzero elements that become 0
+    by_rows       SQNR in which every row counts the same: 10·log10 of 1 / (mean over the rows of noise / signal)
+    by_columns    likewise every column, a column being an index of the contracted dimension
 
 over all measured steps. With options={"watch": name} the pass `passes/observe_casts.py` puts `fp8::observe` behind
 every scale; it adds up here, under that name, on the tensors' device and without waiting for it. After `steps`
 executions of a cast it is measured no more. Tensors that hold an inf or nan are left out and counted.
+
+A few large columns (outlier channels) or rows (attention sinks) make up most of the signal, so SQNR stays high while
+all else is lost; `by_columns` and `by_rows` see that.
 
     watched = fp8compile.watch(model, steps=10)       # call it in place of the model for some steps
     print(watched.statistics)
@@ -35,13 +40,18 @@ ALTERNATIVES = ("e4m3 tensor", "e4m3 row", "e4m3 group(128)", "e4m3 group(16)", 
 SATURATED = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half a step: 448 + 32/2, 57344 + 8192/2
 RUNNABLE = ("e4m3 tensor", "e4m3 row")  # what any operand of a matmul may be, cheapest first
 SUMS = ("steps", "skipped", "elements", "nonzero", "saturated", "underflown", "signal", "noise", "amax")
+EVEN = ("rows", "columns")  # how many are not zero; then, for the cast and each alternative, Σ noise / signal over them
 Operands: TypeAlias = tuple[tuple[str, str, int, str], ...]  # path, role, occurrence, left or right
 
 
 @dataclass(frozen=True)
 class Row:
     """One operand of one matmul, over all measured steps. what_if: SQNR in dB by cast; sqnr None: it was never finite,
-    or all zeros."""
+    or all zeros.
+
+    evenly: (by_rows, by_columns) by cast. trait: "product" of an operand that is the product of two matmuls' results,
+    as SwiGLU's. role "saved": a tensor kept for backward; occurrence and side are then the rest of its key.
+    """
 
     path: str
     role: str
@@ -55,6 +65,10 @@ class Row:
     underflown: float
     sqnr: float | None
     what_if: dict[str, float | None] = field(default_factory=dict)
+    by_rows: float | None = None
+    by_columns: float | None = None
+    evenly: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    trait: str = ""
 
 
 @dataclass
@@ -69,7 +83,7 @@ class Statistics:
     _counts: dict[str, int] = field(default_factory=dict, repr=False)
 
     def add(self, scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool, key: str) -> None:
-        """Measure one execution of a cast; `key` is the JSON of its cast and its `Operands`."""
+        """Measure one execution of a cast; `key` is the JSON of its cast, its `Operands`, and a trait if it has one."""
         count = self._counts.get(key, 0)
         if count < self.steps:
             self._counts[key] = count + 1
@@ -81,8 +95,8 @@ class Statistics:
         """One `Row` for each operand that was measured, in the order of their first execution."""
         found = list(self._kept)
         for key, sums in self._sums.items():
-            cast, operands = json.loads(key)
-            found += [_row(operand, cast, sums.tolist()) for operand in operands]
+            cast, operands, *trait = json.loads(key)
+            found += [_row(operand, cast, sums.tolist(), "".join(trait)) for operand in operands]
         return found
 
     def plan(self, minimum: float) -> list[Plan]:
@@ -107,7 +121,10 @@ class Statistics:
         if not isinstance(data, dict) or not {"rows", "plans", "steps"} <= set(data):
             raise Fp8Error(f"{path} holds no statistics")
         plans = [Plan.from_json(json.dumps(plan)) for plan in data["plans"]]
-        return Statistics(data["name"], data["steps"], plans, _kept=[Row(**row) for row in data["rows"]])
+        rows = [
+            Row(**{**row, "evenly": {c: tuple(x) for c, x in row.get("evenly", {}).items()}}) for row in data["rows"]
+        ]
+        return Statistics(data["name"], data["steps"], plans, _kept=rows)
 
     def __str__(self) -> str:
         from fp8compile.insight.text import statistics_text  # the tables know statistics, not the other way round
@@ -133,26 +150,51 @@ def observe(scale: Tensor, tensors: list[Tensor], cast: str, transpose: bool, na
     return scale.clone()
 
 
+def probe(x: Tensor, transpose: bool, name: str, key: str) -> Tensor:
+    """`fp8::probe`: measures what a cast of `x` would lose, as `key` names it, and returns a copy of `x`."""
+    statistics = _watched.get(name)
+    if statistics is not None:
+        with torch.no_grad():
+            cast = json.loads(key)[0]
+            scale = reference.scale(reference.amax(x, "tensor"), cast.split(" ")[0])
+            statistics.add(scale, [x], cast, transpose, key)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def rows(name: str) -> list[Row]:
+    """What has been measured under `name`."""
+    return _watched[name].rows() if name in _watched else []
+
+
+def stop(name: str) -> None:
+    """What runs under `name` measures no more."""
+    _watched.pop(name, None)
+
+
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
 def measure(scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool) -> Tensor:
-    """`SUMS` and the noise of each of `ALTERNATIVES` of one execution, FP64 [n]; zeros, and one skipped, if not finite.
+    """`SUMS`, the noise of each of `ALTERNATIVES`, and what `EVEN` says, of one execution, FP64 [n]; zeros, and one
+    skipped, if not finite.
 
     `tensors` share the scale; `transpose`: rows and groups lie along their first dimension.
     """
     largest = torch.stack([reference.amax(x, "tensor") for x in tensors]).amax()
     total = sum(_sums(scale, x, cast, transpose) for x in tensors)
-    noises = [sum(_noise(x, alternative, transpose, largest) for x in tensors) for alternative in ALTERNATIVES]
+    others = [sum(_lost(x, alternative, transpose, largest) for x in tensors) for alternative in ALTERNATIVES]
+    noises = torch.stack([x[0] for x in others])  # type: ignore[index]
+    evenly = torch.cat([x[1:] for x in others])  # type: ignore[index]
     one, zero = torch.ones_like(largest), torch.zeros_like(largest)
-    sums = torch.cat([torch.stack([one, zero]).double(), total, largest.double().reshape(1), torch.stack(noises)])  # type: ignore[arg-type, list-item]
+    steps = torch.stack([one, zero]).double()
+    sums = torch.cat([steps, total[:6], largest.double().reshape(1), noises, total[6:], evenly])  # type: ignore[index]
     skipped = torch.zeros_like(sums)
     skipped[1] = 1
     return torch.where(torch.isfinite(largest), sums, skipped)
 
 
 def _sums(scale: Tensor, x: Tensor, cast: str, transpose: bool) -> Tensor:
-    """elements, nonzero, saturated, underflown, signal, noise."""
+    """elements, nonzero, saturated, underflown, signal, noise; rows, columns; Σ noise / signal over each."""
     format, granularity = cast.split(" ")
     data = reference.quantize(x, scale, format, granularity, transpose)
     exact = reference.oriented(x, transpose, 1, 1).float()
@@ -161,22 +203,30 @@ def _sums(scale: Tensor, x: Tensor, cast: str, transpose: bool) -> Tensor:
     back = data.float() * spread
     counts = torch.stack([saturated.new_tensor(exact.numel()), (exact != 0).sum(), saturated,
                           ((exact != 0) & (data.float() == 0)).sum()])  # fmt: skip
-    powers = torch.stack([_power(exact), _power(exact - back)])
-    return torch.cat([counts.double(), powers])
+    signal = exact.square().double()
+    lines = torch.stack([(signal.sum(dim) != 0).sum() for dim in (-1, -2)])
+    lost = _losses(exact, back)
+    return torch.cat([counts.double(), signal.sum().reshape(1), lost[:1], lines.double(), lost[1:]])
 
 
-def _noise(x: Tensor, cast: str, transpose: bool, largest: Tensor) -> Tensor:
-    """Σ (x − x̂)² under another cast, with current scales; `largest` is the amax of all that shares a tensor scale."""
+def _lost(x: Tensor, cast: str, transpose: bool, largest: Tensor) -> Tensor:
+    """`_losses` under another cast, with current scales; `largest` is the amax of all that shares a tensor scale."""
     format, granularity = cast.split(" ")
     amax = largest if granularity == "tensor" else reference.amax(x, granularity, transpose)
     scale = reference.scale(amax, format)
     data = reference.quantize(x, scale, format, granularity, transpose)
     exact = reference.oriented(x, transpose, 1, 1).float()
-    return _power(exact - reference.dequantize(data, scale, granularity, torch.float32))
+    return _losses(exact, reference.dequantize(data, scale, granularity, torch.float32))
 
 
-def _power(x: Tensor) -> Tensor:
-    return x.square().sum(dtype=torch.float64)
+def _losses(exact: Tensor, back: Tensor) -> Tensor:
+    """Σ (x − x̂)², and Σ noise / signal over the rows and over the columns that are not zero."""
+    noise, signal = (exact - back).square().double(), exact.square().double()
+    shares = []
+    for dim in (-1, -2):
+        of = signal.sum(dim)
+        shares.append(torch.where(of != 0, noise.sum(dim) / torch.where(of != 0, of, 1.0), 0.0).sum())
+    return torch.stack([noise.sum(), *shares])
 
 
 def _joined(a: Tensor, b: Tensor) -> Tensor:
@@ -186,14 +236,17 @@ def _joined(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _row(operand: Sequence[Any], cast: str, sums: Sequence[float]) -> Row:
+def _row(operand: Sequence[Any], cast: str, sums: Sequence[float], trait: str = "") -> Row:
     s = dict(zip(SUMS, sums, strict=False))
     path, role, occurrence, side = operand
-    what_if = {c: _decibels(s["signal"], n) for c, n in zip(ALTERNATIVES, sums[len(SUMS) :], strict=True)}
+    rest = sums[len(SUMS) :]
+    noises, (rows, columns, *shares) = rest[: len(ALTERNATIVES)], rest[len(ALTERNATIVES) :]
+    even = [(_decibels(rows, shares[i]), _decibels(columns, shares[i + 1])) for i in range(0, len(shares), 2)]
+    what_if = {c: _decibels(s["signal"], n) for c, n in zip(ALTERNATIVES, noises, strict=True)}
     return Row(
         path, role, occurrence, side, cast, int(s["steps"]), int(s["skipped"]), s["amax"],
         s["saturated"] / max(s["elements"], 1), s["underflown"] / max(s["nonzero"], 1),
-        _decibels(s["signal"], s["noise"]), what_if,
+        _decibels(s["signal"], s["noise"]), what_if, *even[0], dict(zip(ALTERNATIVES, even[1:], strict=True)), trait,
     )  # fmt: skip
 
 

@@ -6,6 +6,9 @@ Before      %s = fp8.scale(%a, e4m3)                                    After  %
 
 The operator returns the scale as it is, so no number changes. It stands for a border of generated kernels: while
 watching, less is fused. A scale that serves two layouts is observed in each, for rows and groups lie differently there.
+
+Operands of matmuls that a schedule has moved to BF16 have no cast; they pass `fp8::probe`, which measures what casts
+would lose, so that there is evidence for a way back.
 """
 
 from __future__ import annotations
@@ -13,13 +16,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8compile import ops
+from fp8compile import edits, ops
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, sort_topologically
+from fp8compile.passes.roles import MATMULS
+from fp8compile.plan import BF16, FP8
 
 FOLLOWED = {*VIEWS, aten.cat.default}
+CONVERSIONS = {torch.ops.prims.convert_element_type.default, aten.clone.default, *VIEWS}
+PROBED = "e4m3 tensor"
+DEPTH = 64  # nodes between a product and the matmuls that it is made of; more is no SwiGLU
 
 
 def run(c: Compilation) -> None:
@@ -34,6 +43,7 @@ def run(c: Compilation) -> None:
     order = {n: i for i, n in enumerate(c.graph.nodes)}
     for scale, quantizes in casts.items():
         _observe(c, scale, quantizes, readers, order)
+    _probe_moved(c)
     sort_topologically(c.graph)
 
 
@@ -65,11 +75,59 @@ def _emit(
     operands = list(dict.fromkeys(o for q in quantizes for o in _operands(q, readers)))
     cast = f"{quantizes[0].args[2]} {quantizes[0].args[3]}"
     tensors = list(dict.fromkeys(q.args[0] for q in quantizes))
-    rest = (tensors, cast, transpose, c.options.watch, json.dumps([cast, operands]))
+    rest = (tensors, cast, transpose, c.options.watch, _key(cast, operands, tensors))
     node = c.emit(ops.observe, scale, *rest, like=scale, before=place)
     if "recompute" in node.meta:  # in a checkpointed region: computed again, it would be measured again
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return node
+
+
+def _key(cast: str, operands: Any, tensors: list[Any]) -> str:
+    trait = ["product"] if any(is_product(t) for t in tensors) else []
+    return json.dumps([cast, operands, *trait])
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether `node` is the product of two tensors that come from different matmuls, as SwiGLU's is."""
+    while node.target in CONVERSIONS:
+        node = node.all_input_nodes[0]
+    if node.target is not aten.mul.Tensor or len(node.all_input_nodes) != 2:
+        return False
+    left, right = (_matmuls_above(n) for n in node.all_input_nodes)
+    return bool(left - right) and bool(right - left)
+
+
+def _matmuls_above(node: fx.Node) -> set[fx.Node]:
+    """The nearest matmuls that `node` is computed from element by element."""
+    found, stack, seen = set(), [node], {node}
+    while stack and len(seen) < DEPTH:
+        node = stack.pop()
+        if node.target in MATMULS or node.target is ops.scaled_mm:
+            found.add(node)
+            continue
+        fresh = [i for i in node.all_input_nodes if i not in seen]
+        seen.update(fresh)
+        stack += fresh
+    return found
+
+
+def _probe_moved(c: Compilation) -> None:
+    """Let the matmuls that a schedule moved to BF16 read their operands through a probe."""
+    seen: dict[tuple[str, str], int] = {}
+    for row in c.plan.matmuls:
+        occurrence = seen[row.path, row.role] = seen.get((row.path, row.role), -1) + 1
+        site = c.sites.get(row.node)
+        moved = row.decision == BF16 and row.reason.startswith(edits.SCHEDULED)
+        if not moved or site is None or site.kind == "convolution":
+            continue
+        for side, operand, transpose in (("left", site.left, False), ("right", site.right, True)):
+            assert operand is not None
+            key = _key(PROBED, [(row.path, row.role, occurrence, side)], [operand])
+            node = c.emit(ops.probe, operand, transpose, c.options.watch, key, like=site.node)
+            if "recompute" in node.meta:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            first = 1 if site.kind == "addmm" else 0  # behind its bias
+            site.node.update_arg(first + (side == "right"), node)
 
 
 def _is_transposed(quantize: fx.Node) -> bool:
@@ -83,7 +141,7 @@ def _readers(c: Compilation) -> dict[fx.Node, list[Any]]:
     found: dict[fx.Node, list[Any]] = {}
     for row in c.plan.matmuls:
         occurrence = seen[row.path, row.role] = seen.get((row.path, row.role), -1) + 1
-        node = named.get(row.node)
+        node = named.get(row.node) if row.decision == FP8 else None
         while node is not None and node.target is not ops.scaled_mm and node.all_input_nodes:
             node = node.all_input_nodes[0]  # a padded result is cut, a wide bias added
         if node is not None and node.target is ops.scaled_mm:

@@ -60,15 +60,17 @@ def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = No
     outputs = signature(c.graph)
     if observe:
         observe("input", graph_text(c.graph))
+    decided = False
     for step in (*PIPELINE, OBSERVE) if c.options.watch else PIPELINE:
+        if decided and not c.plan.converted and step is not OBSERVE:
+            continue  # nothing to carry out
         step.run(c)
         c.graph.eliminate_dead_code()
         if c.options.verify:
             verify(c.graph, step.name, outputs)
         if observe:
             observe(step.name, graph_text(c.graph))
-        if step.name == "select_matmuls" and not c.plan.converted:
-            return
+        decided |= step.name == "select_matmuls"
 
 
 @dataclass(frozen=True)

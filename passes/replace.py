@@ -92,8 +92,8 @@ def copied(c: Compilation, source: fx.Node, strides: Any, before: fx.Node) -> fx
 
     A contiguous one where they are unknown or symbolic.
     """
-    known = strides is not None and all(isinstance(s, int) for s in strides)
-    order = sorted(range(len(strides)), key=lambda d: -strides[d]) if strides is not None and known else []
+    known = [*strides] if strides is not None and all(isinstance(s, int) for s in strides) else []
+    order = sorted(range(len(known)), key=lambda d: -known[d])
     if order == sorted(order):
         return c.emit(aten.clone.default, source, like=source, before=before, contiguous=True)
     moved = c.emit(aten.permute.default, source, order, like=source, before=before)

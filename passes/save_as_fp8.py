@@ -18,14 +18,16 @@ the nodes that are doubled: a dropout that ran again under another name would dr
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from fp8compile import ops
+from fp8compile.edits import SavedKey
 from fp8compile.formats import E4M3
 from fp8compile.passes.compilation import Compilation, aten, is_tensor, same_sizes, update_value, value
 from fp8compile.passes.plan_saved import Halves, run_again
@@ -33,10 +35,13 @@ from fp8compile.passes.replace import copied, restride
 from fp8compile.passes.saved_forms import Form, as_it_is, dense_order, is_random, memory_of
 
 
-def save_as_fp8(c: Compilation, saved: list[fx.Node], halves: Halves) -> tuple[list[fx.Node], dict[fx.Node, Form]]:
+def save_as_fp8(
+    c: Compilation, saved: list[fx.Node], halves: Halves, watched: Mapping[fx.Node, SavedKey] | None = None
+) -> tuple[list[fx.Node], dict[fx.Node, Form]]:
     """Edit the joint graph; returns what is saved now, and the form of each value of `saved` that is not kept as it is.
 
-    The values themselves keep their order, a payload being followed by its scales.
+    `watched`: casts are measured, under these keys. The values themselves keep their order, a payload being followed by
+    its scales.
     """
     again = run_again(c.graph, saved, halves)
     random = _read_by_random(c.graph, saved, again)
@@ -54,7 +59,7 @@ def save_as_fp8(c: Compilation, saved: list[fx.Node], halves: Halves) -> tuple[l
             if node in random:
                 forms[node] = as_it_is(value(node), "a random operator that runs again is computed from it")
             continue
-        payload, scale, rounded[node] = _round(c, node, form)
+        payload, scale, rounded[node] = _round(c, node, form, watched[node] if watched is not None else None)
         forms[node] = form
         kept += [payload, scale]
     _compute_from(c, rounded, again, halves)
@@ -77,8 +82,8 @@ def _wasteful_slices(kept: list[fx.Node], least: int) -> set[fx.Node]:
     return found
 
 
-def _round(c: Compilation, node: fx.Node, form: Form) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Payload and scales of `node`, and its value made of them."""
+def _round(c: Compilation, node: fx.Node, form: Form, key: SavedKey | None) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Payload and scales of `node`, and its value made of them; `key`: they are measured."""
     assert form.granularity is not None
     x, order = value(node), dense_order(value(node))
     source = form.path[-1] if form.path else node
@@ -99,6 +104,8 @@ def _round(c: Compilation, node: fx.Node, form: Form) -> tuple[fx.Node, fx.Node,
     if payload is None or scale is None:
         scale = emit(ops.scale, emit(ops.amax, source, form.granularity), E4M3.name)
         payload = emit(ops.quantize, source, scale, E4M3.name, form.granularity)
+    if key is not None:
+        scale = _watched(c, source, scale, form, key, emit)
     back = emit(ops.dequantize, payload, scale, form.granularity, x.dtype)
     if form.merged > 1:
         back = emit(aten.view.default, back, [_size(c, x.shape[d]) for d in order])
@@ -107,6 +114,15 @@ def _round(c: Compilation, node: fx.Node, form: Form) -> tuple[fx.Node, fx.Node,
     for view, of in reversed(list(zip(form.path, (node, *form.path), strict=False))):
         back = _undone(c, view, of, back, emit)
     return payload, scale, back
+
+
+def _watched(
+    c: Compilation, source: fx.Node, scale: fx.Node, form: Form, key: SavedKey, emit: Callable[..., fx.Node]
+) -> fx.Node:
+    """The scale behind an operator that measures the cast; rows and groups lie along the features."""
+    path, *rest, occurrence = key
+    cast, operand = f"{E4M3.name} {form.granularity}", (path, "saved", occurrence, json.dumps(rest))
+    return emit(ops.observe, scale, [source], cast, False, c.options.watch, json.dumps([cast, [operand]]))
 
 
 def _undone(c: Compilation, view: fx.Node, of: fx.Node, back: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:

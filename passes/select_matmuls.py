@@ -34,6 +34,7 @@ HEADS = re.compile(
     r"(^|\.)(lm_head|head|heads|output|output_layer|output_projection|classifier|score|scores|embed_out|proj_out"
     r"|to_logits|logits|cls|unembed|vocab_proj|generator|qa_outputs|(predictions|lm_head)\.decoder)$"
 )
+OPERATIONS = {"bmm": "batched", "convolution": "convolution"}  # kind -> its name in option `operations`
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -93,7 +94,7 @@ def _edited(candidate: Candidate, c: Compilation) -> Matmul:
     if wanted is None:
         return usual
     if wanted.decision == BF16:
-        return usual if usual.decision == BF16 else replace(usual, decision=BF16, reason=edits.REASON)
+        return usual if usual.decision == BF16 else replace(usual, decision=BF16, reason=wanted.reason)
     candidate.role = wanted.role or candidate.role
     why = _impossible(candidate, c)
     if why:
@@ -101,7 +102,8 @@ def _edited(candidate: Candidate, c: Compilation) -> Matmul:
     if c.device.has_fp8:
         bf16, fp8 = _milliseconds(candidate, c)
         usual = replace(usual, milliseconds_bf16=bf16, milliseconds_fp8=fp8)
-    return usual if usual.decision == FP8 else replace(usual, decision=FP8, reason=edits.REASON)
+    changed = usual.decision != FP8 or wanted.reason != edits.REASON
+    return replace(usual, decision=FP8, reason=wanted.reason) if changed else usual
 
 
 def _impossible(x: Candidate, c: Compilation) -> str:
@@ -140,6 +142,12 @@ def _has_weight(x: Candidate, c: Compilation) -> str:
 
 def _in_recipe(x: Candidate, c: Compilation) -> str:
     return "" if x.role is not None else f"recipe {c.options.recipe.name!r} keeps {x.site.role} in BF16"
+
+
+def _is_listed(x: Candidate, c: Compilation) -> str:
+    operation = OPERATIONS.get(x.site.kind, "linear")
+    listed = ", ".join(c.options.operations)
+    return "" if operation in c.options.operations else f"operations={listed}: this one is {operation}"
 
 
 def _has_dtype(x: Candidate, c: Compilation) -> str:
@@ -222,6 +230,7 @@ def _hint(size: Any) -> int:
 RULES: tuple[Callable[[Candidate, Compilation], str], ...] = (
     _has_weight,
     _in_recipe,
+    _is_listed,
     _has_dtype,
     _is_not_skipped,
     _is_not_head,

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 _cache = tempfile.TemporaryDirectory(prefix="fp8compile-tests-")  # lives as long as the process
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 
-from fp8compile import delayed, plans  # noqa: E402
+from fp8compile import delayed, plans, scheduled  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +35,4 @@ def _forget() -> None:
     torch.compiler.reset()  # Dynamo's code, Inductor's state
     plans.reset()
     delayed.reset()
+    scheduled.reset()

@@ -46,6 +46,14 @@ def decibels(x: Tensor, cast: str) -> float:
     return 10 * math.log10(x.double().square().sum() / noise)
 
 
+def evenly(x: Tensor, cast: str) -> tuple[float, float]:
+    """By rows and by columns, by hand."""
+    x = x.double().float()
+    noise, signal = (x - rounded(x, cast)).double().square(), x.double().square()
+    shares = [(noise.sum(d) / signal.sum(d))[signal.sum(d) != 0].mean() for d in (1, 0)]
+    return tuple(-10 * math.log10(share) for share in shares)
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +92,8 @@ def test_rows_are_those_of_a_direct_computation(recipe: str):
         assert set(row.what_if) == set(ALTERNATIVES)
         for cast in ALTERNATIVES:
             assert row.what_if[cast] == pytest.approx(decibels(x, cast), abs=1e-3), (key, cast)
+            assert row.evenly[cast] == pytest.approx(evenly(x, cast), abs=1e-3), (key, cast)
+        assert (row.by_rows, row.by_columns) == pytest.approx(evenly(x, row.cast), abs=1e-3)
         lost = ((x != 0) & (rounded(x, row.cast) == 0)).sum() / (x != 0).sum()
         assert row.underflown == pytest.approx(lost.item())
         assert row.saturated == 0  # scales are current
@@ -129,6 +139,22 @@ def test_saturation_and_underflow_are_counted():
     assert counted["noise"] == (1000 - 448) ** 2 + (500 - 448) ** 2 + (460 - 448) ** 2 + 2**-22
 
 
+def test_what_a_few_columns_or_rows_hide_from_the_sqnr_is_seen():
+    """A column 10^6 times the others: they are lost, and it makes up all of the signal."""
+    x = torch.randn(64, 48)
+    x[:, 3] *= 1e6
+    x[5] = 0.0  # a row of zeros counts for nothing
+    for tensor, worse, better in ((x, "by_columns", "by_rows"), (x.t().contiguous(), "by_rows", "by_columns")):
+        scale = tensor.abs().amax() / 448
+        sums = statistics.measure(scale, [tensor], "e4m3 tensor", False).tolist()
+        row = statistics._row(("fc", "output", 0, "left"), "e4m3 tensor", sums)
+        assert row.sqnr is not None
+        assert row.sqnr > 25
+        # 47 of 48 columns become zero: a share of noise of 47/48 on average
+        assert getattr(row, worse) == pytest.approx(-10 * math.log10(47 / 48), abs=0.2)
+        assert getattr(row, better) > 25
+
+
 def test_what_is_not_finite_is_left_out_and_counted():
     model = nn.Linear(32, 16, bias=False)
     watched = fp8compile.watch(model, steps=3, options=ALL)
@@ -154,6 +180,14 @@ def test_every_operand_is_measured_once_a_step(name: str):
     assert len(rows) == 2 * len(plan.converted) == len({(r.path, r.role, r.occurrence, r.side) for r in rows})
     assert all(row.sqnr is not None and 20 < row.sqnr < 45 for row in rows)
     assert max(map(len, str(watched.statistics).splitlines())) <= 120
+
+
+def test_a_matmul_that_is_left_is_not_measured_as_another():
+    """Its node is no FP8 matmul; one that it reads the result of must not be taken for it."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+    watched = fp8compile.watch(model, options={**ALL, "skip": ["1"]})
+    watched(torch.randn(16, 32)).sum().backward()
+    assert {row.path for row in watched.statistics.rows()} == {"0"}
 
 
 @pytest.mark.slow

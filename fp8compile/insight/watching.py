@@ -23,7 +23,7 @@ class Watched:
 
     def __init__(self, model: Callable[..., Any], steps: int, options: Mapping[str, Any]):
         self.statistics: Statistics = statistics.start(f"watch{next(_numbers)}", steps)
-        chosen: dict[str, Any] = {**options, "watch": self.statistics.name}
+        chosen: dict[str, Any] = {**options, "schedule": None, "watch": self.statistics.name}
         self._compiled = torch.compile(model, backend="fp8", options=chosen)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

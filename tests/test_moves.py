@@ -1,0 +1,160 @@
+"""Moves: which rung of its ladder a matmul takes, on evidence written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fp8compile.moves import Ladders, Rung, outermost
+from fp8compile.plan import Matmul, Operand, Plan, Saved
+from fp8compile.schedule_options import Schedule
+from fp8compile.statistics import ALTERNATIVES, Row
+
+FINE, LOST = (31.0, 31.0, 31.0), (31.0, 31.0, 1.0)  # SQNR, by rows, by columns
+TENSOR, ROW, GROUP = "e4m3 tensor", "e4m3 row", "e4m3 group(128)"
+
+
+def matmul(
+    path: str = "layers.1.fc", role: str = "output", left: str = ROW, right: str = TENSOR, **more: Any
+) -> Matmul:
+    casts = [Operand(*cast.split(" ")) for cast in (left, right)]
+    return Matmul("mm", path, "", "mm", role, 64, 64, 64, decision="fp8", left=casts[0], right=casts[1], **more)
+
+
+def measured(row: Matmul, side: str, kept: dict[str, tuple[float, float, float]], trait: str = "", **more: Any) -> Row:
+    """Evidence of one operand: `kept` by cast, everything else is lost."""
+    operand = row.left if side == "left" else row.right
+    cast = f"{operand.format} {operand.granularity}" if operand is not None else TENSOR
+    all_casts = {c: kept.get(c, LOST) for c in {*ALTERNATIVES, cast}}
+    sqnr, rows, columns = all_casts[cast]
+    what_if = {c: all_casts[c][0] for c in ALTERNATIVES}
+    evenly = {c: all_casts[c][1:] for c in ALTERNATIVES}
+    values = (row.path, row.role, 0, side, cast, 1, 0, 1.0, 0.0, 0.0, sqnr, what_if, rows, columns, evenly, trait)
+    return replace(Row(*values), **more)
+
+
+EVERYTHING = dict.fromkeys(ALTERNATIVES, FINE)
+AROUND = [matmul("layers.0.fc"), matmul("layers.2.fc")]  # so that layers.1 is neither first nor last
+
+
+def look(
+    row: Matmul, left: dict, right: dict, trait: str = "", grouped: bool = True, home: Matmul | None = None
+) -> Any:
+    """The rung that `row` takes, as text, and its move."""
+    ladders = Ladders(Schedule(), grouped)
+    ladders.settle(Plan(matmuls=[row, *AROUND]))
+    rows = [measured(row, "left", left, trait), measured(row, "right", right)]
+    plan, moves = ladders.look(Plan(matmuls=[row, *AROUND]), rows, 7)
+    after = plan.matmuls[0]
+    return (f"{after.left} × {after.right}" if after.decision == "fp8" else "bf16"), moves
+
+
+@pytest.mark.parametrize(
+    ("row", "left", "right", "wanted"),
+    [
+        (matmul(left=TENSOR), [TENSOR, ROW], [TENSOR], f"{TENSOR} × {TENSOR}"),  # nothing is lost
+        (matmul(left=TENSOR), [ROW, GROUP], [TENSOR, ROW, GROUP], f"{ROW} × {TENSOR}"),
+        (matmul(left=TENSOR), [TENSOR, ROW], [ROW], f"{TENSOR} × {ROW}"),
+        (matmul(left=TENSOR), [ROW], [ROW], f"{ROW} × {ROW}"),
+        (matmul(), [GROUP], [GROUP, TENSOR], f"{GROUP} × {GROUP}"),
+        (matmul(), [GROUP], [TENSOR], "bf16"),  # groups go with groups only
+        (matmul(), [], [TENSOR], "bf16"),
+        (matmul(role="grad_input", left="e5m2 tensor"), ["e5m2 row", ROW], [TENSOR], f"{ROW} × {TENSOR}"),
+    ],
+)
+def test_the_first_rung_that_keeps_enough(row, left, right, wanted):
+    after, moves = look(row, dict.fromkeys(left, FINE), dict.fromkeys(right, FINE))
+    assert after == wanted
+    assert bool(moves) == (wanted != f"{row.left} × {row.right}")
+    assert all(m.step == 7 and m.after == wanted for m in moves)
+
+
+def test_without_matmuls_of_groups_the_next_rung_is_bf16():
+    assert look(matmul(), {GROUP: FINE}, EVERYTHING, grouped=False)[0] == "bf16"
+
+
+def test_a_product_never_stops_at_rows():
+    row = matmul(left=TENSOR)
+    kept = {ROW: FINE, GROUP: FINE}
+    assert look(row, kept, EVERYTHING)[0] == f"{ROW} × {TENSOR}"
+    assert look(row, kept, EVERYTHING, "product")[0] == f"{GROUP} × {GROUP}"
+    # of a gradient's own products nothing is said: they are no activations
+    gradient = matmul(role="grad_weight", left=TENSOR)
+    assert look(gradient, kept, EVERYTHING, "product")[0] == f"{ROW} × {TENSOR}"
+
+
+@pytest.mark.parametrize(("path", "moves"), [("layers.1.fc", 0), ("layers.0.fc", 1)])
+def test_the_first_layer_must_keep_more(path, moves):
+    ladders = Ladders(Schedule(minimum=20.0, edges=3.0))
+    row = matmul(path)
+    plan = Plan(matmuls=[row, matmul("layers.0.x"), matmul("layers.3.x")])
+    ladders.settle(plan)
+    kept = {**EVERYTHING, ROW: (21.5, 31.0, 31.0)}
+    found = ladders.look(plan, [measured(row, "left", kept), measured(row, "right", EVERYTHING)], 0)[1]
+    assert len(found) == moves
+    assert all("SQNR 21.5 dB of 23" in m.evidence and "first or last layer" in m.evidence for m in found)
+
+
+def test_it_returns_to_the_cheapest_rung_that_would_have_served_and_not_below_home():
+    home = matmul()
+    bf16 = replace(home, decision="bf16", left=None, right=None)
+    ladders = Ladders(Schedule(patience=2))
+    ladders.settle(Plan(matmuls=[home, *AROUND]))
+    rows = [measured(bf16, side, EVERYTHING) for side in ("left", "right")]
+    before = Plan(matmuls=[bf16, *AROUND])
+    assert ladders.look(before, rows, 1)[1] == []
+    plan, (move,) = ladders.look(before, rows, 2)
+    assert (move.before, move.after) == ("bf16", f"{ROW} × {TENSOR}")
+    assert plan.matmuls[0].reason.startswith("schedule: 2 looks in a row")
+
+
+def test_a_look_that_would_not_have_served_begins_the_count_anew():
+    home = matmul()
+    bf16 = replace(home, decision="bf16", left=None, right=None)
+    ladders = Ladders(Schedule(patience=2))
+    ladders.settle(Plan(matmuls=[home, *AROUND]))
+    good = [measured(bf16, side, EVERYTHING) for side in ("left", "right")]
+    bad = [measured(bf16, "left", {}), measured(bf16, "right", EVERYTHING)]
+    for rows in (good, bad, good):
+        assert ladders.look(Plan(matmuls=[bf16, *AROUND]), rows, 1)[1] == []
+
+
+def test_without_evidence_of_both_operands_nothing_moves():
+    row = matmul()
+    ladders = Ladders(Schedule())
+    ladders.settle(Plan(matmuls=[row, *AROUND]))
+    assert ladders.look(Plan(matmuls=[row, *AROUND]), [measured(row, "left", {})], 1)[1] == []
+
+
+def test_what_the_recipe_left_is_left():
+    row = replace(matmul(), decision="bf16", left=None, right=None)
+    assert look(row, EVERYTHING, EVERYTHING) == ("bf16", [])
+
+
+def test_merged_matmuls_move_together_and_know_their_home_apart():
+    merged = matmul("layers.1.(q+k)", merged=("layers.1.q", "layers.1.k"))
+    apart = [replace(matmul(f"layers.1.{name}"), decision="bf16", left=None, right=None) for name in "qk"]
+    ladders = Ladders(Schedule(patience=1))
+    ladders.settle(Plan(matmuls=[merged, *AROUND]))
+    rows = [measured(r, side, EVERYTHING) for r in apart for side in ("left", "right")]
+    plan, moves = ladders.look(Plan(matmuls=[*apart, *AROUND]), rows, 1)
+    assert [m.path for m in moves] == ["layers.1.q", "layers.1.k"]
+    assert {str(Rung(m.left, m.right)) for m in plan.matmuls[:2]} == {f"{ROW} × {TENSOR}"}
+
+
+def test_saved_tensors_are_told_apart_by_occurrence():
+    saved = [Saved(f"x{i}", "fc", "line", (4, 128), "bfloat16", GROUP, 1, "") for i in range(2)]
+    side = '["line", "bfloat16", 128]'
+    bad = Row("fc", "saved", 1, side, GROUP, 1, 0, 1.0, 0.0, 0.0, 31.0, {}, 31.0, 2.0, {})
+    plan, (move,) = Ladders(Schedule()).look(Plan(saved=saved), [replace(bad, occurrence=0, by_columns=31.0), bad], 3)
+    assert [row.form for row in plan.saved] == [GROUP, "bfloat16"]
+    assert (move.role, move.after) == ("saved", "bfloat16")
+
+
+def test_outermost_layers():
+    paths = ["h.0.q", "h.1.q", "h.10.q", "h.10.experts.3.up", "head"]
+    assert outermost(paths) == {"h.0.q", "h.10.q", "h.10.experts.3.up"}
+    assert outermost(["0.fc", "1.fc", "2.fc"]) == {"0.fc", "2.fc"}
+    assert outermost(["a", "b", "c"]) == {"a", "c"}
