@@ -10,7 +10,8 @@
 
 over all measured steps. With options={"watch": name} the pass `passes/observe_casts.py` puts `fp8::observe` behind
 every scale; it adds up here, under that name, on the tensors' device and without waiting for it. After `steps`
-executions of a cast it is measured no more. Tensors that hold an inf or nan are left out and counted.
+executions of a cast it is measured no more. Tensors that hold an inf or nan are left out and counted. Of large tensors
+whole rows are measured, evenly spread, about 2²⁰ elements in all; amax is that of all elements.
 
 A few large columns (outlier channels) or rows (attention sinks) make up most of the signal, so SQNR stays high while
 all else is lost; `by_columns` and `by_rows` see that.
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.errors import Fp8Error
-from fp8compile.formats import parse_granularity
+from fp8compile.formats import ceil_div, parse_granularity
 from fp8compile.kernels import reference
 from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan
 
@@ -40,6 +41,7 @@ ALTERNATIVES = ("e4m3 tensor", "e4m3 row", "e4m3 group(128)", "e4m3 group(16)", 
 SATURATED = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half a step: 448 + 32/2, 57344 + 8192/2
 RUNNABLE = ("e4m3 tensor", "e4m3 row")  # what any operand of a matmul may be, cheapest first
 SUMS = ("steps", "skipped", "elements", "nonzero", "saturated", "underflown", "signal", "noise", "amax")
+SAMPLE = 1 << 20  # elements that are measured of the tensors that share a scale
 EVEN = ("rows", "columns")  # how many are not zero; then, for the cast and each alternative, Σ noise / signal over them
 Operands: TypeAlias = tuple[tuple[str, str, int, str], ...]  # path, role, occurrence, left or right
 
@@ -181,8 +183,10 @@ def measure(scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool
     `tensors` share the scale; `transpose`: rows and groups lie along their first dimension.
     """
     largest = torch.stack([reference.amax(x, "tensor") for x in tensors]).amax()
-    total = sum(_sums(scale, x, cast, transpose) for x in tensors)
-    others = [sum(_lost(x, alternative, transpose, largest) for x in tensors) for alternative in ALTERNATIVES]
+    every = ceil_div(sum(x.numel() for x in tensors), SAMPLE)
+    samples = [_sample(scale, x, cast, transpose, every) for x in tensors]
+    total = sum(_sums(of, x, cast, transpose) for of, x in samples)
+    others = [sum(_lost(x, alternative, transpose, largest) for _, x in samples) for alternative in ALTERNATIVES]
     noises = torch.stack([x[0] for x in others])  # type: ignore[index]
     evenly = torch.cat([x[1:] for x in others])  # type: ignore[index]
     one, zero = torch.ones_like(largest), torch.zeros_like(largest)
@@ -191,6 +195,18 @@ def measure(scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool
     skipped = torch.zeros_like(sums)
     skipped[1] = 1
     return torch.where(torch.isfinite(largest), sums, skipped)
+
+
+def _sample(scale: Tensor, x: Tensor, cast: str, transpose: bool, every: int) -> tuple[Tensor, Tensor]:
+    """One in `every` rows of `x` (of blocks, rows of blocks), and their scales."""
+    dim = -1 if transpose else -2
+    kind = parse_granularity(cast.split(" ")[1])
+    height = kind.size if kind.kind == "block" else 1
+    if every <= 1 or x.dim() < 2 or x.shape[dim] < every * height:
+        return scale, x
+    chosen = torch.arange(0, x.shape[dim] // height, every, device=x.device)
+    rows = (chosen[:, None] * height + torch.arange(height, device=x.device)).flatten()
+    return scale if kind.kind == "tensor" else scale.index_select(-2, chosen), x.index_select(dim, rows)
 
 
 def _sums(scale: Tensor, x: Tensor, cast: str, transpose: bool) -> Tensor:

@@ -17,6 +17,7 @@ import fp8compile
 from fp8compile import statistics
 from fp8compile.errors import Fp8Error, OptionError
 from fp8compile.insight.text import statistics_text
+from fp8compile.kernels import reference
 from fp8compile.statistics import ALTERNATIVES, Row
 
 ALL = {"select": "all", "executor": "eager", "strict": True}
@@ -253,3 +254,27 @@ def test_the_table():
     assert lines[3].startswith("…j+k_proj+v_proj) grad_weight right e4m3 group(128)")
     assert lines[3].split()[-9:] == ["1.2e+04", "25.0%", "50.0%", "30.0", "30.0", "30.0", "-", "30.0", "30.0"]
     assert lines[4].startswith("(the model itself) output left")
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("cast", ["e4m3 tensor", "e4m3 row", "e4m3 group(16)", "e4m3 block(128)"])
+def test_of_large_tensors_some_rows_are_measured(monkeypatch, cast, transpose):
+    """A quarter of the rows (or blocks of 128): as if there were no others, but for the amax and what depends on it."""
+    x = torch.randn(1024, 512) * torch.randn(1024, 1).exp() * torch.randn(1, 512).exp()
+    granularity = cast.split(" ")[1]
+    scale = reference.scale(reference.amax(x, granularity, transpose), "e4m3")
+    height = 128 if "block" in granularity else 1
+    rows = x.t() if transpose else x
+    kept = rows.unflatten(0, (-1, height))[::4].flatten(0, 1)
+    some = (kept.t() if transpose else kept).contiguous()
+    monkeypatch.setattr(statistics, "SAMPLE", x.numel() // 4)
+    got = dict(zip(statistics.SUMS, statistics.measure(scale, [x], cast, transpose).tolist(), strict=False))
+    of_some = scale if granularity == "tensor" else scale[::4]
+    monkeypatch.setattr(statistics, "SAMPLE", 1 << 30)
+    sums = statistics.measure(of_some, [some], cast, transpose)
+    wanted = dict(zip(statistics.SUMS, sums.tolist(), strict=False))
+    assert got["amax"] == x.abs().max().item()
+    assert {k: v for k, v in got.items() if k != "amax"} == pytest.approx(
+        {k: v for k, v in wanted.items() if k != "amax"}
+    )
+    assert got["elements"] == x.numel() // 4
