@@ -96,7 +96,7 @@ def test_only_saving_costs_little() -> None:
     assert min(sqnr(expected[name], got[name]) for name in expected) > 22
 
 
-@pytest.mark.parametrize("share", [0.05, 0.1, 0.3])
+@pytest.mark.parametrize("share", [0.08, 0.12, 0.3])
 def test_a_budget_is_kept(share: float) -> None:
     model, x = blocks()
     expected = gradients(model, model, x)
