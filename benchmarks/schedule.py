@@ -158,6 +158,7 @@ class Result:
     held_out: float
     recompiles: int = 0
     moves: list[str] = field(default_factory=list)
+    moved: list[tuple[str, str]] = field(default_factory=list)  # path and role of each matmul that moved
 
 
 class Teacher:
@@ -205,7 +206,9 @@ def run(plant: str, mode: str, seed: int = 0, steps: int = 240) -> Result:
             losses.append(squared.detach()[model.weights(x) > 0].mean())
     found = [s for s in fp8compile.schedules() if s.is_training][-1:] if mode == "auto" else []
     moves = [str(move) for s in found for move in s.moves]
-    return Result(plant, mode, seed, float(torch.stack(losses).mean()), sum(s.recompiles for s in found), moves)
+    moved = sorted({(move.path, move.role) for s in found for move in s.moves if move.role != "saved"})
+    held_out = float(torch.stack(losses).mean())
+    return Result(plant, mode, seed, held_out, sum(s.recompiles for s in found), moves, moved)
 
 
 def main(arguments: list[str] | None = None) -> None:

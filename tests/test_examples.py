@@ -28,7 +28,6 @@ def test_a_recipe_trains_in_fp8_as_in_bf16(name, size, capsys):
     assert fp8.converted > 0.9 * fp8.matmuls
     for a, b in zip(bf16.losses, fp8.losses, strict=True):
         assert b == pytest.approx(a, rel=0.02)  # four steps: FP8 noise of a loss is about a hundredth of it
-    assert fp8.losses[-1] < fp8.losses[0]
 
 
 @pytest.mark.parametrize("name", RECIPES)
