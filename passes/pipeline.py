@@ -44,7 +44,7 @@ class Pass:
 PIPELINE = (
     Pass("canonicalize", canonicalize.run, "one form for matmuls and views, so that later passes see one pattern"),
     Pass("select_matmuls", select_matmuls.run, "decides which matmuls become FP8, with a reason for each"),
-    Pass("attention_layout", attention_layout.run, "attention writes what casts can read; only where some are, so behind the choice"),
+    Pass("attention_layout", attention_layout.run, "attention writes what casts can read, where there are any"),
     Pass("assign_scales", assign_scales.run, "decides granularity and format of each operand, as the recipe says"),
     Pass("convolutions", convolutions.run, "chosen patch convolutions become plain matmuls, for the passes below"),
     Pass("merge_matmuls", merge_matmuls.run, "fewer, larger matmuls and casts; needs equal casts, so after the scales"),
