@@ -182,7 +182,7 @@ def measure(scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool
 
     `tensors` share the scale; `transpose`: rows and groups lie along their first dimension.
     """
-    largest = torch.stack([reference.amax(x, "tensor") for x in tensors]).amax()
+    largest = torch.stack([_largest(x) for x in tensors]).amax()
     every = ceil_div(sum(x.numel() for x in tensors), SAMPLE)
     samples = [_sample(scale, x, cast, transpose, every) for x in tensors]
     total = sum(_sums(of, x, cast, transpose) for of, x in samples)
@@ -195,6 +195,11 @@ def measure(scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool
     skipped = torch.zeros_like(sums)
     skipped[1] = 1
     return torch.where(torch.isfinite(largest), sums, skipped)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The amax of a tensor, in one pass without a copy; nan if one is in it."""
+    return torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else torch.zeros((), device=x.device)
 
 
 def _sample(scale: Tensor, x: Tensor, cast: str, transpose: bool, every: int) -> tuple[Tensor, Tensor]:
@@ -217,7 +222,7 @@ def _sums(scale: Tensor, x: Tensor, cast: str, transpose: bool) -> Tensor:
     spread = reference.expand_scale(scale, parse_granularity(granularity), exact.shape)
     saturated = (exact.abs() / spread > SATURATED[format]).sum()
     back = data.float() * spread
-    counts = torch.stack([saturated.new_tensor(exact.numel()), (exact != 0).sum(), saturated,
+    counts = torch.stack([torch.full_like(saturated, exact.numel()), (exact != 0).sum(), saturated,
                           ((exact != 0) & (data.float() == 0)).sum()])  # fmt: skip
     signal = exact.square().double()
     lines = torch.stack([(signal.sum(dim) != 0).sum() for dim in (-1, -2)])
