@@ -81,6 +81,8 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
         stored = builder.sinks[own_sinks:]
         builder.sinks[own_sinks:] = [s for s in stored if not editor.waits_for_itself(tensors, [s.node])]
         part, tensors = builder.part()
+    if not tensors:
+        return [*reasons, f"%{builder.sinks[0].node.name}: it is made of constants alone"]
     if any(v.op in ROW_REDUCTIONS for v in part.values) and not _fits(part):
         return [*reasons, f"%{builder.sinks[0].node.name}: rows of {cluster.cols} are too long for column sums"]
     strides = tuple(tuple(builder.number(s) for s in value(t).stride()) for t in tensors)

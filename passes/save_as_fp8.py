@@ -63,7 +63,7 @@ def save_as_fp8(
         forms[node] = form
         kept += [payload, scale]
     _compute_from(c, rounded, again, halves)
-    return kept, forms
+    return list(dict.fromkeys(kept)), forms  # a scale at hand may be saved for itself as well
 
 
 def _wasteful_slices(kept: list[fx.Node], least: int) -> set[fx.Node]:

@@ -132,3 +132,28 @@ def test_dropout_in_attention_does_not_run_again() -> None:
 def test_what_is_no_budget_is_refused(budget: Any) -> None:
     with pytest.raises(OptionError, match="activation_budget"):
         fp8compile.Options.parse({"activation_budget": budget})
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+def test_a_recurrent_cell_from_zeros_within_a_small_budget() -> None:
+    """Its first state is a constant, whose cast reads no tensor; a scale that a payload has is also kept for itself."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = nn.GRUCell(48, 80), nn.Linear(80, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.zeros(6, 80, dtype=x.dtype)
+            for t in range(5):
+                h = self.cell(x[:, t], h)
+            return self.out(h)
+
+    torch.manual_seed(0)
+    case = Case(Recurrent().bfloat16(), {"x": torch.randn(6, 5, 48).bfloat16()}, lambda y: y.float().square().mean(), 0)
+    expected = gradients(case, skip="*", save="bf16")
+    for budget in (0.1, 0.5):
+        got = gradients(case, activation_budget=budget, save_min_bytes=0, kernels="generated")
+        assert fp8compile.last_compile().converted
+        for name, a in expected.items():
+            assert (a - got[name]).float().norm() < 0.2 * a.float().norm()
