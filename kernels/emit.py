@@ -18,6 +18,7 @@ from fp8compile.formats import FORMATS, ceil_div, round_up
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.emit_helpers import HELPERS, NEEDS
 from fp8compile.kernels.expressions import EXPRESSIONS
+from fp8compile.kernels.ranges import is_normal
 from fp8compile.kernels.schedule import Schedule, Tiling
 from fp8compile.kernels.spec import (
     COLUMN,
@@ -292,6 +293,9 @@ class _Emitter:
             return self._group_reduction(value)
         if value.op == "quantize":
             return self._quantize(i, value)
+        if value.op == "div" and is_normal(self.part.values, value.args[1]):
+            self._use("fast_div")
+            return f"fast_div({', '.join(self._operand(a, self.part.extents[i]) for a in value.args)})"
         extent = self.part.extents[i]
         expression = EXPRESSIONS[value.op]
         args = [self._operand(a, extent) for a in value.args]

@@ -55,8 +55,11 @@ EXPRESSIONS: dict[str, Expression] = {
     "sin": Expression(torch.sin, "tl.sin({0})", exact=False),
     "cos": Expression(torch.cos, "tl.cos({0})", exact=False),
     "tanh": Expression(torch.tanh, "tanh({0})", exact=False, helper="tanh"),
+    "one_plus_tanh": Expression(
+        lambda x: torch.tanh(x) + 1, "fast_div(2.0, 1.0 + tl.exp(-2.0 * {0}))", exact=False, helper="fast_div"
+    ),
     "erf": Expression(torch.erf, "tl.erf({0})", exact=False),
-    "sigmoid": Expression(torch.sigmoid, "1.0 / (1.0 + tl.exp(-{0}))", exact=False),
+    "sigmoid": Expression(torch.sigmoid, "fast_div(1.0, 1.0 + tl.exp(-{0}))", exact=False, helper="fast_div"),
     "sqrt": Expression(torch.sqrt, "tl.sqrt_rn({0})", exact=False),  # torch on a CPU is 1 ULP off
     "rsqrt": Expression(torch.rsqrt, "tl.rsqrt({0})", exact=False),
     "reciprocal": Expression(torch.reciprocal, "1.0 / {0}", exact=False),
