@@ -79,6 +79,8 @@ class Arg:
     def random(self, device: str) -> Tensor:
         if not self.shape:
             return torch.full((), 4.0, device=device)
+        if self.dtype == torch.float8_e4m3fn:
+            return torch.randn(self.shape, device=device).mul_(100).to(self.dtype)
         if self.dtype == torch.float32:
             return torch.rand(self.shape, device=device) + 0.5
         return torch.randn(self.shape, dtype=self.dtype, device=device)
@@ -198,13 +200,18 @@ def gelu_to_row(approximate: str) -> Callable[..., list[Tensor]]:
     return lambda fp8, x: cast(fp8, "row", False, of=gelu(x, approximate=approximate))
 
 
-def halves(gu: Tensor) -> tuple[Tensor, Tensor]:
-    """(gate, up): the two halves of the result of one merged matmul."""
+GateUp = Tensor | tuple[Tensor, Tensor]
+
+
+def halves(gu: GateUp) -> tuple[Tensor, Tensor]:
+    """(gate, up): as they are, or the two halves of the result of one merged matmul."""
+    if isinstance(gu, tuple):
+        return gu
     n = gu.shape[-1] // 2
     return gu[:, :n], gu[:, n:]
 
 
-def swiglu(gu: Tensor) -> Tensor:
+def swiglu(gu: GateUp) -> Tensor:
     gate, up = halves(gu)
     return silu(gate) * up
 
@@ -225,19 +232,40 @@ def swiglu_to_group(fp8: Casts, gu: Tensor) -> list[Tensor]:
     return cast(fp8, "group(128)", False, True, of=swiglu(gu))
 
 
-def swiglu_gradients(gu: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_to_row_saved(fp8: Casts, gu: Tensor) -> list[Tensor]:
+    """The operand of a matmul, and gate and up as they are kept for backward."""
+    h = swiglu(gu)
+    saved = [result for half in halves(gu) for result in cast(fp8, "group(128)", False, of=half)]
+    return [*cast(fp8, "row", False, of=h), fp8.amax(h, "tensor"), *saved]
+
+
+def swiglu_gradients(gu: GateUp, dh: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = halves(gu)
     wide = gate.float()
     sigmoid = torch.sigmoid(wide)
     dgate = (dh.float() * up.float()) * (sigmoid * (1 + wide * (1 - sigmoid)))
-    return dgate.to(gu.dtype), dh * silu(gate)
+    return dgate.to(dh.dtype), dh * silu(gate)
 
 
-def swiglu_backward_amax(fp8: Casts, gu: Tensor, dh: Tensor) -> list[Tensor]:
+def swiglu_backward_amax(fp8: Casts, gu: GateUp, dh: Tensor) -> list[Tensor]:
     return [fp8.amax(d, "tensor") for d in swiglu_gradients(gu, dh)]
 
 
-def swiglu_backward_cast(fp8: Casts, gu: Tensor, dh: Tensor, amax_d: Tensor, amax_h: Tensor) -> list[Tensor]:
+def from_saved(call: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """`call` with gate and up as payloads and scales of groups, instead of one BF16 tensor."""
+
+    def from_payloads(fp8: Casts, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, *more: Tensor) -> Any:
+        pairs = ((gate, gate_scale), (up, up_scale))
+        return call(fp8, tuple(fp8.dequantize(*pair, "group(128)", torch.bfloat16) for pair in pairs), *more)
+
+    return from_payloads
+
+
+def saved_gate_up(s: Shapes) -> list[Arg]:
+    return [Arg((s.rows, s.wide), torch.float8_e4m3fn), Arg((s.rows, s.wide // 128), torch.float32)] * 2
+
+
+def swiglu_backward_cast(fp8: Casts, gu: GateUp, dh: Tensor, amax_d: Tensor, amax_h: Tensor) -> list[Tensor]:
     """Five payloads: both gradients side by side in both layouts, and the product, transposed."""
     scale, scale_h = fp8.scale(amax_d, E4M3), fp8.scale(amax_h, E4M3)
     gradients = swiglu_gradients(gu, dh)
@@ -385,6 +413,19 @@ ROWS = (
     Row("swiglu_group128_both", swiglu_to_group, lambda s: [gate_up(s)], 1),
     Row("swiglu_backward_amax", swiglu_backward_amax, lambda s: [gate_up(s), wide(s)], 2),
     Row("swiglu_backward_cast", swiglu_backward_cast, lambda s: [gate_up(s), wide(s), AMAX, AMAX], 1),
+    Row("swiglu_row_saved", swiglu_to_row_saved, lambda s: [gate_up(s)], 2),
+    Row(
+        "swiglu_saved_backward_amax",
+        from_saved(swiglu_backward_amax),
+        lambda s: [*saved_gate_up(s), wide(s)],
+        2,
+    ),
+    Row(
+        "swiglu_saved_backward_cast",
+        from_saved(swiglu_backward_cast),
+        lambda s: [*saved_gate_up(s), wide(s), AMAX, AMAX],
+        1,
+    ),
     Row("rms_norm_backward", rms_norm_backward, lambda s: [x(s), x(s), weight(s), statistic(s), x(s)], 2, 2),
     Row(
         "layer_norm_backward", layer_norm_backward, lambda s: [x(s), x(s), weight(s), statistic(s), statistic(s)], 2, 4

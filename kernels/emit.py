@@ -18,7 +18,7 @@ from fp8compile.formats import FORMATS, ceil_div, round_up
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.emit_helpers import HELPERS, NEEDS
 from fp8compile.kernels.expressions import EXPRESSIONS
-from fp8compile.kernels.ranges import is_normal
+from fp8compile.kernels.ranges import is_normal, is_within
 from fp8compile.kernels.schedule import Schedule, Tiling
 from fp8compile.kernels.spec import (
     COLUMN,
@@ -106,7 +106,7 @@ class _Emitter:
         self.before: list[str] = []
         self.body: list[str] = []
         self.after: list[str] = []
-        self.levels = _levels(part)
+        self.levels = part.levels
         self.sweeps = tiling.sweeps
         self.tile: list[str] = [] if self.sweeps else self.body  # what is done for each tile of a row
         self.axes: set[str] = set()  # index vectors that stand in the source
@@ -266,16 +266,20 @@ class _Emitter:
     def _value(self, i: int) -> str:
         """The name of value `i`, written where it is needed first."""
         if i not in self.done:
-            value, extent = self.part.values[i], self.part.extents[i]
-            line = f"v{i} = {self._text(i, value)}"
+            line = f"v{i} = {self._text(i, self.part.values[i])}"
             self.done.add(i)
-            if extent[1] and self.sweeps:
+            if self.part.extents[i][1] and self.sweeps:
                 self.in_tile.add(i)
-                self.tile.append(line)
-            else:
-                same_for_all_tiles = extent[0] == 0 and self.levels[i] == 0 and self.loops
-                (self.before if same_for_all_tiles else self.body).append(line)
+            self._lines_of(i).append(line)
         return f"v{i}"
+
+    def _lines_of(self, i: int) -> list[str]:
+        """Where value `i` is computed: for each tile, for each row, or once."""
+        extent = self.part.extents[i]
+        if extent[1] and self.sweeps:
+            return self.tile
+        same_for_all_tiles = extent[0] == 0 and self.levels[i] == 0 and self.loops
+        return self.before if same_for_all_tiles else self.body
 
     def _text(self, i: int, value: Value) -> str:
         if value.op == "constant":
@@ -312,25 +316,29 @@ class _Emitter:
         return text.format(*args, **names)
 
     def _quantize(self, i: int, value: Value) -> str:
-        """The payload. Where many elements share a scale, its inverse is taken once, unless registers are scarce."""
+        """The payload. Where several elements share a scale, its inverse is taken once."""
         extent = self.part.extents[i]
         x, scale = (self._operand(a, extent) for a in value.args)
-        shared = self.part.extents[value.args[1]] in (NUMBER, ROW, COLUMN) and not self._is_short_of_registers()
-        if shared:
-            self._use("quotient")
-        divided = f"quotient({x}, {scale})" if shared else f"tl.div_rn({x}, {scale})"
+        if self.part.extents[value.args[1]] == ELEMENT:
+            divided = f"tl.div_rn({x}, {scale})"
+        else:
+            helper = "quotient_within" if is_within(self.part.values, i) else "quotient"
+            self._use(helper)
+            divided = f"{helper}({x}, {scale}, {self._inverse(value.args[1], extent)})"
         rows, cols = self._shape(extent)
         few = rows * cols < 4 and self.target != "interpreter"  # the packed conversion takes four at a time
         cast = f"to_{value.params[0]}{'_singly' if few else ''}"
         self._use(cast)
         return f"{cast}({divided})"
 
-    def _is_short_of_registers(self) -> bool:
-        """Whether more values at a time would cost more than instructions do: a payload in two layouts with nothing
-        else to compute, and rows of several tensors in one tile (measured on an H200: 7 % and 16 % slower)."""
-        payloads = [v for v in self.part.values if v.op == "quantize"]
-        layouts = {s.transposed for s in self.part.stores if self.part.values[s.value].op == "quantize"}
-        return (len(payloads) == 1 and len(layouts) == 2) or self._holds_wide_rows()
+    def _inverse(self, i: int, extent: Extent) -> str:
+        """1 / value `i`, repeated along its groups."""
+        name = f"inverse{i}"
+        lines = self._lines_of(i)
+        line = f"{name} = tl.div_rn(1.0, v{i})"
+        if line not in lines:
+            lines.append(line)
+        return self._spread(name, self.part.extents[i], extent)
 
     def _holds_wide_rows(self) -> bool:
         """Whether a program holds so much of whole rows that registers are what it runs out of."""
@@ -342,8 +350,10 @@ class _Emitter:
 
     def _operand(self, i: int, extent: Extent) -> str:
         """Value `i` repeated along groups where its own are coarser; what does not vary broadcasts by itself."""
-        text, have = self._value(i), list(self.part.extents[i])
-        shape = self._shape(self.part.extents[i])
+        return self._spread(self._value(i), self.part.extents[i], extent)
+
+    def _spread(self, text: str, have: Extent, extent: Extent) -> str:
+        shape = self._shape(have)
         for dim, want in enumerate(extent):
             step = have[dim]
             if step > 1 and step != want:
@@ -544,14 +554,6 @@ class _Emitter:
             f"tl.store(y{store.buffer} + first_row_block * {self.part.cols} + {self._axis(1, 1)}, {total}"
             f"{f', mask={mask}' if mask else ''})"
         )
-
-
-def _levels(part: Part) -> tuple[int, ...]:
-    """How many row reductions, one after the other, each value needs."""
-    levels: list[int] = []
-    for value in part.values:
-        levels.append(max((levels[a] for a in value.args), default=0) + (value.op in ROW_REDUCTIONS))
-    return tuple(levels)
 
 
 def _product(sizes: list[Size]) -> str:

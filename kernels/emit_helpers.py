@@ -66,10 +66,9 @@ HELPERS = {
     "quotient": Helper(
         '''
 @triton.jit
-def quotient(x, scale):
+def quotient(x, scale, inverse):
     """x / scale to nearest, by the scale's inverse and one correction (Markstein, IBM J. R&D 34, 1990): a division for
-    each row or tensor instead of each element. The signs are such that -0 stays -0 (-x would be 0 - x)."""
-    inverse = tl.div_rn(1.0, scale)
+    each scale instead of each element. The signs are such that -0 stays -0 (-x would be 0 - x)."""
     finite = tl.where(scale == float("inf"), 0.0, scale)
     near = x * inverse
     exact = tl.fma(tl.fma(near, finite, x * -1.0), inverse * -1.0, near)
@@ -77,7 +76,23 @@ def quotient(x, scale):
 ''',
         '''
 @triton.jit
-def quotient(x, scale):
+def quotient(x, scale, inverse):
+    """x / scale to nearest."""
+    return tl.div_rn(x, scale)
+''',
+    ),
+    "quotient_within": Helper(
+        '''
+@triton.jit
+def quotient_within(x, scale, inverse):
+    """`quotient` of an x that is no larger than what the scale was made of, so that x / scale cannot overflow."""
+    finite = tl.where(scale == float("inf"), 0.0, scale)
+    near = x * inverse
+    return tl.fma(tl.fma(near, finite, x * -1.0), inverse * -1.0, near)
+''',
+        '''
+@triton.jit
+def quotient_within(x, scale, inverse):
     """x / scale to nearest."""
     return tl.div_rn(x, scale)
 ''',
@@ -121,12 +136,48 @@ def fast_div(a, b):
     return a / b
 ''',
     ),
+    "fast_exp": Helper(
+        '''
+@triton.jit
+def fast_exp(x):
+    """exp(x) within 2 ULP and the rounding of x · log2(e); what would be subnormal is 0."""
+    return libdevice.fast_expf(x)
+''',
+        '''
+@triton.jit
+def fast_exp(x):
+    """exp(x)."""
+    return tl.exp(x)
+''',
+    ),
+    "sigmoid": Helper(
+        '''
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return fast_div(1.0, 1.0 + fast_exp(-x))
+'''
+    ),
+    "one_plus_erf": Helper(
+        '''
+@triton.jit
+def one_plus_erf(x):
+    """erfc(-x), without the cancellation that 1 + erf(x) has where x is negative: erfc(z) = t · exp(p(t) - z²) for
+    z ≥ 0, with t = 1 / (1 + z / 2) (Press et al., Numerical Recipes, section 6.2)."""
+    z = tl.abs(x)
+    t = fast_div(1.0, 1.0 + 0.5 * z)
+    p = 1.48851587 + t * (-0.82215223 + t * 0.17087277)
+    p = 0.09678418 + t * (-0.18628806 + t * (0.27886807 + t * (-1.13520398 + t * p)))
+    tail = t * fast_exp(-1.26551223 + t * (1.00002368 + t * (0.37409196 + t * p)) - z * z)
+    return tl.where(x > 0, 2.0 - tail, tail)
+'''
+    ),
     "tanh": Helper(
         '''
 @triton.jit
 def tanh(x):
     """By exp where |x| ≥ 1/4, else by its series; half as many instructions as libdevice's."""
-    e = tl.exp(-2.0 * tl.abs(x))
+    e = fast_exp(-2.0 * tl.abs(x))
     large = fast_div(1.0 - e, 1.0 + e)
     y = x * x
     small = x * (1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
@@ -166,4 +217,9 @@ def _minimum(a, b):
 """
     ),
 }
-NEEDS = {"power_of_two": ("scale_of",), "tanh": ("fast_div",)}
+NEEDS = {
+    "power_of_two": ("scale_of",),
+    "sigmoid": ("fast_div", "fast_exp"),
+    "tanh": ("fast_div", "fast_exp"),
+    "one_plus_erf": ("fast_div", "fast_exp"),
+}

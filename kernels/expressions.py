@@ -46,8 +46,8 @@ EXPRESSIONS: dict[str, Expression] = {
     "abs": Expression(torch.abs, "tl.abs({0})"),
     "maximum": Expression(torch.maximum, "tl.maximum({0}, {1}, tl.PropagateNan.ALL)", "_maximum({0}, {1})"),
     "minimum": Expression(torch.minimum, "tl.minimum({0}, {1}, tl.PropagateNan.ALL)", "_minimum({0}, {1})"),
-    "exp": Expression(torch.exp, "tl.exp({0})", exact=False),
-    "exp2": Expression(torch.exp2, "tl.exp2({0})", exact=False),
+    "exp": Expression(torch.exp, "fast_exp({0})", exact=False, helper="fast_exp"),
+    "exp2": Expression(torch.exp2, "libdevice.exp2({0})", "tl.exp2({0})", exact=False),
     "expm1": Expression(torch.expm1, "libdevice.expm1({0})", "(tl.exp({0}) - 1.0)", exact=False),
     "log": Expression(torch.log, "tl.log({0})", exact=False),
     "log2": Expression(torch.log2, "tl.log2({0})", exact=False),
@@ -56,10 +56,13 @@ EXPRESSIONS: dict[str, Expression] = {
     "cos": Expression(torch.cos, "tl.cos({0})", exact=False),
     "tanh": Expression(torch.tanh, "tanh({0})", exact=False, helper="tanh"),
     "one_plus_tanh": Expression(
-        lambda x: torch.tanh(x) + 1, "fast_div(2.0, 1.0 + tl.exp(-2.0 * {0}))", exact=False, helper="fast_div"
+        lambda x: torch.tanh(x) + 1, "2.0 * sigmoid(2.0 * {0})", exact=False, helper="sigmoid"
     ),
     "erf": Expression(torch.erf, "tl.erf({0})", exact=False),
-    "sigmoid": Expression(torch.sigmoid, "fast_div(1.0, 1.0 + tl.exp(-{0}))", exact=False, helper="fast_div"),
+    "one_plus_erf": Expression(
+        lambda x: torch.erf(x) + 1, "one_plus_erf({0})", exact=False, helper="one_plus_erf"
+    ),
+    "sigmoid": Expression(torch.sigmoid, "sigmoid({0})", exact=False, helper="sigmoid"),
     "sqrt": Expression(torch.sqrt, "tl.sqrt_rn({0})", exact=False),  # torch on a CPU is 1 ULP off
     "rsqrt": Expression(torch.rsqrt, "tl.rsqrt({0})", exact=False),
     "reciprocal": Expression(torch.reciprocal, "1.0 / {0}", exact=False),

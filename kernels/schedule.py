@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8compile.formats import ceil_div, round_up
-from fp8compile.kernels.spec import ELEMENT, ROW_REDUCTIONS, Part, Region, Size
+from fp8compile.kernels.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Region, Size
 
 MAX_ROW = 32768  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
-SHARED_MEMORY = 180_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
+SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESSORS = 132  # programs that walk are made in multiples of this: streaming multiprocessors of an H100 or H200
 
@@ -91,46 +91,74 @@ def choose(region: Region) -> Schedule:
 def _choose(part: Part) -> Schedule:
     """The schedule of a kernel of this part alone. The numbers are the best that were measured on an H200."""
     ops = {v.op for v in part.values}
-    cols = power_of_two(extent(part)[1])
-    min_rows, min_cols = _least(part)
     if ops & set(ROW_REDUCTIONS):
-        wide = sum(i.extent == ELEMENT for i in part.inputs) * cols
-        if wide > MAX_ROW and not ops & {"col_sum", "col_amax"}:
-            return _tiled(part, max(1, min_rows), max(2048, min_cols), 8, sweeps=True)
-        block_cols = max(cols, min_cols)
-        block_rows = max(min_rows, min(16, 4096 // block_cols), 1)
-        if ops & set(WALKED):
-            return _walking(part, max(min_rows, min(16, 8192 // block_cols), 1), block_cols)
-        return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32))
+        return _whole_rows(part)
     if any(s.transposed for s in part.stores):
-        payloads = {s.transposed for s in part.stores if part.values[s.value].op == "quantize"}
-        block_rows, block_cols = max(64 if payloads == {True} else 32, min_rows), max(min(64, cols), min_cols)
-        return _tiled(part, block_rows, block_cols, max(4, _warps(block_rows * block_cols, 32)))
-    if _walks(part):
-        block_cols = max(min(cols, 2048), min_cols)
-        elements = 16384 if sum(i.extent == ELEMENT for i in part.inputs) == 1 else 8192
-        return _walking(part, max(min_rows, elements // block_cols), block_cols)
-    block_cols = max(min(cols, 1024), min_cols)
+        return _transposing(part)
+    min_rows, min_cols = _least(part)
+    block_cols = max(min(power_of_two(extent(part)[1]), 2048), min_cols)
+    if "all_amax" in ops or ops & set(WALKED):
+        elements = 16384 if ops & set(WALKED) else 8192 if _read_ahead(part, 1) <= 4 else 4096
+        resident = PROCESSORS * (1 if ops & set(WALKED) else 4)
+        return _walking(part, max(min_rows, elements // block_cols), block_cols, max(4, elements // 2048), resident)
     return _tiled(part, max(min_rows, 4096 // block_cols, 1), block_cols, 4)
 
 
-def _walks(part: Part) -> bool:
-    """Whether few programs shall walk down the rows. An amax next to a row reduction is no reason: it is reduced once
-    more by a kernel of its own, which costs less than what walking would."""
+def _whole_rows(part: Part) -> Schedule:
+    """Row reductions: in one tile, or in sweeps where that does not fit into registers.
+
+    Programs walk if they accumulate column sums, which few programs do best; or where each of several reductions would
+    wait for the one before with nothing to load meanwhile. An amax next to a row reduction is no reason: it is reduced
+    once more by a kernel of its own, which costs less.
+    """
     ops = {v.op for v in part.values}
-    return bool(ops & set(WALKED)) or ("all_amax" in ops and not ops & set(ROW_REDUCTIONS))
+    min_rows, min_cols = _least(part)
+    cols = power_of_two(extent(part)[1])
+    wide = sum(i.extent == ELEMENT for i in part.inputs) * cols
+    if wide > MAX_ROW and not ops & set(WALKED):
+        return _tiled(part, max(1, min_rows), max(2048, min_cols), 8, sweeps=True)
+    block_cols = max(cols, min_cols)
+    if ops & set(WALKED):
+        block_rows = max(min_rows, min(16, 8192 // block_cols), 1)
+        return _walking(part, block_rows, block_cols, _warps(block_rows * block_cols, 32), PROCESSORS)
+    block_rows = max(min_rows, min(16, 4096 // block_cols), 1)
+    warps = _warps(block_rows * block_cols, 32)
+    if max(part.levels) > 2 and wide <= 4096:
+        return _walking(part, block_rows, block_cols, warps, 4 * PROCESSORS)
+    return _tiled(part, block_rows, block_cols, warps)
 
 
-def _walking(part: Part, block_rows: int, block_cols: int) -> Schedule:
-    """Programs that walk, a tile or two ahead of what they compute: as many as there are processors."""
+def _transposing(part: Part) -> Schedule:
+    """Tiles that are stored transposed: the more a program computes for an element, the fewer elements a thread has."""
+    min_rows, min_cols = _least(part)
+    cols = power_of_two(extent(part)[1])
+    payloads = [i for i, v in enumerate(part.values) if v.op == "quantize"]
+    layouts = {s.transposed for s in part.stores if s.value in payloads}
+    if len(payloads) > 1 or sum(i.extent == ELEMENT for i in part.inputs) > 1:
+        block_rows, block_cols, per_thread = 32, 64, 16
+    elif layouts == {True, False}:
+        block_rows, block_cols, per_thread = 64, 128, 64
+    elif len(part.inputs) > 2:
+        block_rows, block_cols, per_thread = 32, 128, 32
+    else:
+        block_rows, block_cols, per_thread = 64, 64, 32
+    block_rows, block_cols = max(block_rows, min_rows), max(min(block_cols, cols), min_cols)
+    warps = min(16, max(4, block_rows * block_cols // (32 * per_thread)))
+    resident = _all_at_a_time(warps) if {v.op for v in part.values} & set(PARTIALS) else 0
+    return _tiled(part, block_rows, block_cols, warps, resident=resident)
+
+
+def _walking(part: Part, block_rows: int, block_cols: int, warps: int, resident: int) -> Schedule:
+    """`resident` programs that walk, a tile or two ahead of what they compute."""
     least = max(1, _least(part)[0])
     rows = extent(part)[0]
     if isinstance(rows, int):
         block_rows = min(block_rows, max(power_of_two(rows), least))
-    while block_rows > least and 3 * _read_ahead(part, block_rows * block_cols) > SHARED_MEMORY:
+    memory = SHARED_MEMORY // max(1, min(3, resident // PROCESSORS))
+    while block_rows > least and 2 * _read_ahead(part, block_rows * block_cols) > memory:
         block_rows //= 2
-    stages = max(1, min(3, SHARED_MEMORY // max(1, _read_ahead(part, block_rows * block_cols))))
-    return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32), stages)
+    stages = max(1, min(3, memory // max(1, _read_ahead(part, block_rows * block_cols))))
+    return _tiled(part, block_rows, block_cols, warps, stages, resident=resident)
 
 
 def _read_ahead(part: Part, elements: int) -> int:
@@ -149,20 +177,24 @@ def _warps(elements: int, per_thread: int) -> int:
     return min(32, max(1, power_of_two(elements // (32 * per_thread))))
 
 
-def _tiled(part: Part, block_rows: int, block_cols: int, warps: int, stages: int = 1, sweeps: bool = False) -> Schedule:
+def _tiled(
+    part: Part, block_rows: int, block_cols: int, warps: int, stages: int = 1, sweeps: bool = False, resident: int = 0
+) -> Schedule:
+    """Tiles of this size, one a program; or, as ever where rows are symbolic, walked over by `resident` programs."""
     rows, cols = extent(part)
     col_blocks = max(1, ceil_div(cols, block_cols))
-    walks = _walks(part)
-    resident = PROCESSORS * (1 if stages > 1 else max(1, 32 // warps))  # programs that run at a time, about
+    row_programs = max(1, (resident or _all_at_a_time(warps)) // (1 if sweeps else col_blocks))
     if isinstance(rows, int):
         block_rows = min(block_rows, max(power_of_two(rows), _least(part)[0]))
-        row_programs = max(1, ceil_div(rows, block_rows))
-        if walks:
-            row_programs = min(row_programs, max(1, resident // (1 if sweeps else col_blocks)))
-    else:
-        row_programs = max(1, resident // (1 if sweeps else col_blocks))
+        blocks = max(1, ceil_div(rows, block_rows))
+        row_programs = min(blocks, row_programs) if resident else blocks
     tiling = Tiling(block_rows, block_cols, row_programs, col_blocks, sweeps)
     return Schedule((tiling,), warps, stages)
+
+
+def _all_at_a_time(warps: int) -> int:
+    """How many programs run at a time, about."""
+    return PROCESSORS * max(1, 32 // warps)
 
 
 def extent(part: Part) -> tuple[Size, int]:

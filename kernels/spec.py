@@ -91,6 +91,14 @@ class Part:
             extents.append(_extent(value, self.inputs, [extents[a] for a in value.args]))
         return tuple(extents)
 
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """How many row reductions, one after the other, each value needs."""
+        levels: list[int] = []
+        for value in self.values:
+            levels.append(max((levels[a] for a in value.args), default=0) + (value.op in ROW_REDUCTIONS))
+        return tuple(levels)
+
 
 # Reductions: op -> extent of the result, given that of the argument and the parameters.
 ROW_REDUCTIONS = ("row_sum", "row_max", "row_min", "row_amax")

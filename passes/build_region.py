@@ -107,7 +107,7 @@ class Builder:
 
     def part(self) -> tuple[Part, list[fx.Node]]:
         """The spec of all that the sinks need, and the tensors that it reads, in the order of its arguments."""
-        self._fold_tanh()
+        self._fold_sigmoids()
         needed = self._needed()
         new = {old: n for n, old in enumerate(needed)}
         loads = [self._values[i].params[0] for i in needed if self._values[i].op == "load"]
@@ -135,16 +135,16 @@ class Builder:
                 stack += self._values[i].args
         return sorted(found)
 
-    def _fold_tanh(self) -> None:
-        """1 + tanh(x), of a tanh that nothing else needs (GELU's): a few instructions, where tanh alone takes twenty."""
+    def _fold_sigmoids(self) -> None:
+        """1 + tanh(x) and 1 + erf(x), where nothing else needs the tanh or erf (GELU's): half the instructions."""
         needed = [self._values[i] for i in self._needed()]
         one = self._known.get(Value("constant", (), (1.0,)))
         for i, value in enumerate(self._values):
-            if value.op != "add" or one not in value.args or sum(value.args) == 2 * one:
-                continue
-            other = sum(value.args) - one
-            if self._values[other].op == "tanh" and sum(v.args.count(other) for v in needed) == 1:
-                self._values[i] = Value("one_plus_tanh", self._values[other].args)
+            if value.op == "add" and one in value.args and value.args != (one, one):
+                other = next(a for a in value.args if a != one)
+                name, args = self._values[other].op, self._values[other].args
+                if name in ("tanh", "erf") and sum(v.args.count(other) for v in needed) == 1:
+                    self._values[i] = Value(f"one_plus_{name}", args)
 
     def _renumbered(self, value: Value, new: dict[int, int], inputs: list[int]) -> Value:
         params = (inputs.index(value.params[0]),) if value.op == "load" else value.params

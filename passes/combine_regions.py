@@ -304,28 +304,38 @@ def _replaced(
 
 
 def _combine_producers(editor: GraphEditor, consumer: fx.Node) -> None:
-    """Combine the regions of one kind whose results `consumer` reads."""
+    """Combine the regions of one kind whose results `consumer` reads; what fits any kind joins the first."""
     producers = dict.fromkeys(i.args[0] for i in consumer.all_input_nodes if _is_from_region(i))
     by_kind: dict[Any, list[fx.Node]] = {}
     for node in producers:
         kind = _kind(node)  # type: ignore[arg-type]
         if kind is not None:
             by_kind.setdefault(kind, []).append(node)  # type: ignore[arg-type]
+    groups = {kind: nodes for kind, nodes in by_kind.items() if kind not in (ANY_WARPS, PIECES)}
+    if groups:
+        next(iter(groups.values())).extend(by_kind.pop(ANY_WARPS, []))
     for nodes in by_kind.values():
         if len(nodes) > 1:
             _joined(editor, nodes)
 
 
+PIECES, ANY_WARPS = "pieces", "any number of warps"
+
+
 def _kind(node: fx.Node) -> Any:
     """What regions must have in common to be combined; None for those that are left alone.
 
-    A region that reduces rows is left: others, a weight's cast, may run long before, and it takes other tiles.
+    A region that reduces rows is left: others, a weight's cast, may run long before, and it takes other tiles. Casts to
+    one layout are as fast with 8 warps as with 4.
     """
     region, schedule = spec_of(node)
     if any(v.op in ROW_REDUCTIONS for p in region.parts for v in p.values):
         return None
     if all(p.values[s.value].op in PARTIALS for p in region.parts for s in p.stores):
-        return "pieces"
+        return PIECES
+    layouts = [{s.transposed for s in p.stores if p.values[s.value].op == "quantize"} for p in region.parts]
+    if schedule.warps <= 8 and all(len(found) == 1 for found in layouts):
+        return ANY_WARPS
     return schedule.warps, schedule.stages
 
 
