@@ -80,7 +80,7 @@ class Arg:
         if not self.shape:
             return torch.full((), 4.0, device=device)
         if self.dtype == torch.float8_e4m3fn:
-            return torch.randn(self.shape, device=device).mul_(100).to(self.dtype)
+            return torch.randn(self.shape, device=device).mul_(100).clamp_(-448, 448).to(self.dtype)
         if self.dtype == torch.float32:
             return torch.rand(self.shape, device=device) + 0.5
         return torch.randn(self.shape, dtype=self.dtype, device=device)

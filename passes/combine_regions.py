@@ -6,8 +6,8 @@ After       %q  = region(%w1, %w2)[0]                     one kernel of two part
 1. An amax that programs left in pieces is put together by the region that reads it, if the pieces are few; else by a
    region of its own, and those whose results only leave the graph become one.
 2. Parts of a concatenation are written in place.
-3. Regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one; so do
-   those between two matmuls whose results only leave the graph.
+3. Small regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one;
+   so do those between two matmuls whose results only leave the graph.
 
 Sound as long as no region waits for itself; every combination is checked for that.
 """
@@ -30,6 +30,7 @@ from fp8compile.passes.region_graph import GraphEditor, put_in_order, regions_of
 
 FEW = 1024  # pieces of an amax that each program of the next kernel may read
 MAX_PARTS = 16
+LARGE = 32 << 20  # bytes of results that are not made before they are needed for the sake of a launch
 
 
 def combine_regions(graph: fx.Graph) -> None:
@@ -306,6 +307,7 @@ def _replaced(
 def _combine_producers(editor: GraphEditor, consumer: fx.Node) -> None:
     """Combine the regions of one kind whose results `consumer` reads; what fits any kind joins the first."""
     producers = dict.fromkeys(i.args[0] for i in consumer.all_input_nodes if _is_from_region(i))
+    producers = [node for node in producers if not _is_large(node)]  # type: ignore[arg-type]
     by_kind: dict[Any, list[fx.Node]] = {}
     for node in producers:
         kind = _kind(node)  # type: ignore[arg-type]
@@ -317,6 +319,13 @@ def _combine_producers(editor: GraphEditor, consumer: fx.Node) -> None:
     for nodes in by_kind.values():
         if len(nodes) > 1:
             _joined(editor, nodes)
+
+
+def _is_large(node: fx.Node) -> bool:
+    """Whether a region's results had better be made when they are needed: a launch is nothing beside moving them, and
+    made earlier they take memory meanwhile."""
+    sizes = [value(item).numel() * value(item).element_size() for item in getitems(node).values()]
+    return isinstance(total := sum(sizes), int) and total > LARGE
 
 
 PIECES, ANY_WARPS = "pieces", "any number of warps"

@@ -340,7 +340,7 @@ class _Draft:
         elif how == "row":
             amax = self.add("row_amax", x)
         elif how == "constant":
-            return self.read("float32", _number(self))
+            return self.add("abs", self.read("float32", _number(self)))  # scales are never negative
         else:
             amax = self.add(f"{how}_amax", x, params=(rng.choice(GROUPS),))
         return self.add(rng.choice(("scale", "scale", "scale_power_of_two")), amax, params=(fmt,))
