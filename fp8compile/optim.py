@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from fp8compile.errors import OptionError, StateError
 from fp8compile.plan import State
-from fp8compile.state_formats import StateFormat
+from fp8compile.state_formats import StateFormat, parse_state_format
 from fp8compile.state_recipe import StateRecipe, salt
 from fp8compile.states import FP8State
 
@@ -89,16 +89,22 @@ def convert_states(opt: Optimizer) -> bool:
     return changed
 
 
-def state_rows(opt: Optimizer) -> list[State]:
-    """What became of every state of `opt` that has a number for each element, and why."""
-    recipe, rows = _prepared[opt], []
+def state_rows(opt: Optimizer, recipe: StateRecipe | None = None) -> list[State]:
+    """What every state of `opt` that has a number for each element is, and why; of an optimizer that has not been
+    prepared, what it would become by `recipe`."""
+    prepared, rows = _prepared.get(opt), []
+    chosen = prepared or StateRecipe.parse(recipe)
     for index, parameter in enumerate(_parameters(opt)):
         for name, value in opt.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                reason = recipe.decide(name, parameter, value).reason
-                local = _local(value)
-                format = local.format if isinstance(local, FP8State) else ""
-                rows.append(State(index, name, tuple(value.shape), format, reason))
+                decision = chosen.decide(name, parameter, value)
+                format = "" if prepared else str(decision.format or "")
+                if is_fp8(value):
+                    format = _local(value).format  # type: ignore[attr-defined]
+                count = value.numel()
+                kept = parse_state_format(format).bytes(count) if format else count * value.element_size()
+                dtype = str(value.dtype).removeprefix("torch.")
+                rows.append(State(index, name, tuple(value.shape), format, decision.reason, dtype, kept))
     return rows
 
 

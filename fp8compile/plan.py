@@ -108,13 +108,18 @@ class Kernel:
 
 @dataclass(frozen=True)
 class State:
-    """One state of an optimizer: `parameter` counts them through its groups; format "": a plain tensor; and why."""
+    """One state of an optimizer: `parameter` counts them through its groups; format "": a plain tensor; and why.
+
+    dtype: as the optimizer computes with it. bytes: what is kept, side data included (if sharded: on all ranks).
+    """
 
     parameter: int
     name: str
     shape: tuple[int, ...]
     format: str
     reason: str
+    dtype: str = "float32"
+    bytes: int = 0
 
 
 @dataclass(frozen=True)

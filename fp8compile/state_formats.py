@@ -94,6 +94,10 @@ class StateFormat:
         """The shape of the side data of a tensor of so many elements."""
         return [0 if self.is_exact else -(-elements // GROUP), 2]
 
+    def bytes(self, elements: int) -> int:
+        """Bytes of a state of so many elements, side data included."""
+        return 4 * elements if self.is_exact else elements + -(-elements // GROUP) * BYTES_OF_SIDE
+
     @property
     def payload_dtype(self) -> torch.dtype:
         """The dtype in which codes are kept."""

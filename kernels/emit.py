@@ -25,7 +25,6 @@ from fp8compile.kernels.spec import (
     ELEMENT,
     NUMBER,
     PARTIALS,
-    ROW,
     ROW_REDUCTIONS,
     Digits,
     Extent,

@@ -35,8 +35,8 @@ SLACK = 1.01  # for the rounding of x ± bound itself
 ROUNDED = ("add", "sub", "mul", "scale", "quantize")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 MONOTONE = (
-    "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "one_plus_tanh", "erf", "one_plus_erf", "sigmoid", "sqrt", "rsqrt", "reciprocal",
-    "floor", "ceil", "round",
+    "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "one_plus_tanh", "erf", "one_plus_erf", "sigmoid", "sqrt",
+    "rsqrt", "reciprocal", "floor", "ceil", "round",
 )  # fmt: skip
 POLES = ("rsqrt", "reciprocal", "log", "log2")  # monotone, but not across 0
 
@@ -45,7 +45,8 @@ POLES = ("rsqrt", "reciprocal", "log", "log2")  # monotone, but not across 0
 # exp is 2^(x · log2 e) there, the product rounded: 2 U |x| more, in `_own`.
 APPROXIMATE: dict[str, tuple[float, float]] = {
     "div": (8, 0), "exp": (8, 0), "exp2": (8, 0), "expm1": (8, 0), "log": (8, 0), "log2": (8, 0), "log1p": (8, 0),
-    "sin": (8, 8), "cos": (8, 8), "tanh": (24, 0), "one_plus_tanh": (12, 4), "erf": (8, 0), "one_plus_erf": (16, 8), "sigmoid": (12, 0), "rsqrt": (8, 0),
+    "sin": (8, 8), "cos": (8, 8), "tanh": (24, 0), "one_plus_tanh": (12, 4), "erf": (8, 0), "one_plus_erf": (16, 8),
+    "sigmoid": (12, 0), "rsqrt": (8, 0),
     "reciprocal": (8, 0), "sqrt": (4, 0),
 }  # fmt: skip
 # Forms for the interpreter that cancel: exp(x) - 1, 2 / (1 + exp(-2x)) - 1, log(1 + x).

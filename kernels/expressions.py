@@ -55,13 +55,9 @@ EXPRESSIONS: dict[str, Expression] = {
     "sin": Expression(torch.sin, "tl.sin({0})", exact=False),
     "cos": Expression(torch.cos, "tl.cos({0})", exact=False),
     "tanh": Expression(torch.tanh, "tanh({0})", exact=False, helper="tanh"),
-    "one_plus_tanh": Expression(
-        lambda x: torch.tanh(x) + 1, "2.0 * sigmoid(2.0 * {0})", exact=False, helper="sigmoid"
-    ),
+    "one_plus_tanh": Expression(lambda x: torch.tanh(x) + 1, "2.0 * sigmoid(2.0 * {0})", exact=False, helper="sigmoid"),
     "erf": Expression(torch.erf, "tl.erf({0})", exact=False),
-    "one_plus_erf": Expression(
-        lambda x: torch.erf(x) + 1, "one_plus_erf({0})", exact=False, helper="one_plus_erf"
-    ),
+    "one_plus_erf": Expression(lambda x: torch.erf(x) + 1, "one_plus_erf({0})", exact=False, helper="one_plus_erf"),
     "sigmoid": Expression(torch.sigmoid, "sigmoid({0})", exact=False, helper="sigmoid"),
     "sqrt": Expression(torch.sqrt, "tl.sqrt_rn({0})", exact=False),  # torch on a CPU is 1 ULP off
     "rsqrt": Expression(torch.rsqrt, "tl.rsqrt({0})", exact=False),

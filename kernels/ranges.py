@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from fp8compile.kernels.spec import Value
 
 SMALLEST_NORMAL = 2.0**-126
-NOT_NEGATIVE = ("exp", "exp2", "abs", "sqrt", "rsqrt", "sigmoid", "one_plus_tanh", "one_plus_erf", "row_amax", "group_amax")
+NOT_NEGATIVE = (
+    "exp",
+    "exp2",
+    "abs",
+    "sqrt",
+    "rsqrt",
+    "sigmoid",
+    "one_plus_tanh",
+    "one_plus_erf",
+    "row_amax",
+    "group_amax",
+)
 MONOTONE = ("row_max", "row_min", "round", "float")
 
 

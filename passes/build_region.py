@@ -139,9 +139,9 @@ class Builder:
         """1 + tanh(x) and 1 + erf(x), where nothing else needs the tanh or erf (GELU's): half the instructions."""
         needed = [self._values[i] for i in self._needed()]
         one = self._known.get(Value("constant", (), (1.0,)))
-        for i, value in enumerate(self._values):
-            if value.op == "add" and one in value.args and value.args != (one, one):
-                other = next(a for a in value.args if a != one)
+        for i, item in enumerate(self._values):
+            if item.op == "add" and one in item.args and item.args != (one, one):
+                other = next(a for a in item.args if a != one)
                 name, args = self._values[other].op, self._values[other].args
                 if name in ("tanh", "erf") and sum(v.args.count(other) for v in needed) == 1:
                     self._values[i] = Value(f"one_plus_{name}", args)

@@ -515,6 +515,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *(_binary(op) for op in ("add", "sub", "mul", "maximum", "minimum")),
     *(_with_constant(op) for op in ("add", "mul", "maximum", "minimum", "sub")),
     *(_unary(op) for op in ("neg", "abs", "sin", "cos", "tanh", "erf", "sigmoid", "floor", "ceil")),
+    *(_unary(op) for op in ("one_plus_tanh", "one_plus_erf")),
     *(_at_most_4(op) for op in ("exp", "exp2", "expm1")),
     *(_positive(op) for op in ("log", "log2", "rsqrt", "reciprocal")),
     _quotient, _sqrt, _log1p, _where, _where, _as_float, _rounded, _fused, _row_reduction, _row_reduction, _normalized,

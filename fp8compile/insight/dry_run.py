@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config  # compiling aside must not use up a model's recompilations
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves  # what a model returns may nest
 
 from fp8compile import plans
 from fp8compile.errors import Fp8Error
 from fp8compile.insight.explanation import Explanation
+from fp8compile.insight.optimizer_rows import optimizer_of, optimizer_plan
 from fp8compile.insight.unchanged import unchanged
 
 LIMITS = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
@@ -42,7 +44,8 @@ def explain(
     """What `torch.compile(target, backend="fp8", options=options)` decides for target(*args, **kwargs).
 
     target: a model; a compiled model (then `options` are its own, unless given); or a function, such as a training
-    step with its own `backward()`, which runs up to its optimizer's step.
+    step with its own `backward()`, which runs up to its optimizer's step; or the step of an optimizer alone, which
+    does not run: which of its states are kept in 8 bits, and why.
     loss: makes of a model's output the scalar whose backward is compiled. Without it: the output's `loss`, where it has
     one, or the sum of its floating-point tensors. No backward where nothing requires a gradient.
     options: as for the backend. `executor` is "eager" unless given: the decisions and kernels are the same ones, and
@@ -51,13 +54,17 @@ def explain(
     The model is as it was afterwards; so is `last_compile()`. Raises what the model or, if `strict`, a pass raises.
     """
     original, known = uncompiled(target)
+    if (opt := optimizer_of(original)) is not None:
+        return Explanation([optimizer_plan(opt, known if options is None else options)])
     chosen = {"executor": "eager", **(known if options is None else options), "schedule": None}
-    with unchanged(original, args, kwargs), plans.collected() as found, _no_optimizer_step(), _recompiling():
+    reached: list[Optimizer] = []
+    with unchanged(original, args, kwargs), plans.collected() as found, _no_optimizer_step(reached), _recompiling():
         compiled = torch.compile(_aside(original), backend=_backend_aside(), options=chosen)
         output = compiled(*args, **kwargs)
         if isinstance(original, nn.Module) or loss is not None:
             _backward(output, loss)
-    return Explanation([plan for plan in found if plan.matmuls or plan.failure] or found[:1])
+    graphs = [plan for plan in found if plan.matmuls or plan.failure] or found[:1]
+    return Explanation(graphs + [optimizer_plan(opt, chosen) for opt in reached])
 
 
 def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
@@ -104,11 +111,12 @@ def _backend_aside() -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _no_optimizer_step() -> Iterator[None]:
-    def reached(*_: Any) -> None:
+def _no_optimizer_step(reached: list[Optimizer]) -> Iterator[None]:
+    def stop(opt: Optimizer, *_: Any) -> None:
+        reached.append(opt)
         raise _OptimizerReached
 
-    hook = register_optimizer_step_pre_hook(reached)
+    hook = register_optimizer_step_pre_hook(stop)
     try:
         with contextlib.suppress(_OptimizerReached):
             yield

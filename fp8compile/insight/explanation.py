@@ -13,7 +13,7 @@ from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
 from fp8compile.plan import Operand, Plan, plans_from_json
 
-TABLES = ("matmuls", "saved", "kernels")
+TABLES = ("matmuls", "saved", "kernels", "states", "updates")
 
 
 @dataclass
@@ -33,7 +33,8 @@ class Explanation:
         return totals(self.plans)
 
     def rows(self, table: str = "matmuls") -> list[dict[str, Any]]:
-        """One flat dictionary for each matmul, saved tensor or kernel (`table`: matmuls, saved, kernels).
+        """One flat dictionary for each matmul, saved tensor, kernel, optimizer state, or group of parameters that is
+        updated together (`table`: matmuls, saved, kernels, states, updates).
 
         `graph` is the index of its plan. Matmuls also have `flops`, saved tensors `bytes_before`.
         """
@@ -75,7 +76,7 @@ def _rows(plan: Plan, table: str) -> Iterator[dict[str, Any]]:
         for row in plan.saved:
             yield {**_joined(asdict(row)), "bytes_before": bytes_before(row, plan)}
     else:
-        for row in plan.kernels:
+        for row in getattr(plan, table):
             yield _joined(asdict(row))
 
 

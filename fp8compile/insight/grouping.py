@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
-from fp8compile.plan import Kernel, Matmul, Plan, Saved
+import torch
+
+from fp8compile.plan import Kernel, Matmul, Plan, Saved, State
 
 ROLES = ("output", "grad_input", "grad_weight", "other")
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+NUMBER_OF = re.compile(r"\d+(?= elements)")  # in reasons that differ in the size of a parameter only
 Row = TypeVar("Row")
 
 
@@ -45,6 +48,30 @@ def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
     first = {(k.half, k.name): k for k in reversed(plan.kernels)}
     found = [(first[key], count) for key, count in counts.items()]
     return sorted(found, key=lambda pair: (-pair[0].moved * pair[1], pair[0].half, pair[0].name))
+
+
+@dataclass(frozen=True)
+class States:
+    """Optimizer states that became the same for the same reason: one of them, how many, their elements and bytes."""
+
+    first: State
+    count: int
+    elements: int
+    before: int
+    after: int
+
+
+def state_groups(plan: Plan) -> list[States]:
+    """The states of an optimizer by name, format and reason; the largest first."""
+    groups: dict[Hashable, list[State]] = {}
+    for row in plan.states:
+        groups.setdefault((row.name, row.dtype, row.format, NUMBER_OF.sub("…", row.reason)), []).append(row)
+    found = []
+    for same in groups.values():
+        elements = sum(prod(row.shape) for row in same)
+        before = elements * getattr(torch, same[0].dtype).itemsize
+        found.append(States(same[0], len(same), elements, before, sum(row.bytes for row in same)))
+    return sorted(found, key=lambda g: (-g.before, g.first.name))
 
 
 def _matmul_key(m: Matmul) -> Hashable:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from fp8compile.insight import text
-from fp8compile.insight.grouping import Layers, kernel_groups, matmul_groups, saved_groups
+from fp8compile.insight.grouping import Layers, kernel_groups, matmul_groups, saved_groups, state_groups
 from fp8compile.insight.totals import bytes_before, totals
 from fp8compile.plan import FP8, Plan
 
@@ -27,7 +27,8 @@ def explanation_html(plans: Sequence[Plan]) -> str:
 def _plan(plan: Plan, index: int, count: int) -> str:
     prefix = f"graph {index}: " if count > 1 else ""
     title = f"<h4>{escape(f'{prefix}{plan.graph}, recipe {plan.recipe}, {plan.device}')}</h4>"
-    return title + _lines(text.summary(totals([plan]))) + _matmuls(plan) + _saved(plan) + _kernels(plan)
+    tables = _matmuls(plan) + _saved(plan) + _kernels(plan) + _states(plan)
+    return title + _lines(text.summary(totals([plan]))) + tables
 
 
 def _lines(lines: Iterable[str]) -> str:
@@ -71,6 +72,15 @@ def _kernels(plan: Plan) -> str:
         cells = [kernel.name, kernel.half, str(count), text.size(kernel.moved), ", ".join(kernel.operations)]
         rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
     return _table(["kernel", "half", "count", "bytes each", "operations"], rows)
+
+
+def _states(plan: Plan) -> str:
+    rows = []
+    for g in state_groups(plan):
+        form = g.first.format or g.first.dtype
+        cells = [g.first.name, str(g.count), form, text.size(g.before), text.size(g.after), g.first.reason]
+        rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
+    return _table(["state of the optimizer", "count", "as", "before", "after", "reason"], rows)
 
 
 def _table(titles: Sequence[str], rows: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from fp8compile.insight.grouping import Layers, kernel_groups, matmul_groups, saved_groups
+from fp8compile.insight.grouping import Layers, kernel_groups, matmul_groups, saved_groups, state_groups
 from fp8compile.insight.totals import Totals, bytes_before, totals
 from fp8compile.plan import FP8, Matmul, Plan, Saved
 from fp8compile.statistics import ALTERNATIVES, Row
@@ -28,7 +28,7 @@ def plan_text(plan: Plan, prefix: str = "") -> str:
     """Totals and tables of one graph, ending in a newline."""
     title = " · ".join(x for x in (f"{prefix}{plan.graph}", f"recipe {plan.recipe}", plan.device) if x)
     lines = [_cut(title), *summary(totals([plan]))]
-    tables = (_matmuls(plan), _saved(plan), _kernels(plan))
+    tables = (_matmuls(plan), _saved(plan), _kernels(plan), _states(plan), _updates(plan))
     for table in tables:
         body = list(table)
         lines += ["", *body] if body else []
@@ -38,6 +38,8 @@ def plan_text(plan: Plan, prefix: str = "") -> str:
 def one_line(plan: Plan) -> str:
     """A graph in one line, for a log."""
     t = totals([plan])
+    if t.states:
+        return f"fp8: optimizer graph: {states_change(t)}"
     parts = [f"{t.fp8} of {t.matmuls} matmuls in FP8 ({t.share:.1%} of {si(t.flops)}FLOP)"]
     parts += [f"{count}× left: {why}" for why, count in list(t.left.items())[:2]]
     parts += [f"saved for backward {size(t.saved_before)} → {size(t.saved_after)}"] if t.saved else []
@@ -56,7 +58,7 @@ def summary(t: Totals) -> list[str]:
         unsized = f"; {t.unsized} of unknown size are not counted" if t.unsized and t.flops else ""
         none = "" if t.fp8 else "NOTHING: "
         lines += _labelled("FP8", f"{none}{t.fp8} of {t.matmuls} matmuls{flops} (fused attention apart){unsized}")
-    else:
+    elif not t.states:
         lines += _labelled("FP8", "a graph without matmuls" if not t.failures else "nothing")
     lines += _labelled("left", *(f"{count}× {reason}" for reason, count in t.left.items()))
     if t.milliseconds_bf16:
@@ -68,7 +70,15 @@ def summary(t: Totals) -> list[str]:
         lines += _labelled("saved", f"{change} for backward in {t.saved} tensors, parameters left out{again}")
     if t.kernels:
         lines += _labelled("kernels", f"{t.kernels} generated, which read and write {size(t.moved)}")
+    lines += _labelled("states", states_change(t)) if t.states else []
+    lines += _labelled("updates", f"{t.updated} parameters in {_count(t.updates, 'launch', 'es')}") if t.updates else []
     return lines
+
+
+def states_change(t: Totals) -> str:
+    """Optimizer states before and after, in a phrase."""
+    change = f"{size(t.states_before)} → {size(t.states_after)}"
+    return f"{t.states_8bit} of {t.states} optimizer states in 8 bits, {change}"
 
 
 def _labelled(label: str, *texts: str) -> Iterator[str]:
@@ -167,6 +177,30 @@ def _kernels(plan: Plan) -> Iterator[str]:
         moved = size(kernel.moved) if kernel.moved else "?"
         operations = ", ".join(kernel.operations)
         yield _cut(f"    {kernel.name:<{name}}  {kernel.half:<{half}}  {moved:>10}  {times:>5} {operations}")
+
+
+def _states(plan: Plan) -> Iterator[str]:
+    groups = state_groups(plan)
+    if not groups:
+        return
+    names = [f"{g.first.name} ×{g.count}" for g in groups]
+    width = max(map(len, names))
+    yield _cut(f"    {'state of the optimizer':<{max(width, 22)}}  {'as':<14}  {'bytes':<22}  reason")
+    for name, g in zip(names, groups, strict=True):
+        change = f"{size(g.before)} → {size(g.after)}"
+        form = g.first.format or g.first.dtype
+        yield _cut(f"    {name:<{max(width, 22)}}  {form:<14}  {change:<22}  {g.first.reason}")
+
+
+def _updates(plan: Plan) -> Iterator[str]:
+    for update in plan.updates:
+        what = f"{_count(update.parameters, 'parameter')}, {si(update.elements)}elements, {update.values} values"
+        formats = ", ".join(sorted(set(update.formats)))
+        yield _cut(f"    updated together: {what}; {update.reason or formats}")
+
+
+def _count(n: int, word: str, plural: str = "s") -> str:
+    return f"{n} {word}{plural if n != 1 else ''}"
 
 
 def statistics_text(rows: Sequence[Row]) -> str:

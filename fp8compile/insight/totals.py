@@ -20,7 +20,9 @@ class Totals:
     matmul (fused attention) are no rows of a plan, so they are not counted. unsized: matmuls whose sizes no row knows.
     left: reasons with counts of what stays in its precision. milliseconds_*: estimates for the matmuls that have them,
     as all-BF16 and as decided. saved_before, saved_after: bytes kept for backward, as the model computes the values and
-    in the form that is kept. moved: bytes that generated kernels read and write.
+    in the form that is kept. moved: bytes that generated kernels read and write. states, states_8bit, states_before,
+    states_after: those of optimizers, and their bytes as plain tensors and as they are kept. updates: launches that
+    update parameters; updated: parameters that they update.
     """
 
     graphs: int = 0
@@ -38,6 +40,12 @@ class Totals:
     recomputed: int = 0
     kernels: int = 0
     moved: int = 0
+    states: int = 0
+    states_8bit: int = 0
+    states_before: int = 0
+    states_after: int = 0
+    updates: int = 0
+    updated: int = 0
     failures: tuple[str, ...] = ()
 
     @property
@@ -52,6 +60,8 @@ def totals(plans: Sequence[Plan]) -> Totals:
     estimated = [m for m, _ in rows if m.milliseconds_bf16 is not None and m.milliseconds_fp8 is not None]
     saved = [(row, bytes_before(row, plan)) for plan in plans for row in plan.saved]
     kernels = [k for plan in plans for k in plan.kernels]
+    states = [row for plan in plans for row in plan.states]
+    updates = [update for plan in plans for update in plan.updates]
     failures = [plan.failure for plan in plans] + [half.failure for plan in plans for half in plan.halves.values()]
     return Totals(
         graphs=len(plans),
@@ -69,6 +79,12 @@ def totals(plans: Sequence[Plan]) -> Totals:
         recomputed=sum(sum(plan.recomputed.values()) for plan in plans),
         kernels=len(kernels),
         moved=sum(k.moved for k in kernels),
+        states=len(states),
+        states_8bit=sum(row.format not in ("", "float32") for row in states),
+        states_before=sum(math.prod(row.shape) * getattr(torch, row.dtype).itemsize for row in states),
+        states_after=sum(row.bytes for row in states),
+        updates=len(updates),
+        updated=sum(update.parameters for update in updates),
         failures=tuple(f for f in failures if f),
     )
 

@@ -127,7 +127,69 @@ def test_a_training_step_is_explained_up_to_its_optimizer():
     assert explanation.totals.fp8 == 5
     assert seen == ["backward"]
     assert not optimizer.state
+    assert len(explanation.rows("states")) == 2 * len(list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def weights_and_bias() -> list[torch.nn.Parameter]:
+    return [
+        torch.nn.Parameter(torch.randn(64, 128)),
+        torch.nn.Parameter(torch.randn(64, 128)),
+        torch.nn.Parameter(torch.randn(64)),
+    ]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_the_states_of_an_optimizer_are_explained(stepped: bool):
+    """Before its first step and after it, and without any effect; 8 bits and two FP32 numbers a group of 128."""
+    parameters = weights_and_bias()
+    optimizer = torch.optim.Adam(parameters)
+    if stepped:
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    before = [p.detach().clone() for p in parameters]
+    explanation = fp8compile.explain(optimizer.step)
+    rows = explanation.rows("states")
+    assert [r["format"] for r in rows] == ["log", "log/stochastic"] * 2 + ["", ""]
+    eight_bit = 64 * 128 + 64 * 8
+    assert [r["bytes"] for r in rows] == [eight_bit] * 4 + [256, 256]
+    t = explanation.totals
+    assert (t.states, t.states_8bit, t.states_before) == (6, 4, 2 * 4 * (2 * 64 * 128 + 64))
+    text = str(explanation)
+    assert "4 of 6 optimizer states in 8 bits, 128.50 KiB → 34.50 KiB" in text
+    assert "exp_avg_sq ×2" in text
+    assert "small: 64 elements" in explanation._repr_html_()
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    assert stepped or not optimizer.state
+
+
+def test_states_are_explained_as_options_have_them():
+    optimizer = torch.optim.Adagrad(weights_and_bias())
+    compiled = torch.compile(optimizer.step, backend="fp8")
+    explanation = fp8compile.explain(compiled, options={"states": "e4m3"})
+    assert {r["format"] for r in explanation.rows("states")} == {"e4m3", ""}
+
+
+def test_what_a_compiled_optimizer_became_is_in_its_plan():
+    parameters = weights_and_bias()
+    optimizer = torch.optim.AdamW(parameters)
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    torch.compile(optimizer.step, backend="fp8", options={"executor": "eager"})()
+    plan = next(p for p in reversed(fp8compile.compiles()) if p.updates)
+    assert sum(row["parameters"] for row in plan.rows("updates")) == len(parameters)
+    assert "3 parameters in" in str(plan)
+    assert "updated together" in str(plan)
+
+
+def test_states_that_only_a_real_step_tells_are_refused():
+    class Lion(torch.optim.Optimizer):
+        def step(self, closure: object = None) -> None:
+            raise RuntimeError("no step without data")
+
+    with pytest.raises(Fp8Error, match="make one, then explain"):
+        fp8compile.explain(Lion([torch.nn.Parameter(torch.randn(4))], {}).step)
 
 
 def test_a_loss_that_is_no_scalar_is_refused():
@@ -294,7 +356,7 @@ def test_paths_that_make_no_grid_are_told_by_stars():
 
 def test_rows_are_flat_and_json_is_inverse():
     explanation = fp8compile.Explanation([a_plan()])
-    for table, count in (("matmuls", 5), ("saved", 2), ("kernels", 2)):
+    for table, count in (("matmuls", 5), ("saved", 2), ("kernels", 2), ("states", 0), ("updates", 0)):
         rows = explanation.rows(table)
         assert len(rows) == count
         assert all(isinstance(v, (str, int, float, bool, type(None))) for row in rows for v in row.values())
