@@ -272,11 +272,11 @@ def pick_sizes(region: Region, about: int = 4096) -> dict[str, int]:
     """Values for the symbolic sizes that fit together: loops over rows make up the rows, strides hold what they step
     over."""
     names: dict[str, int] = {}
-    for part in region.parts:
-        if isinstance(part.rows, str) and part.rows not in names:
-            inner = [size for loops in _row_loops(part) for size in loops if isinstance(size, int)]
-            step = torch.tensor([part.row_divisor, 16, *inner]).unique().prod().item()
-            names[part.rows] = round_up(about, int(step))
+    for rows in {part.rows for part in region.parts if isinstance(part.rows, str)}:
+        parts = [part for part in region.parts if part.rows == rows]
+        inner = [size for part in parts for loops in _row_loops(part) for size in loops if isinstance(size, int)]
+        step = torch.tensor([16, *(part.row_divisor for part in parts), *inner]).unique().prod().item()
+        names[rows] = round_up(about, int(step))
     for part in region.parts:
         for loops in _row_loops(part):
             _fill(loops, _number(part.rows, names), names)
