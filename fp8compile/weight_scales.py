@@ -24,11 +24,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8compile.errors import ShardingError
-from fp8compile.formats import ceil_div, parse_granularity
+from fp8compile.formats import ceil_div, parse_granularity, round_up
 from fp8compile.kernels import reference
 from fp8compile.sharded_weight import CASTS, ShardedWeight, local_part
 
 BLOCK = 128
+ALIGNED = 4  # scales in 16 bytes
 _keys = itertools.count()
 
 
@@ -105,7 +106,7 @@ class WeightScales:
         self.casts: list[WeightCast] = []
         self.stepped = False  # an optimizer has, since scales were made
         self.updates = 0  # how often they were made: all-reduces
-        self.buffers: dict[Any, Tensor] = {}
+        self.buffers: dict[Any, tuple[Tensor, Tensor]] = {}  # by mesh: where scales go, and where they are kept
         _install_hook()
 
     @torch.no_grad()
@@ -125,14 +126,20 @@ class WeightScales:
         self.updates += 1
 
     def _keep(self, mesh: Any, casts: list[WeightCast], scales: Tensor) -> None:
-        """In memory that stays: a gather on another stream may still read what was there before it is written."""
-        buffer = self.buffers.get(mesh)
-        if buffer is None or buffer.shape != scales.shape:
-            buffer = self.buffers[mesh] = torch.empty_like(scales)
-        buffer.copy_(scales)
-        parts = buffer.split([cast.count for cast in casts])
-        for cast, part in zip(casts, parts, strict=True):
-            cast.scale = part.view(cast.scale_shape)
+        """In memory that stays: a gather on another stream may still read what was there before it is written.
+
+        The scales of a weight start at a multiple of 16 bytes, as cuBLAS wants them.
+        """
+        counts = [cast.count for cast in casts]
+        starts = [0, *itertools.accumulate(round_up(count, ALIGNED) for count in counts)]
+        where, buffer = self.buffers.get(mesh, (None, None))
+        if where is None or buffer is None or where.shape != scales.shape or buffer.shape != (starts[-1],):
+            places = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]
+            where, buffer = torch.cat(places).to(scales.device), scales.new_ones(starts[-1])
+            self.buffers[mesh] = where, buffer
+        buffer[where] = scales
+        for cast, start, count in zip(casts, starts, counts, strict=False):
+            cast.scale = buffer[start : start + count].view(cast.scale_shape)
             cast.seen = cast.versions()
 
 

@@ -70,7 +70,9 @@ def _scaled_mm_2d(
         out = _blockwise(a, scale_a, granularity_a, b, scale_b, granularity_b, kernel_dtype)
         fused_bias = None
     else:
-        if not tensorwise:
+        if tensorwise:
+            scale_a, scale_b = _aligned(scale_a), _aligned(scale_b)
+        else:
             scale_a, scale_b = _per_row(scale_a, a.shape[0]), _per_row(scale_b, b.shape[0]).t()
         out = torch._scaled_mm(
             a, b.t(), scale_a, scale_b, bias=fused_bias, out_dtype=kernel_dtype, use_fast_accum=fast_accumulation
@@ -85,6 +87,11 @@ def _rows_in_cublas() -> bool:
     """Whether cuBLAS runs row scales itself, with every output dtype; elsewhere CUTLASS does, with BF16 only."""
     cuda = tuple(int(v) for v in (torch.version.cuda or "0.0").split("."))
     return torch.cuda.get_device_capability()[0] == 9 and cuda >= (12, 9)
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """cuBLAS refuses a scale that does not start at a multiple of 16 bytes, as one of a stack of scales may not."""
+    return scale if scale.data_ptr() % 16 == 0 else scale.clone()
 
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:
