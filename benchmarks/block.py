@@ -29,7 +29,8 @@ import torch
 from columns import Row, figure, ratio
 from measuring import GIB, intervals
 from peers import BASELINE, EAGER, TORCHAO, ours
-from runs import Benchmark, Case
+from processes import Case
+from runs import Benchmark
 
 import fp8compile
 
@@ -84,8 +85,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 BENCHMARK = Benchmark(
     "block",
-    [s.name for s in blocks.SIZES],
-    [s.name for s in SYSTEMS],
+    {size.name: [s.name for s in SYSTEMS] for size in blocks.SIZES},
     measure,
     COLUMNS,
     BASELINE.name,

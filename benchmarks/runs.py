@@ -15,76 +15,49 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
-import gc
 import importlib
 import json
-import multiprocessing
-import os
 import re
-import shutil
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU must not start CUDA
-
-import torch
 from columns import Column, Row, baseline_of, text_head, text_line
-from measuring import machine
 from peers import LeftOutError
 from picture import Point, scatter
-from torch._dynamo.utils import counters
-
-import fp8compile.plans
-
-CACHES = {"TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": "triton"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One system on one model.
-
-    cache: the folder of compile caches, an empty one if none is named; warm: whether everything has been compiled into
-    it; compile_only: measure nothing once it has.
-    """
-
-    model: str
-    system: str
-    tiny: bool = False
-    cache: str = ""
-    warm: bool = False
-    compile_only: bool = False
-
-    @property
-    def device(self) -> str:
-        return "cpu" if self.tiny else "cuda"
-
-
-Measure = Callable[[Case], dict[str, Any]]
+from processes import (
+    Case,
+    Clock,
+    Measure,
+    about_machine,
+    first_process,
+    folder,
+    in_this_process,
+    isolated,
+    one_line,
+    precompile,
+)
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is run: every system on every model, and how its figures are shown.
+    """What is run, and how its figures are shown.
 
-    baseline: the system with which others are compared; axes: figures of the picture, across and up, with their labels;
-    imports: modules that models need, imported once for all.
+    cases: the systems of each model; baseline: the one with which others are compared, if any is; axes: figures of the
+    picture, across and up, with their labels; imports: modules that models need, imported once for all; again: measures
+    in another process, with warm caches; alone: each system has a process of its own.
     """
 
     name: str
-    models: Sequence[str]
-    systems: Sequence[str]
+    cases: Mapping[str, Sequence[str]]
     measure: Measure
     columns: Sequence[Column]
     baseline: str
     axes: tuple[tuple[str, str], tuple[str, str]]
     imports: Sequence[str] = ()
+    again: Measure | None = None
+    alone: bool = True
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
@@ -132,24 +105,38 @@ def selected(names: Sequence[str], patterns: str) -> list[str]:
 def run(benchmark: Benchmark, given: argparse.Namespace) -> list[Row]:
     """Measure what was asked for; prints a line for each, and returns the rows."""
     clock = Clock(given.seconds)
-    models, systems = selected(benchmark.models, given.only), selected(benchmark.systems, given.systems)
-    cases = [Case(model, system, given.tiny) for model in models for system in systems]
+    cases = [
+        Case(model, system, given.tiny)
+        for model in selected(list(benchmark.cases), given.only)
+        for system in selected(benchmark.cases[model], given.systems)
+    ]
     if not cases:
-        raise SystemExit(f"nothing to run; there are {list(benchmark.models)} and {list(benchmark.systems)}")
+        there = "; ".join(f"{model}: {', '.join(systems)}" for model, systems in benchmark.cases.items())
+        raise SystemExit(f"nothing to run; there are {there}")
     for name in benchmark.imports:
         importlib.import_module(name)
-    if given.tiny:
-        log = Log(benchmark, given.json, machine(), {"tiny": True}, cases)
-        return measure_all(cases, log, clock, lambda case: in_this_process(benchmark.measure, case))
-    if not torch.cuda.is_available():
-        raise SystemExit("this needs a GPU; --tiny runs anywhere")
+    if given.tiny or not benchmark.alone:
+        log = Log(benchmark, given.json, about_machine(cases[0]), {"tiny": given.tiny}, cases)
+        return measure_all(cases, log, clock, lambda case: both(benchmark, case, in_this_process))
     start, about = first_process(given.start)
     log = Log(benchmark, given.json, about, {"jobs": given.jobs, "start": start}, cases)
+
+    def in_processes(case: Case) -> dict[str, Any]:
+        with folder() as cache:
+            case = case if case.cache else replace(case, cache=cache)
+            return both(benchmark, case, lambda measure, case: isolated(measure, case, start, clock.left))
+
     with folder() as cache:
         if given.jobs:
             cases = [replace(case, cache=cache, warm=True) for case in cases]
             precompile(benchmark.measure, cases, start, given.jobs, clock)
-        return measure_all(cases, log, clock, lambda case: isolated(benchmark.measure, case, start, clock.left))
+        return measure_all(cases, log, clock, in_processes)
+
+
+def both(benchmark: Benchmark, case: Case, run: Callable[[Measure, Case], dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a case; where a benchmark measures twice, those of both times."""
+    figures = run(benchmark.measure, case)
+    return figures | run(benchmark.again, replace(case, warm=True)) if benchmark.again else figures
 
 
 def measure_all(cases: Sequence[Case], log: Log, clock: Clock, measure: Measure) -> list[Row]:
@@ -172,32 +159,6 @@ def measured(measure: Measure, case: Case) -> Row:
     except Exception as error:
         return Row(case.model, case.system, f"failed: {one_line(error)}")
     return Row(case.model, case.system, figures.pop("note", ""), figures)
-
-
-def one_line(error: BaseException) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
-
-
-class Clock:
-    """How much of the time is over, and the longest that anything has taken so far."""
-
-    def __init__(self, seconds: float):
-        self.start, self.seconds, self.longest = time.monotonic(), seconds, 0.0
-
-    @property
-    def spent(self) -> float:
-        return time.monotonic() - self.start
-
-    @property
-    def left(self) -> float:
-        return self.seconds - self.spent
-
-    def __enter__(self) -> None:
-        self.began = self.spent
-
-    def __exit__(self, *_: object) -> None:
-        self.longest = max(self.longest, self.spent - self.began)
 
 
 @dataclass
@@ -237,118 +198,3 @@ def load(path: Path) -> dict[str, Any]:
     for each in found["runs"]:
         each["rows"] = [Row(**row) for row in each["rows"]]
     return found
-
-
-# ---- processes ------------------------------------------------------------------------------------------------------
-
-
-def in_this_process(measure: Measure, case: Case) -> dict[str, Any]:
-    forget()
-    try:
-        return measure(case)
-    finally:
-        forget()
-
-
-def forget() -> None:
-    """Leave nothing behind that the next system could find."""
-    torch.compiler.reset()
-    counters.clear()
-    fp8compile.plans.reset()
-    gc.collect()
-
-
-def isolated(measure: Measure, case: Case, start: str, seconds: float) -> dict[str, Any]:
-    """What `measure` returns in a process of its own, which is stopped when it takes longer."""
-    with folder() as cache:
-        process, answer = begin(measure, case if case.cache else replace(case, cache=cache), start)
-        try:
-            if not answer.poll(max(seconds, 0.1)):
-                process.kill()
-                raise LeftOutError(f"stopped after {seconds:.0f} s")
-            return outcome(answer)
-        finally:
-            end(process)
-
-
-def precompile(measure: Measure, cases: Sequence[Case], start: str, jobs: int, clock: Clock) -> None:
-    """Fill the cache that the cases share, several at a time; what fails will fail again, and be told then."""
-    waiting = [replace(case, compile_only=True) for case in reversed(cases)]
-    running: dict[Any, Any] = {}
-    while (waiting or running) and clock.left > 0:
-        while waiting and len(running) < jobs:
-            process, answer = begin(measure, waiting.pop(), start)
-            running[answer] = process
-        for answer in wait(list(running), timeout=clock.left):
-            end(running.pop(answer))
-    for process in running.values():
-        process.kill()
-    for chosen in Path(cases[0].cache).rglob("*.best_config"):  # Inductor's choices, made while others used the GPU
-        chosen.unlink()
-    print(f"compiled within {clock.spent:.0f} s, {jobs} at a time", flush=True)
-
-
-def first_process(start: str) -> tuple[str, dict[str, Any]]:
-    """How processes are to begin, and what one of them says of the machine: a fork may not be able to use the GPU."""
-    case = Case("", "")
-    try:
-        return start, isolated(about_machine, case, start, 60.0)
-    except (RuntimeError, LeftOutError) as error:
-        print(f"{start}: {error}; processes are spawned", flush=True)
-        return "spawn", isolated(about_machine, case, "spawn", 60.0)
-
-
-def about_machine(case: Case) -> dict[str, Any]:
-    torch.zeros(1, device=case.device)
-    return {**machine()}
-
-
-def begin(measure: Measure, case: Case, start: str) -> tuple[Any, Any]:
-    """A process that measures, and where its answer will come from."""
-    context: Any = multiprocessing.get_context(start)
-    answer, its_end = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(measure, case, its_end))
-    process.start()
-    its_end.close()
-    return process, answer
-
-
-def outcome(answer: Connection) -> dict[str, Any]:
-    try:
-        found = answer.recv()
-    except EOFError:
-        raise RuntimeError("its process died") from None
-    if isinstance(found, BaseException):
-        raise found
-    return found
-
-
-def end(process: Any) -> None:
-    process.join(5.0)
-    if process.is_alive():
-        process.kill()
-        process.join()
-
-
-def work(measure: Measure, case: Case, answer: Connection) -> None:
-    """What a system's process does."""
-    os.environ.update({name: str(Path(case.cache, below)) for name, below in CACHES.items()})
-    try:
-        found: Any = measure(case)
-    except LeftOutError as why:
-        found = why
-    except Exception as error:
-        traceback.print_exc()
-        found = RuntimeError(one_line(error))  # the error itself may not travel
-    answer.send(found)
-    answer.close()
-
-
-@contextmanager
-def folder() -> Iterator[str]:
-    """A folder that is gone afterwards, whoever still writes to it."""
-    path = tempfile.mkdtemp(prefix="benchmark-")
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

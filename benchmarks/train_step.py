@@ -27,7 +27,8 @@ import torch
 from columns import Row, figure, ratio
 from measuring import bytes_of, intervals, peak_gib
 from peers import BASELINE, EAGER, TORCHAO, ours
-from runs import Benchmark, Case
+from processes import Case
+from runs import Benchmark
 from torch._dynamo.utils import counters  # graph breaks would make several graphs
 from workloads import LIBRARY, WORKLOADS
 
@@ -108,8 +109,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 BENCHMARK = Benchmark(
     "train_step",
-    [w.name for w in WORKLOADS],
-    [s.name for s in SYSTEMS],
+    {w.name: [s.name for s in SYSTEMS] for w in WORKLOADS},
     measure,
     COLUMNS,
     BASELINE.name,

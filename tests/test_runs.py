@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import processes
 import runs
 from columns import Row, figure, markdown, ratio, text_line
 from peers import LeftOutError
-from runs import Benchmark, Case, Clock
+from processes import Case, Clock, FailedError
+from runs import Benchmark
 
 MS = {"right away": 2.0, "twice": 1.0}
 
@@ -35,14 +38,26 @@ def behave(case: Case) -> dict[str, Any]:
         Path(case.cache, f"{case.model}.best_config").write_text("")
         Path(case.cache, case.model).write_text(str(case.compile_only))
         return {}
-    caches = [os.environ[name] for name in runs.CACHES]
+    caches = [os.environ[name] for name in processes.CACHES]
     return {"ms": MS.get(case.system, 0.0), "mib": 3, "caches": caches, "files": os.listdir(caches[0])}
+
+
+def in_warm_caches(case: Case) -> dict[str, Any]:
+    assert case.warm
+    return {"warm": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
+
+
+def about_nothing(case: Case) -> dict[str, Any]:
+    return {"device": "none"}
+
+
+def no_gpu(case: Case) -> dict[str, Any]:
+    raise RuntimeError("none here")
 
 
 BENCHMARK = Benchmark(
     "waiting",
-    ["one", "other"],
-    ["right away", "twice", "is left out", "fails", "hangs"],
+    {model: ["right away", "twice", "is left out", "fails", "hangs"] for model in ("one", "other")},
     behave,
     (figure("ms", "ms"), ratio("speed-up", "ms"), ratio("share", "ms", inverse=True)),
     "right away",
@@ -51,51 +66,67 @@ BENCHMARK = Benchmark(
 
 
 def given(*arguments: str) -> Any:
-    return runs.options("").parse_args(["--tiny", *arguments])
+    return runs.options("").parse_args(arguments)
 
 
-def test_a_process_has_caches_of_its_own_and_returns_figures() -> None:
-    found = [runs.isolated(behave, Case("one", "right away"), "fork", 20.0) for _ in range(2)]
-    assert [f["ms"] for f in found] == [2.0, 2.0]
-    assert [f["files"] for f in found] == [[], []]
-    assert len({folder for f in found for folder in f["caches"]}) == 4
-    assert not any(Path(folder).exists() for f in found for folder in f["caches"])
+def test_a_process_has_the_caches_it_is_given_and_returns_figures(tmp_path: Path) -> None:
+    found = processes.isolated(behave, Case("one", "twice", cache=str(tmp_path)), "fork", 20.0)
+    assert found == {"ms": 1.0, "mib": 3, "caches": [str(tmp_path), str(tmp_path / "triton")], "files": []}
+    assert str(tmp_path) not in os.environ.values()
+
+
+def test_systems_have_empty_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "about_machine", about_nothing)
+    rows = runs.run(replace(BENCHMARK, again=in_warm_caches), given("--only", "one", "--systems", "right*,twice,fails"))
+    first, second, failed = rows
+    assert [r.get("files") for r in (first, second)] == [[], []]
+    assert first.get("warm") == first.get("caches")[0] != second.get("caches")[0]
+    assert not any(Path(folder).exists() for r in (first, second) for folder in r.get("caches"))
+    assert failed.note == "failed: ValueError: no such thing"
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "about_machine", no_gpu)
+    with pytest.raises(SystemExit, match=r"this needs a GPU \(RuntimeError: none here\); --tiny runs anywhere"):
+        runs.run(BENCHMARK, given())
 
 
 @pytest.mark.parametrize(
     ("system", "error", "message"),
     [
-        ("dies", RuntimeError, "its process died"),
+        ("dies", FailedError, "its process died"),
         ("hangs", LeftOutError, "stopped after 0 s"),
-        ("fails", RuntimeError, "ValueError: no such thing"),
+        ("fails", FailedError, "ValueError: no such thing"),
         ("is left out", LeftOutError, "it is not installed"),
     ],
 )
 def test_what_goes_wrong_in_a_process(system: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}$"):
-        runs.isolated(behave, Case("one", system), "fork", 0.4 if system == "hangs" else 20.0)
+        processes.isolated(behave, Case("one", system), "fork", 0.4 if system == "hangs" else 20.0)
 
 
 def test_compiling_ahead_fills_one_cache_and_leaves_choices_of_schedules_open(tmp_path: Path) -> None:
     cases = [Case(model, "compiles", cache=str(tmp_path)) for model in "abc"] + [Case("d", "dies", cache=str(tmp_path))]
-    runs.precompile(behave, cases, "fork", 2, Clock(30))
+    processes.precompile(behave, cases, "fork", 2, Clock(30))
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "True", "b": "True", "c": "True"}
 
 
 def test_compiling_ahead_ends_in_time(tmp_path: Path) -> None:
     start = time.monotonic()
-    runs.precompile(behave, [Case("a", "hangs", cache=str(tmp_path))] * 3, "fork", 2, Clock(0.5))
+    processes.precompile(behave, [Case("a", "hangs", cache=str(tmp_path))] * 3, "fork", 2, Clock(0.5))
     assert time.monotonic() - start < 10
 
 
 def test_a_run_adds_itself_to_the_file_and_compares_with_its_own_baseline(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in runs.CACHES:
+    for name in processes.CACHES:
         monkeypatch.setenv(name, str(tmp_path))
     file = tmp_path / "figures.json"
     for models in ("one", "o*"):
-        runs.run(BENCHMARK, given("--only", models, "--systems", "right*,twice,is*,fails", "--json", str(file)))
+        runs.run(
+            BENCHMARK, given("--tiny", "--only", models, "--systems", "right*,twice,is*,fails", "--json", str(file))
+        )
     first, second = runs.load(file)["runs"]
     assert [len(run["rows"]) for run in (first, second)] == [4, 8]
     rows = {row.system: row for row in first["rows"]}

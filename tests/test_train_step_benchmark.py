@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import train_step
-from runs import Case, in_this_process
+from processes import Case, in_this_process
 from workloads import WORKLOADS
 
 BY_NAME = {w.name: w for w in WORKLOADS}
@@ -32,7 +32,7 @@ def test_tiny_llama() -> None:
 
 
 def test_eight_bit_states() -> None:
-    figures = in_this_process(train_step.measure, Case("ViT-H", "fp8compile, 8-bit states", tiny=True))
+    figures = in_this_process(train_step.measure, Case("Llama 100M", "fp8compile, 8-bit states", tiny=True))
     assert 2.125 < figures["state_bytes"] < 3  # two moments of 8 bits with side data; those of small tensors stay BF16
 
 
