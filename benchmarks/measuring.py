@@ -49,12 +49,12 @@ def milliseconds(call: Callable[[], object], count: int = 15) -> float:
     return statistics.median(times)
 
 
-def device_milliseconds(call: Callable[[], object], count: int = 25) -> float:
-    """Median of calls on the GPU, each queued while the GPU is kept busy: the host's time is no part of it."""
+def device_milliseconds(call: Callable[[], object], count: int = 25, cycles: int = 20_000_000) -> float:
+    """Median of calls on the GPU, each queued while that is busy for `cycles`: the host's time is no part of it."""
     times = []
     for _ in range(count):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(20_000_000)  # the host queues the call meanwhile
+        torch.cuda._sleep(cycles)  # the host queues the call meanwhile
         start.record()
         call()
         end.record()
