@@ -90,7 +90,7 @@ BENCHMARK = Benchmark(
     COLUMNS,
     BASELINE.name,
     axes=(("peak_gib", "peak above weights and gradients, GiB"), ("ms", "forward and backward, ms")),
-    imports=("transformers",),
+    imports=("transformers.models.gpt2.modeling_gpt2",),
 )
 
 

@@ -32,7 +32,7 @@ from peers import BASELINE, TORCHAO, ours
 from processes import Case
 from runs import Benchmark
 from torch._dynamo.utils import compilation_time_metrics  # seconds of torch's own stages, by name
-from workloads import LIBRARY, WORKLOADS
+from workloads import MODULES, WORKLOADS
 
 from fp8compile import partitioner
 from fp8compile.passes import pipeline
@@ -144,7 +144,7 @@ BENCHMARK = Benchmark(
     COLUMNS,
     BASELINE.name,
     axes=(("warm_seconds", "with warm caches, seconds"), ("cold_seconds", "with empty caches, seconds")),
-    imports=(LIBRARY,),
+    imports=MODULES,
     again=warm,
 )
 

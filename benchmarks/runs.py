@@ -13,6 +13,7 @@ the GPU (`--start spawn` begins each from nothing). `--tiny` runs everything in 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import fnmatch
 import importlib
@@ -113,11 +114,12 @@ def run(benchmark: Benchmark, given: argparse.Namespace) -> list[Row]:
     if not cases:
         there = "; ".join(f"{model}: {', '.join(systems)}" for model, systems in benchmark.cases.items())
         raise SystemExit(f"nothing to run; there are {there}")
-    for name in benchmark.imports:
-        importlib.import_module(name)
     if given.tiny or not benchmark.alone:
         log = Log(benchmark, given.json, about_machine(cases[0]), {"tiny": given.tiny}, cases)
         return measure_all(cases, log, clock, lambda case: both(benchmark, case, in_this_process))
+    for name in benchmark.imports:
+        with contextlib.suppress(ImportError):  # a model that needs it will say so
+            importlib.import_module(name)
     start, about = first_process(given.start)
     log = Log(benchmark, given.json, about, {"jobs": given.jobs, "start": start}, cases)
 

@@ -30,7 +30,7 @@ from peers import BASELINE, EAGER, TORCHAO, ours
 from processes import Case
 from runs import Benchmark
 from torch._dynamo.utils import counters  # graph breaks would make several graphs
-from workloads import LIBRARY, WORKLOADS
+from workloads import MODULES, WORKLOADS
 
 SYSTEMS = (BASELINE, EAGER, ours(), ours("8-bit states", eight_bit=True), *TORCHAO)
 WARMUP, STEPS, TINY_STEPS = 4, 20, 2
@@ -114,7 +114,7 @@ BENCHMARK = Benchmark(
     COLUMNS,
     BASELINE.name,
     axes=(("above_gib", "peak above weights and states, GiB"), ("ms", "step, ms")),
-    imports=(LIBRARY,),
+    imports=MODULES,
 )
 
 

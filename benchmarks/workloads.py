@@ -50,7 +50,7 @@ class Workload:
         generator = torch.Generator(device).manual_seed(1)
         if length:
             tokens = torch.randint(config.vocab_size, (batch, length), generator=generator, device=device)
-            return {"input_ids": tokens, "labels": tokens}
+            return {"input_ids": tokens, "labels": tokens.clone()}
         shape = (batch, config.num_channels, config.image_size, config.image_size)
         images = torch.randn(shape, generator=generator, device=device).bfloat16()
         return {"pixel_values": images, "labels": torch.arange(batch, device=device) % config.num_labels}
@@ -102,3 +102,5 @@ WORKLOADS = (
     Workload("ViT-H", "ViTConfig", 64, 0, vit(1280, 5120, 32, 16, patch_size=14, num_labels=1000), TINY_VIT),
     Workload("Mixtral, 8 layers", "MixtralConfig", 8, 2048, MIXTRAL, TINY_DECODER),
 )
+FAMILIES = dict.fromkeys(w.config.lower().removesuffix("config") for w in WORKLOADS)
+MODULES = tuple(f"{LIBRARY}.models.{family}.modeling_{family}" for family in FAMILIES)  # imported when they are needed
