@@ -34,7 +34,7 @@ from runs import Benchmark
 
 import fp8compile
 
-SYSTEMS = (BASELINE, EAGER, ours(), ours("saved in BF16", save="bf16"), *TORCHAO)
+SYSTEMS = (BASELINE, EAGER, ours(), ours("BF16 saved", save="bf16"), *TORCHAO)
 WARMUP, STEPS, TINY_STEPS = 3, 20, 2
 COLUMNS = (
     figure("ms", "ms", ".2f"),

@@ -34,7 +34,6 @@ class System:
     """
 
     name: str
-    series: str
     compile: dict[str, Any] | None = field(default_factory=dict)
     recipe: str = ""
     eight_bit: bool = False
@@ -45,17 +44,17 @@ class System:
 
 
 def torchao(recipe: str) -> System:
-    return System(f"torchao {recipe}", "torchao", recipe=recipe)
+    return System(f"torchao {recipe}", recipe=recipe)
 
 
 def ours(name: str = "", eight_bit: bool = False, **options: Any) -> System:
     """Ours with these options; `name` says what is not the default."""
     how = {"backend": "fp8", "options": options}
-    return System(f"fp8compile, {name}" if name else "fp8compile", "fp8compile", how, eight_bit=eight_bit)
+    return System(f"fp8compile + {name}" if name else "fp8compile", how, eight_bit=eight_bit)
 
 
-EAGER = System("BF16 eager", "BF16", None)
-BASELINE = System("BF16 compile", "BF16")
+EAGER = System("BF16 eager", None)
+BASELINE = System("BF16 compile")
 TORCHAO = tuple(torchao(recipe) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"))
 
 

@@ -90,7 +90,7 @@ def draw(benchmark: Benchmark, rows: Sequence[Row], folder: Path) -> None:
     (across, x_label), (up, y_label) = benchmark.axes
     for model in dict.fromkeys(row.model for row in rows):
         measured = [r for r in rows if r.model == model and r.get(up)]
-        points = [Point(r.get(across), r.get(up), r.system, r.system.split()[0].strip(",")) for r in measured]
+        points = [Point(r.get(across), r.get(up), r.system, r.system.split()[0]) for r in measured]
         if points:
             folder.mkdir(parents=True, exist_ok=True)
             name = f"{benchmark.name}_{re.sub('[^a-z0-9]+', '_', model.lower()).strip('_')}.svg"
@@ -114,6 +114,8 @@ def run(benchmark: Benchmark, given: argparse.Namespace) -> list[Row]:
     if not cases:
         there = "; ".join(f"{model}: {', '.join(systems)}" for model, systems in benchmark.cases.items())
         raise SystemExit(f"nothing to run; there are {there}")
+    if given.jobs and benchmark.again:
+        raise SystemExit(f"{benchmark.name} measures compiling; --jobs would have it done before")
     if given.tiny or not benchmark.alone:
         log = Log(benchmark, given.json, about_machine(cases[0]), {"tiny": given.tiny}, cases)
         return measure_all(cases, log, clock, lambda case: both(benchmark, case, in_this_process))

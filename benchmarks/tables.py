@@ -3,13 +3,15 @@
     python benchmarks/tables.py             write them
     python benchmarks/tables.py --check     say which are not what the files give
 
-A page has a place for each table. Two forms: every figure of every system, a table a model; and `summary`, a line a
-model with speed-up and peak memory of each system beside the baseline.
+A page has a place for each table:
 
-    <!-- figures: train_step -->
-    <!-- end of figures -->
+    <!-- figures: train_step -->                every figure of every system, a table a model
+    <!-- figures: train_step summary -->        a line a model: speed-up and peak memory beside the baseline
+    <!-- figures: compile_time passes -->       a line a pass: milliseconds
+    <!-- end of figures -->                     after each of them
 
-A model's table is of the last run that measured the baseline on it; systems of other runs are never put beside it.
+A model's table is of the last run that measured the baseline on it; systems of other runs are never put beside it, and
+what that run had no time for is not in it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from runs import Benchmark
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = {b.name: b for b in (train_step.BENCHMARK, block.BENCHMARK, compile_time.BENCHMARK, matmul.BENCHMARK)}
-PLACE = re.compile(r"(<!-- figures: (\w+)( summary)? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- figures: (\w+) ?(\w*) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+NO_TIME = ("left out: ", "stopped ")  # notes that say nothing of a system
 Run = dict[str, Any]
+Measured = dict[str, tuple[Run, list[Row]]]  # of each model the rows, and the run that they are of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,27 +65,27 @@ def filled(text: str, results: Path) -> str:
     """A page with what the files give in all of its places."""
 
     def content(place: re.Match[str]) -> str:
-        benchmark, form = BENCHMARKS[place[2]], summary if place[3] else tables
+        benchmark, form = BENCHMARKS[place[2]], FORMS[place[3]]
         return place[1] + form(benchmark, latest(benchmark, results)) + place[4]
 
     return PLACE.sub(content, text)
 
 
-def latest(benchmark: Benchmark, results: Path) -> dict[str, tuple[Run, list[Row]]]:
+def latest(benchmark: Benchmark, results: Path) -> Measured:
     """For each model the last run that measured the baseline on it, and that run's rows of the model."""
     path = results / f"{benchmark.name}.json"
-    found: dict[str, tuple[Run, list[Row]]] = {}
+    found: Measured = {}
     if not path.exists():
         raise FileNotFoundError(f"{benchmark.name}, and benchmarks/results/{path.name} is not there")
     for run in runs.load(path)["runs"]:
         for model in benchmark.cases:
-            rows = [row for row in run["rows"] if row.model == model]
+            rows = [row for row in run["rows"] if row.model == model and not row.note.startswith(NO_TIME)]
             if any(row.figures and row.system == (benchmark.baseline or row.system) for row in rows):
                 found[model] = run, rows
     return {model: found[model] for model in benchmark.cases if model in found}
 
 
-def tables(benchmark: Benchmark, measured: dict[str, tuple[Run, list[Row]]]) -> str:
+def tables(benchmark: Benchmark, measured: Measured) -> str:
     """A table a model: a line a system."""
     head = ["system", *(c.head for c in benchmark.columns)]
     parts = []
@@ -99,7 +103,7 @@ def line(benchmark: Benchmark, row: Row, baseline: Row | None) -> list[str]:
     return cells(benchmark.columns, row, baseline)
 
 
-def summary(benchmark: Benchmark, measured: dict[str, tuple[Run, list[Row]]]) -> str:
+def summary(benchmark: Benchmark, measured: Measured) -> str:
     """A line a model: figures of the baseline; of others how much faster they are, and what share of its peak."""
     up = benchmark.axes[1][0]
     faster, share = ratio("", up), ratio("", "peak_gib", inverse=True)
@@ -123,7 +127,18 @@ def short(row: Row | None, baseline: Row | None, *parts: Callable[[Row, Row | No
     return " · ".join(text for cell in parts if (text := cell(row, baseline)) != MISSING)
 
 
-def origin(measured: dict[str, tuple[Run, list[Row]]]) -> str:
+def passes(benchmark: Benchmark, measured: Measured) -> str:
+    """A line a pass of ours: milliseconds, a column a model."""
+    times = {model: row.get("by_pass") for model, (_, rows) in measured.items() for row in rows if row.get("by_pass")}
+    names = dict.fromkeys(name for by_pass in times.values() for name in by_pass)
+    lines = [[name, *(f"{1e3 * by_pass.get(name, 0.0):.0f}" for by_pass in times.values())] for name in names]
+    return "\n" + markdown(["pass", *(f"{model}, ms" for model in times)], lines) + "\n" + origin(measured)
+
+
+FORMS = {"": tables, "summary": summary, "passes": passes}
+
+
+def origin(measured: Measured) -> str:
     """Where and when: a line for each machine."""
     where: dict[str, list[str]] = {}
     for run, _ in measured.values():

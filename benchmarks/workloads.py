@@ -95,12 +95,12 @@ TINY_VIT = vit(64, 128, 2, 4, image_size=32, patch_size=8, num_labels=16)
 
 WORKLOADS = (
     Workload("Llama 1.1B", "LlamaConfig", 8, 2048, decoder(2048, 8192, 16, 32, 8, 32000), TINY_DECODER),
-    Workload("Llama-8B, 8 layers", "LlamaConfig", 4, 4096, decoder(4096, 14336, 8, 32, 8, 128256), TINY_DECODER),
+    Workload("Llama-8B (8 layers)", "LlamaConfig", 4, 4096, decoder(4096, 14336, 8, 32, 8, 128256), TINY_DECODER),
     Workload("Llama 100M", "LlamaConfig", 16, 1024, decoder(768, 2048, 12, 12, 12, 32000, **TIED), TINY_DECODER),
     Workload("Qwen2 1.5B", "Qwen2Config", 8, 2048, decoder(1536, 8960, 28, 12, 2, 151936, **TIED), TINY_DECODER),
-    Workload("GPT-2 XL", "GPT2Config", 8, 1024, gpt2(1600, 48, 25), TINY_GPT2),
+    Workload("GPT-2 XL (16 layers)", "GPT2Config", 8, 1024, gpt2(1600, 16, 25), TINY_GPT2),
     Workload("ViT-H", "ViTConfig", 64, 0, vit(1280, 5120, 32, 16, patch_size=14, num_labels=1000), TINY_VIT),
-    Workload("Mixtral, 8 layers", "MixtralConfig", 8, 2048, MIXTRAL, TINY_DECODER),
+    Workload("Mixtral (8 layers)", "MixtralConfig", 8, 2048, MIXTRAL, TINY_DECODER),
 )
 FAMILIES = dict.fromkeys(w.config.lower().removesuffix("config") for w in WORKLOADS)
 MODULES = tuple(f"{LIBRARY}.models.{family}.modeling_{family}" for family in FAMILIES)  # imported when they are needed

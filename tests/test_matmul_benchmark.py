@@ -16,7 +16,7 @@ BY_NAME = {w.name: w for w in WORKLOADS}
 
 
 def test_shapes_of_llama_8b() -> None:
-    shapes = matmul.SHAPES["Llama-8B, 8 layers"]
+    shapes = matmul.SHAPES["Llama-8B (8 layers)"]
     assert shapes["qkv: output"] == (16384, 6144, 4096)
     assert shapes["out: output"] == (16384, 4096, 4096)
     assert shapes["gate+up: grad_input"] == (16384, 4096, 28672)
@@ -25,7 +25,7 @@ def test_shapes_of_llama_8b() -> None:
 
 
 def test_shapes_of_others() -> None:
-    assert matmul.SHAPES["GPT-2 XL"]["up: output"] == (8192, 6400, 1600)
+    assert matmul.SHAPES["GPT-2 XL (16 layers)"]["up: output"] == (8192, 6400, 1600)
     assert matmul.SHAPES["ViT-H"]["qkv: output"] == (64 * 257, 3840, 1280)
     assert matmul.SHAPES["Qwen2 1.5B"]["qkv: output"] == (16384, 1536 + 2 * 256, 1536)
 

@@ -153,6 +153,11 @@ def test_nothing_selected() -> None:
         runs.run(BENCHMARK, given("--only", "none"))
 
 
+def test_compile_times_are_not_measured_with_everything_compiled() -> None:
+    with pytest.raises(SystemExit, match="waiting measures compiling; --jobs would have it done before"):
+        runs.run(replace(BENCHMARK, again=in_warm_caches), given("--jobs", "2"))
+
+
 def test_pictures_have_the_systems_that_were_measured(tmp_path: Path) -> None:
     rows = [Row("A b-1", "BF16", "", {"ms": 2.0, "mib": 3.0}), Row("A b-1", "torchao", "not installed"), Row("C", "x")]
     runs.draw(BENCHMARK, rows, tmp_path)

@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
     runs = [
         run(1, row("Llama-8B", "BF16 compile", ms=76, peak_gib=5), row("Llama-8B", "fp8compile", ms=60, peak_gib=4)),
         run(2, row("Llama-8B", "BF16 compile", ms=75, peak_gib=5), row("Llama-8B", "fp8compile", ms=50, peak_gib=3),
-            row("Llama-8B", "torchao rowwise")),
+            row("Llama-8B", "torchao rowwise"), {**row("Llama-8B", "BF16 eager"), "note": "left out: 9 of 9 s were over"}),
         run(3, row("Llama-8B", "fp8compile", ms=10), row("GPT-2 XL", "BF16 compile", ms=9)),
     ]  # fmt: skip
     (results / "block.json").write_text(json.dumps({"benchmark": "block", "runs": runs}))
@@ -61,6 +61,7 @@ def test_a_table_is_of_the_last_run_with_a_baseline(root: Path) -> None:
     text = (root / "README.md").read_text()
     assert "| fp8compile | 50.00 | 1.50× |" in text
     assert "| torchao rowwise | not installed |  |" in text
+    assert "BF16 eager" not in text
     assert "a GPU, torch 2.11; 2026-01-02, 2026-01-03." in text  # of the third run the other model
 
 
@@ -74,6 +75,18 @@ def test_a_summary_has_a_line_a_model(root: Path) -> None:
 def test_a_benchmark_without_a_baseline(root: Path) -> None:
     tables.main(["--root", str(root)])
     assert "| down: output | 1 × 2 × 3 | 700 | – |" in (root / "docs" / "page.md").read_text()
+
+
+def test_passes_have_a_line_each(root: Path) -> None:
+    compiled = {**row("Llama 1.1B", "fp8compile", cold_seconds=9), "note": ""}
+    compiled["figures"]["by_pass"] = {"canonicalize": 0.0124, "cut": 1.5}
+    runs = [run(5, row("Llama 1.1B", "BF16 compile", cold_seconds=8), compiled)]
+    file = root / "benchmarks" / "results" / "compile_time.json"
+    file.write_text(json.dumps({"benchmark": "compile_time", "runs": runs}))
+    (root / "README.md").write_text("<!-- figures: compile_time passes -->\n<!-- end of figures -->\n")
+    tables.main(["--root", str(root)])
+    table = "| pass | Llama 1.1B, ms |\n| --- | --- |\n| canonicalize | 12 |\n| cut | 1500 |\n"
+    assert table in (root / "README.md").read_text()
 
 
 def test_a_check_names_pages_and_writes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

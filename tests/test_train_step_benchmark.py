@@ -32,7 +32,7 @@ def test_tiny_llama() -> None:
 
 
 def test_eight_bit_states() -> None:
-    figures = in_this_process(train_step.measure, Case("Llama 100M", "fp8compile, 8-bit states", tiny=True))
+    figures = in_this_process(train_step.measure, Case("Llama 100M", "fp8compile + 8-bit states", tiny=True))
     assert 2.125 < figures["state_bytes"] < 3  # two moments of 8 bits with side data; those of small tensors stay BF16
 
 
@@ -46,8 +46,8 @@ def test_a_model_is_one_graph(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("Llama 1.1B", 1104), ("Llama-8B, 8 layers", 2796), ("Llama 100M", 110), ("Qwen2 1.5B", 1544),
-     ("GPT-2 XL", 1558), ("ViT-H", 632), ("Mixtral, 8 layers", 3034)],
+    [("Llama 1.1B", 1104), ("Llama-8B (8 layers)", 2796), ("Llama 100M", 110), ("Qwen2 1.5B", 1544),
+     ("GPT-2 XL (16 layers)", 574), ("ViT-H", 632), ("Mixtral (8 layers)", 3034)],
 )  # fmt: skip
 def test_sizes(name: str, millions: int) -> None:
     model = BY_NAME[name].built("meta")
