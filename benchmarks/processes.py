@@ -25,6 +25,7 @@ import fp8compile.plans
 
 # Where compilers keep what they have compiled, below one folder
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": "triton"}
+FOR_COMPILING = 0.6
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,17 @@ def isolated(measure: Measure, case: Case, start: str, seconds: float) -> dict[s
 
 
 def precompile(measure: Measure, cases: Sequence[Case], start: str, jobs: int, clock: Clock) -> None:
-    """Fill the cache that the cases share, several at a time; what fails will fail again, and be told then."""
+    """Fill the cache that the cases share, several at a time; what fails will fail again, and be told then.
+
+    Timing has what is left of the time, and compiles what is missing: this takes `FOR_COMPILING` of it at most.
+    """
     waiting = [replace(case, compile_only=True) for case in reversed(cases)]
     running: dict[Any, Any] = {}
-    while (waiting or running) and clock.left > 0:
+    while (waiting or running) and (left := FOR_COMPILING * clock.seconds - clock.spent) > 0:
         while waiting and len(running) < jobs:
             process, answer = begin(measure, waiting.pop(), start)
             running[answer] = process
-        for answer in wait(list(running), timeout=clock.left):
+        for answer in wait(list(running), timeout=left):
             end(running.pop(answer))
     for process in running.values():
         process.kill()
