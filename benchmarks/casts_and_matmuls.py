@@ -9,36 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from matmul import operand
+from measuring import milliseconds
 from torch import Tensor
 
 from fp8compile.kernels import matmul, reference
 
 SHAPES = [(16384, 4096, 4096), (16384, 14336, 4096), (16384, 4096, 14336), (8192, 2048, 2048), (32768, 3584, 768)]
 PAIRS = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("group(128)", "block(128)")}
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """Median device time of `call`, after three calls to warm up."""
-    times = []
-    for _ in range(23):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:])
-
-
-def operand(rows: int, cols: int, granularity: str) -> tuple[Tensor, Tensor]:
-    x = torch.randn(rows, cols, device="cuda")
-    scale = reference.scale(reference.amax(x, granularity), "e4m3")
-    return reference.quantize(x, scale, "e4m3", granularity), scale
 
 
 def matmul_rates(m: int, n: int, k: int) -> dict[str, float]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -22,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from measuring import MIB, bytes_of, device_milliseconds
+from torch import nn
 
 ATTENTION = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
 BLOCK = [*ATTENTION, (14336, 4096), (14336, 4096), (4096, 14336), (4096,), (4096,)]
 TINY = [(64, 64), (65, 70), (64,)]
-MIB = 1 << 20
 RATE, DECAY = 1e-4, 0.1
 Step = Callable[[], Any]
 Made = tuple[torch.optim.Optimizer, Step]
@@ -100,32 +99,11 @@ class Result:
     note: str = ""
 
 
-def bytes_of(x: Any) -> int:
-    """Bytes of a tensor; of a wrapper, of the tensors in it."""
-    if not isinstance(x, Tensor):
-        return 0
-    flatten = getattr(x, "__tensor_flatten__", None)
-    return x.nbytes if flatten is None else sum(bytes_of(getattr(x, name)) for name in flatten()[0])
-
-
-def milliseconds(step: Step) -> float:
-    times = []
-    for _ in range(25):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(20_000_000)  # the host queues the step meanwhile
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[5:])
-
-
 def copy_rate() -> float:
     """Bytes that a copy of 1 GiB reads and writes in a millisecond."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source))
+    return 2 * source.nbytes / device_milliseconds(lambda: target.copy_(source))
 
 
 def measure(row: Row, shapes: list[tuple[int, ...]], rate: float | None) -> Result:
@@ -150,7 +128,7 @@ def measure(row: Row, shapes: list[tuple[int, ...]], rate: float | None) -> Resu
     before = torch.cuda.memory_allocated()
     step()
     extra = (torch.cuda.max_memory_allocated() - before) / MIB
-    return Result(row.name, milliseconds(step), row.moved * count / rate, state / count, extra)
+    return Result(row.name, device_milliseconds(step), row.moved * count / rate, state / count, extra)
 
 
 def line(result: Result) -> str:

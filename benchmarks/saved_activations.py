@@ -13,48 +13,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from blocks import LLAMA_8B, Blocks, compare, gradients, memory, step
+from measuring import GIB, milliseconds
+from peers import convert
 from picture import Point, scatter
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # counts a graph of any size on any machine
-from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile import plans
 from fp8compile.errors import Fp8Warning
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from llama import Block, LlamaConfig, Rotary
-
-GIB = 2.0**30
 BUDGETS = (0.3, 0.4, 0.6, 1.0, 1.5)  # GiB a block
 ELSEWHERE = {"torchao 0.17 tensorwise": 1.63, "COAT": 1.60}  # GiB a block of the same model, measured by the allocator
-
-
-class Blocks(nn.Module):
-    """Decoder blocks of Llama-8B: width 4096, 32 heads of which 8 for keys, 14336 inside."""
-
-    def __init__(self, layers: int = 2, checkpointed: bool = False) -> None:
-        super().__init__()
-        config = LlamaConfig(dim=4096, n_layers=layers, n_heads=32, n_kv_heads=8, hidden=14336)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(layers))
-        self.rotary = Rotary(128, 4096, 500_000.0)
-        self.checkpointed = checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, self.rotary, use_reentrant=False) if self.checkpointed else block(x, self.rotary)  # type: ignore[assignment]
-        return x
 
 
 # ---- counting -------------------------------------------------------------------------------------------------------
@@ -96,7 +76,7 @@ class UNet(nn.Module):
 
 def llama() -> tuple[nn.Module, tuple[int, ...]]:
     """One block of Llama-8B, 4 × 4096 tokens."""
-    return Blocks(1), (4, 4096, 4096)
+    return Blocks(replace(LLAMA_8B, n_layers=1)), (4, 4096, 4096)
 
 
 def unet() -> tuple[nn.Module, tuple[int, ...]]:
@@ -205,63 +185,12 @@ def measure(name: str, series: str, build: Callable[[Blocks], Any], checkpointed
     return result
 
 
-def step(run: Any, model: nn.Module, x: Tensor, gradient: Tensor) -> None:
-    model.zero_grad(set_to_none=False)
-    x.grad = None
-    run(x).backward(gradient)
-
-
-def memory(run: Any, model: nn.Module, x: Tensor, gradient: Tensor) -> tuple[float, float]:
-    """GiB a block held between forward and backward, and at most, beyond weights, gradients and data."""
-    model.zero_grad(set_to_none=False)
-    x.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = run(x)
-    held = torch.cuda.memory_allocated() - before - out.numel() * out.itemsize
-    out.backward(gradient)
-    torch.cuda.synchronize()
-    return held / GIB / 2, (torch.cuda.max_memory_allocated() - before) / GIB
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """Median of 15 calls."""
-    times = []
-    for _ in range(15):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def gradients(run: Any, model: nn.Module, x: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    """Gradients of the parameters, by name."""
-    step(run, model, x, gradient)
-    return {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def compare(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Cosine and relative error of each gradient."""
-    result = {}
-    for name, a in expected.items():
-        a, b = a.flatten(), found[name].flatten()
-        cosine = torch.nn.functional.cosine_similarity(a, b, dim=0).item()
-        result[name] = (cosine, ((a - b).norm() / a.norm()).item())
-    return result
-
-
 def ours(model: nn.Module, **options: Any) -> Any:
     return torch.compile(model, backend="fp8", options={"select": "all", **options})
 
 
 def torchao(model: nn.Module) -> Any:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
-
-    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+    convert(model, "tensorwise", "cuda")
     return torch.compile(model)
 
 

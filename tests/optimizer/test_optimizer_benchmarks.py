@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(FOLDER))  # where benchmarks find what they have in common
 
 
 def load(name: str) -> Any:

@@ -1,0 +1,151 @@
+"""The tables of README.md and docs/ that benchmarks have measured, made from the files in benchmarks/results/.
+
+    python benchmarks/tables.py             write them
+    python benchmarks/tables.py --check     say which are not what the files give
+
+A page has a place for each table:
+
+    <!-- figures: train_step -->                every figure of every system, a table a model
+    <!-- figures: train_step summary -->        a line a model: speed-up and peak memory beside the baseline
+    <!-- figures: compile_time passes -->       a line a pass: milliseconds
+    <!-- end of figures -->                     after each of them
+
+A model's table is of the last run that measured the baseline on it; systems of other runs are never put beside it, and
+what that run had no time for is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import block
+import compile_time
+import matmul
+import runs
+import train_step
+from columns import MISSING, Row, baseline_of, cells, markdown, ratio
+from runs import Benchmark
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = {b.name: b for b in (train_step.BENCHMARK, block.BENCHMARK, compile_time.BENCHMARK, matmul.BENCHMARK)}
+PLACE = re.compile(r"(<!-- figures: (\w+) ?(\w*) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+NO_TIME = ("left out: ", "stopped ")  # notes that say nothing of a system
+Run = dict[str, Any]
+Measured = dict[str, tuple[Run, list[Row]]]  # of each model the rows, and the run that they are of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the tables, or say which differ; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a table is not up to date")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the folder with README.md, docs/, benchmarks/results/")
+    given = parser.parse_args(arguments)
+    status = 0
+    for page in [given.root / "README.md", *sorted(given.root.glob("docs/*.md"))]:
+        text = page.read_text()
+        try:
+            made = filled(text, given.root / "benchmarks" / "results")
+        except FileNotFoundError as missing:
+            raise SystemExit(f"{page.relative_to(given.root)} shows {missing}") from None
+        if made == text:
+            continue
+        if given.check:
+            print(f"{page.relative_to(given.root)} is not what the files give; run: python benchmarks/tables.py")
+            status = 1
+        else:
+            page.write_text(made)
+    return status
+
+
+def filled(text: str, results: Path) -> str:
+    """A page with what the files give in all of its places."""
+
+    def content(place: re.Match[str]) -> str:
+        benchmark, form = BENCHMARKS[place[2]], FORMS[place[3]]
+        return place[1] + form(benchmark, latest(benchmark, results)) + place[4]
+
+    return PLACE.sub(content, text)
+
+
+def latest(benchmark: Benchmark, results: Path) -> Measured:
+    """For each model the last run that measured the baseline on it, and that run's rows of the model."""
+    path = results / f"{benchmark.name}.json"
+    found: Measured = {}
+    if not path.exists():
+        raise FileNotFoundError(f"{benchmark.name}, and benchmarks/results/{path.name} is not there")
+    for run in runs.load(path)["runs"]:
+        for model in benchmark.cases:
+            rows = [row for row in run["rows"] if row.model == model and not row.note.startswith(NO_TIME)]
+            if any(row.figures and row.system == (benchmark.baseline or row.system) for row in rows):
+                found[model] = run, rows
+    return {model: found[model] for model in benchmark.cases if model in found}
+
+
+def tables(benchmark: Benchmark, measured: Measured) -> str:
+    """A table a model: a line a system."""
+    head = ["system", *(c.head for c in benchmark.columns)]
+    parts = []
+    for model, (_, rows) in measured.items():
+        baseline = baseline_of(rows, model, benchmark.baseline)
+        lines = [[row.system, *line(benchmark, row, baseline)] for row in rows]
+        parts.append(f"**{model}**\n\n{markdown(head, lines)}\n")
+    return "\n" + "".join(parts) + origin(measured)
+
+
+def line(benchmark: Benchmark, row: Row, baseline: Row | None) -> list[str]:
+    """The cells of a row; of one without figures the reason, and nothing."""
+    if not row.figures:
+        return [row.note, *[""] * (len(benchmark.columns) - 1)]
+    return cells(benchmark.columns, row, baseline)
+
+
+def summary(benchmark: Benchmark, measured: Measured) -> str:
+    """A line a model: figures of the baseline; of others how much faster they are, and what share of its peak."""
+    up = benchmark.axes[1][0]
+    faster, share = ratio("", up), ratio("", "peak_gib", inverse=True)
+    systems = list(dict.fromkeys(row.system for _, rows in measured.values() for row in rows if row.figures))
+    lines = []
+    for model, (_, rows) in measured.items():
+        baseline = baseline_of(rows, model, benchmark.baseline)
+        by_system = {row.system: row for row in rows if row.figures}
+        lines.append([model, *(short(by_system.get(s), baseline, faster.cell, share.cell) for s in systems)])
+    return "\n" + markdown(["", *systems], lines) + "\n" + origin(measured)
+
+
+def short(row: Row | None, baseline: Row | None, *parts: Callable[[Row, Row | None], str]) -> str:
+    """A system in a few characters."""
+    if row is None:
+        return MISSING
+    if row is baseline:
+        return " · ".join(
+            f"{row.get(key):.1f} {unit}" for key, unit in (("ms", "ms"), ("peak_gib", "GiB")) if row.get(key)
+        )
+    return " · ".join(text for cell in parts if (text := cell(row, baseline)) != MISSING)
+
+
+def passes(benchmark: Benchmark, measured: Measured) -> str:
+    """A line a pass of ours: milliseconds, a column a model."""
+    times = {model: row.get("by_pass") for model, (_, rows) in measured.items() for row in rows if row.get("by_pass")}
+    names = dict.fromkeys(name for by_pass in times.values() for name in by_pass)
+    lines = [[name, *(f"{1e3 * by_pass.get(name, 0.0):.0f}" for by_pass in times.values())] for name in names]
+    return "\n" + markdown(["pass", *(f"{model}, ms" for model in times)], lines) + "\n" + origin(measured)
+
+
+FORMS = {"": tables, "summary": summary, "passes": passes}
+
+
+def origin(measured: Measured) -> str:
+    """Where and when: a line for each machine."""
+    where: dict[str, list[str]] = {}
+    for run, _ in measured.values():
+        machine = ", ".join(f"{name} {value}" if name != "device" else value for name, value in run["machine"].items())
+        where.setdefault(machine, []).append(run["when"][:10])
+    return "".join(f"{machine}; {', '.join(dict.fromkeys(sorted(days)))}.\n" for machine, days in where.items())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

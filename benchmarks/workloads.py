@@ -1,0 +1,106 @@
+"""Models of Hugging Face that are trained, built from their configs with random weights, and random batches for them.
+
+Called with its batch, a `Trained` model returns its loss and nothing else, so that one graph holds all of a step's
+forward, loss and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LIBRARY = "transformers"
+TEXT, IMAGES = "AutoModelForCausalLM", "AutoModelForImageClassification"
+Sizes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its batch.
+
+    length: tokens of a sequence, 0 for images; sizes: of the config; tiny: sizes for a CPU, in their place.
+    """
+
+    name: str
+    config: str
+    batch: int
+    length: int
+    sizes: Sizes
+    tiny: Sizes
+
+    def built(self, device: str, tiny: bool = False) -> Trained:
+        """The model in BF16, in training; equal weights at every call."""
+        transformers = import_module(LIBRARY)
+        config = getattr(transformers, self.config)(**{**self.sizes, **(self.tiny if tiny else {})})
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = getattr(transformers, TEXT if self.length else IMAGES).from_config(config, dtype=torch.bfloat16)
+        if self.length:
+            model.loss_type = "ForCausalLM"  # GPT-2 names none, and the warning about that would break its graph
+        return Trained(model.train())
+
+    def made(self, model: Trained, device: str, tiny: bool = False) -> dict[str, Tensor]:
+        """A batch: tokens with themselves as labels (the model shifts them), or images with classes."""
+        config: Any = model.model.config
+        batch, length = (2, min(self.length, 32)) if tiny else (self.batch, self.length)
+        generator = torch.Generator(device).manual_seed(1)
+        if length:
+            tokens = torch.randint(config.vocab_size, (batch, length), generator=generator, device=device)
+            return {"input_ids": tokens, "labels": tokens.clone()}
+        shape = (batch, config.num_channels, config.image_size, config.image_size)
+        images = torch.randn(shape, generator=generator, device=device).bfloat16()
+        return {"pixel_values": images, "labels": torch.arange(batch, device=device) % config.num_labels}
+
+
+class Trained(nn.Module):
+    """A model that returns its loss alone."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.model(**batch).loss
+
+
+def decoder(width: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **more: Any) -> Sizes:
+    """Sizes of a Llama, and of what has the same names for them."""
+    return {
+        "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "vocab_size": vocabulary, "use_cache": False, **more,
+    }  # fmt: skip
+
+
+def gpt2(width: int, layers: int, heads: int, **more: Any) -> Sizes:
+    return {"n_embd": width, "n_layer": layers, "n_head": heads, "use_cache": False, **more}
+
+
+def vit(width: int, inner: int, layers: int, heads: int, **more: Any) -> Sizes:
+    return {
+        "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "problem_type": "single_label_classification", **more,
+    }  # fmt: skip
+
+
+TIED = {"tie_word_embeddings": True}
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
+MIXTRAL = decoder(2048, 7168, 8, 32, 8, 32000, **EXPERTS)
+TINY_DECODER = decoder(64, 128, 2, 4, 2, 256)
+TINY_GPT2 = gpt2(64, 2, 4, vocab_size=256)
+TINY_VIT = vit(64, 128, 2, 4, image_size=32, patch_size=8, num_labels=16)
+
+WORKLOADS = (
+    Workload("Llama 1.1B", "LlamaConfig", 8, 2048, decoder(2048, 8192, 16, 32, 8, 32000), TINY_DECODER),
+    Workload("Llama-8B (8 layers)", "LlamaConfig", 4, 4096, decoder(4096, 14336, 8, 32, 8, 128256), TINY_DECODER),
+    Workload("Llama 100M", "LlamaConfig", 16, 1024, decoder(768, 2048, 12, 12, 12, 32000, **TIED), TINY_DECODER),
+    Workload("Qwen2 1.5B", "Qwen2Config", 8, 2048, decoder(1536, 8960, 28, 12, 2, 151936, **TIED), TINY_DECODER),
+    Workload("GPT-2 XL (16 layers)", "GPT2Config", 8, 1024, gpt2(1600, 16, 25), TINY_GPT2),
+    Workload("ViT-H", "ViTConfig", 64, 0, vit(1280, 5120, 32, 16, patch_size=14, num_labels=1000), TINY_VIT),
+    Workload("Mixtral (8 layers)", "MixtralConfig", 8, 2048, MIXTRAL, TINY_DECODER),
+)
+FAMILIES = dict.fromkeys(w.config.lower().removesuffix("config") for w in WORKLOADS)
+MODULES = tuple(f"{LIBRARY}.models.{family}.modeling_{family}" for family in FAMILIES)  # imported when they are needed

@@ -1,0 +1,53 @@
+"""benchmarks/matmul.py without a GPU: its shapes are those of the models, and every way to multiply is there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import matmul
+from workloads import WORKLOADS
+
+BY_NAME = {w.name: w for w in WORKLOADS}
+
+
+def test_shapes_of_llama_8b() -> None:
+    shapes = matmul.SHAPES["Llama-8B (8 layers)"]
+    assert shapes["qkv: output"] == (16384, 6144, 4096)
+    assert shapes["out: output"] == (16384, 4096, 4096)
+    assert shapes["gate+up: grad_input"] == (16384, 4096, 28672)
+    assert shapes["down: grad_weight"] == (4096, 14336, 16384)
+    assert len(shapes) == 4 * 3
+
+
+def test_shapes_of_others() -> None:
+    assert matmul.SHAPES["GPT-2 XL (16 layers)"]["up: output"] == (8192, 6400, 1600)
+    assert matmul.SHAPES["ViT-H"]["qkv: output"] == (64 * 257, 3840, 1280)
+    assert matmul.SHAPES["Qwen2 1.5B"]["qkv: output"] == (16384, 1536 + 2 * 256, 1536)
+
+
+@pytest.mark.parametrize("name", list(matmul.SHAPES))
+def test_layers_are_those_of_the_model(name: str) -> None:
+    """All parameters of a block that are matrices."""
+    names = [n for n, _ in BY_NAME[name].built("meta").named_parameters()]
+    model = BY_NAME[name].built("meta")
+    blocks = [p.numel() for n, p in model.named_parameters() if p.dim() == 2 and any(c.isdigit() for c in n)]
+    layers = max(int(part) for n in names for part in n.split(".") if part.isdigit()) + 1
+    assert sum(n * k for n, k in matmul.linears(BY_NAME[name].sizes).values()) == sum(blocks) // layers
+
+
+def test_what_the_default_recipe_runs() -> None:
+    found = {role: matmul.default_name(role) for role in matmul.ROLES}
+    assert found == {"output": "row × tensor, fast", "grad_input": "tensor", "grad_weight": "tensor"}
+
+
+def test_tiny_run() -> None:
+    rows = matmul.main(["--tiny", "--only", "*100M", "--systems", "qkv*"])
+    assert [row.system for row in rows] == ["qkv: output", "qkv: grad_input", "qkv: grad_weight"]
+    for row in rows:
+        assert {f"ours {name}" for name in matmul.SHOWN} <= row.figures.keys()
+        assert all(value > 0 for key, value in row.figures.items() if key != "of_ceiling")
