@@ -39,7 +39,8 @@ ARITHMETIC = {
     aten.neg.default, aten.exp.default, aten.log.default, aten.tanh.default,
 }  # fmt: skip
 CHOICES = EQUALITIES | {aten.where.self, aten.bitwise_not.default, aten.logical_not.default}
-FILLS = {aten.full.default, aten.scalar_tensor.default, aten.full_like.default, aten.scatter.value}
+SCATTERS = {aten.scatter.value, aten.scatter_add.default}
+FILLS = fusible.CONSTANTS | SCATTERS
 ROWS, CLASSES = 5, 11  # of the execution that proves it
 
 
@@ -67,18 +68,15 @@ def has_labels(site: Site) -> bool:
     """Whether something like a cross-entropy may read what `site` computes: a gather along classes, not far away."""
     frontier, seen = [site.node], {site.node}
     for _ in range(16):
-        frontier = [u for n in frontier for u in n.users if u not in seen and (_passes(u) or u.target in REDUCTIONS)]
+        frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
         seen.update(frontier)
-    return any(u.target is aten.gather.default for n in seen for u in n.users)
+    gathers = [n.args[0] for n in seen if n.target is aten.gather.default]
+    return any(str(value(x).shape[-1]) == str(site.n) for x in gathers)  # type: ignore[arg-type]
 
 
 def find_loss(site: Site, backward: set[fx.Node]) -> Found:
     """The cross-entropy of `site`, an output matmul. Raises `NotFoundError`."""
     return _Search(site, backward).found()
-
-
-def _passes(node: fx.Node) -> bool:
-    return node.target in SAME_ELEMENTS or node.target in CONVERSIONS or node.target in ARITHMETIC
 
 
 class _Search:
@@ -181,12 +179,12 @@ class _Search:
         kind, floating = self._kind(node), is_tensor(node) and value(node).is_floating_point()
         fill = node.target in FILLS and kind in ("logits", "number") and _along_last(node)
         known = fill or node.target is aten.gather.default or self._may_be_inside(node)
-        if kind == "logits" or not floating:
-            take = known
-            if kind == "logits" and not known:
-                raise NotFoundError(f"its logits meet %{node.name} ({node.target})")
-        else:
+        if kind == "logits" and not known:
+            raise NotFoundError(f"its logits meet %{node.name} ({node.target})")
+        if floating and kind != "logits":
             take = known and (fill or self._is_of_logits(node))
+        else:
+            take = known and (floating or node.target not in ARITHMETIC)
         if not take:
             self.leaves.add(node)
             return False
@@ -206,15 +204,13 @@ class _Search:
         return self._known[node]
 
     def _cotangent(self, has_backward: bool) -> fx.Node | None:
-        """The one leaf that comes from backward. Besides it there may be labels: one tensor of integers."""
+        """The one leaf that comes from backward. Besides it there may be labels and masks."""
         floats = [n for n in self.leaves if value(n).is_floating_point()]
         strange = [n for n in floats if n not in self.backward] + [n for n in floats if self._kind(n) != "row"]
         if strange:
             raise NotFoundError(f"%{strange[0].name} takes part in it: class weights, a temperature that is a tensor?")
         if len(floats) != int(has_backward):
             raise NotFoundError(f"{len(floats)} gradients flow into its log-probabilities, not one")
-        if len(self.leaves) - len(floats) > 1:
-            raise NotFoundError("forward and backward read their labels from different tensors")
         return floats[0] if floats else None
 
     # ---- its ends ------------------------------------------------------------------------------------------------
@@ -258,7 +254,8 @@ class _Search:
             logits = torch.randn(ROWS, CLASSES, generator=random, dtype=torch.float64)
             env: dict[fx.Node, Any] = {self.site.node: logits}
             for leaf in self.leaves:
-                env[leaf] = torch.randint(0, CLASSES, (ROWS, 1), generator=random)
+                drawn = torch.randint(0, CLASSES, (ROWS, 1), generator=random)
+                env[leaf] = drawn > CLASSES // 2 if value(leaf).dtype is torch.bool else drawn
             if number is not None:
                 env[number] = torch.randn(ROWS, 1, generator=random, dtype=torch.float64)
             for node in chosen.graph.nodes:
@@ -283,7 +280,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 def _along_last(node: fx.Node) -> bool:
     """Whether a gather or a scatter goes along the last dimension; true of what is neither."""
-    if node.target not in (aten.gather.default, aten.scatter.value):
+    if node.target is not aten.gather.default and node.target not in SCATTERS:
         return True
     return node.args[1] % value(node).dim() == value(node).dim() - 1  # type: ignore[operator]
 
@@ -306,6 +303,8 @@ def _value_of(node: fx.Node, kind: str, env: dict[fx.Node, Any]) -> Any:
         return args[0].gather(-1, args[2])
     if node.target is aten.scatter.value:
         return args[0].scatter(-1, args[2], args[3])
+    if node.target is aten.scatter_add.default:
+        return args[0].scatter_add(-1, args[2], args[3])
     return node.target(*args, **{k: v for k, v in node.kwargs.items() if k == "alpha"})  # type: ignore[operator]
 
 

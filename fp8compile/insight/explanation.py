@@ -13,7 +13,7 @@ from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
 from fp8compile.plan import Operand, Plan, plans_from_json
 
-TABLES = ("matmuls", "saved", "kernels")
+TABLES = ("matmuls", "saved", "kernels", "losses")
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Explanation:
         return totals(self.plans)
 
     def rows(self, table: str = "matmuls") -> list[dict[str, Any]]:
-        """One flat dictionary for each matmul, saved tensor or kernel (`table`: matmuls, saved, kernels).
+        """One flat dictionary for each row of a `table`: matmuls, saved (tensors), kernels, losses (with large logits).
 
         `graph` is the index of its plan. Matmuls also have `flops`, saved tensors `bytes_before`.
         """
@@ -75,7 +75,7 @@ def _rows(plan: Plan, table: str) -> Iterator[dict[str, Any]]:
         for row in plan.saved:
             yield {**_joined(asdict(row)), "bytes_before": bytes_before(row, plan)}
     else:
-        for row in plan.kernels:
+        for row in plan.kernels if table == "kernels" else plan.losses:
             yield _joined(asdict(row))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8compile.plan import FP8, Matmul, Plan, Saved
+from fp8compile.plan import FP8, Loss, Matmul, Plan, Saved
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Totals:
     matmul (fused attention) are no rows of a plan, so they are not counted. unsized: matmuls whose sizes no row knows.
     left: reasons with counts of what stays in its precision. milliseconds_*: estimates for the matmuls that have them,
     as all-BF16 and as decided. saved_before, saved_after: bytes kept for backward, as the model computes the values and
-    in the form that is kept. moved: bytes that generated kernels read and write.
+    in the form that is kept. moved: bytes that generated kernels read and write. losses: cross-entropies with large
+    logits.
     """
 
     graphs: int = 0
@@ -38,6 +39,7 @@ class Totals:
     recomputed: int = 0
     kernels: int = 0
     moved: int = 0
+    losses: tuple[Loss, ...] = ()
     failures: tuple[str, ...] = ()
 
     @property
@@ -69,6 +71,7 @@ def totals(plans: Sequence[Plan]) -> Totals:
         recomputed=sum(sum(plan.recomputed.values()) for plan in plans),
         kernels=len(kernels),
         moved=sum(k.moved for k in kernels),
+        losses=tuple(row for plan in plans for row in plan.losses),
         failures=tuple(f for f in failures if f),
     )
 
