@@ -185,7 +185,7 @@ def _check_chunks(chunks: Any) -> None:
     if chunks == "auto" or isinstance(chunks, bool):
         return
     if not isinstance(chunks, int):
-        raise OptionError(f'option \'chunk_loss\' is "auto", True, False or a number of rows, not {chunks!r}')
+        raise OptionError(f"option 'chunk_loss' is \"auto\", True, False or a number of rows, not {chunks!r}")
     if chunks < 1:
         raise OptionError(f"option 'chunk_loss': chunks of {chunks} rows? False leaves logits whole")
 

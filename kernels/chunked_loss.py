@@ -36,6 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8compile.formats import round_up
+
 LEAST_ROWS = 2048  # fewer, and reading and writing the sum takes longer than the matmul that adds to it
 
 
@@ -121,7 +123,7 @@ def run(
     for total in (of_weight, of_bias):
         if total is not None:
             total.zero_()
-    buffer = x.new_empty([parts[0].stop if parts else 0, weight.shape[0]])
+    buffer = x.new_empty([parts[0].stop if parts else 0, _width(weight.shape[0])])[:, : weight.shape[0]]
     for part in parts:
         logits = _logits(x[part], weight, bias, buffer[: part.stop - part.start])
         given = None if weights is None else weights[part]
@@ -133,6 +135,11 @@ def run(
         if of_bias is not None:
             of_bias += logits.sum(0, dtype=torch.float32)
     return [chosen, *gradients]
+
+
+def _width(classes: int) -> int:
+    """Columns of the buffer: rows that begin at multiples of 128 bytes suit matmul units, whatever their length."""
+    return round_up(classes, 64)
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -181,8 +188,6 @@ def run_on_cuda(*given: Any) -> list[Tensor]:
     return run(*given, step=step)
 
 
-def workspace(rows: int, x: Tensor, weight: Tensor) -> Any:
-    """Bytes that are alive only while it runs: a chunk of logits."""
-    count: Any = x.shape[0]
-    known = chunks(count, rows)[:1] if isinstance(count, int) else [slice(0, rows)]
-    return sum(part.stop for part in known) * weight.shape[0] * x.dtype.itemsize
+def workspace(rows: int, classes: int, m: int, dtype: torch.dtype) -> int:
+    """Bytes that are alive only while it runs: a chunk of logits, of `m` rows in all."""
+    return max((part.stop - part.start for part in chunks(m, rows)), default=0) * _width(classes) * dtype.itemsize

@@ -20,7 +20,6 @@ loss scale, which comes later, cannot bring back.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,14 +27,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.kernels.chunked_loss import rows_of_chunk
-from fp8compile.passes.compilation import (
-    Compilation,
-    aten,
-    dependents,
-    is_tangent,
-    sort_topologically,
-    value,
-)
+from fp8compile.passes.compilation import Compilation, aten, dependents, is_tangent, sort_topologically, value
 from fp8compile.passes.find_loss import Found, NotFoundError, find_loss, has_labels
 from fp8compile.passes.loss_weights import emit_weights, split
 from fp8compile.passes.replace import replace_value
@@ -113,11 +105,14 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node]) ->
     given = (site.left, c.transposed(site.right, like), site.bias, index, weights)
     loss = c.emit(ops.chunked_loss, *given, rows, curve.inner, curve.outer, wanted, like=like)
     results = _results(c, loss)
-    chosen = _narrowed(c, next(results), like)
-    replace_value(c, like, c.emit(aten.unsqueeze.default, chosen, -1, like=like))
-    for role in (role for role in ROLES if role in found.gradients):
+    for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
+        node.meta.pop("recompute", None)
+    chosen, *gradients = results
+    chosen = c.emit(aten.unsqueeze.default, _narrowed(c, chosen, like), -1, like=like)
+    replace_value(c, like, chosen)
+    for role, gradient in zip((role for role in ROLES if role in found.gradients), gradients, strict=True):
         assert number is not None
-        _replace_gradient(c, found, role, next(results), number)
+        _replace_gradient(c, found, role, gradient, number)
 
 
 def _weights(c: Compilation, found: Found, backward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
@@ -139,9 +134,8 @@ def _weights(c: Compilation, found: Found, backward: set[fx.Node]) -> tuple[fx.N
     return weights, number
 
 
-def _results(c: Compilation, loss: fx.Node) -> Iterator[fx.Node]:
-    for i in range(len(loss.meta["val"])):
-        yield c.emit(operator.getitem, loss, i, like=loss, before=loss.next)
+def _results(c: Compilation, loss: fx.Node) -> list[fx.Node]:
+    return [c.emit(operator.getitem, loss, i, like=loss, before=loss.next) for i in range(len(loss.meta["val"]))]
 
 
 def _narrowed(c: Compilation, node: fx.Node, like: fx.Node) -> fx.Node:

@@ -19,29 +19,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily  # passes run under the fake mode of the graph
+from torch import fx
 
 from fp8compile.kernels.chunked_loss import Curve
 from fp8compile.passes import fusible
-from fp8compile.passes.compilation import aten, base, is_tensor, value
+from fp8compile.passes.compilation import aten, base, is_tensor, same_sizes, value
 from fp8compile.passes.fusible import CONVERSIONS, EQUALITIES, PERMUTES
 from fp8compile.passes.origin import source_line
+from fp8compile.passes.prove_loss import (
+    REDUCTIONS,
+    SAME_ELEMENTS,
+    SCATTERS,
+    execute,
+    is_log_probability,
+    sign_of_gradient,
+)
 from fp8compile.passes.roles import Site
 
-SAME_ELEMENTS = (fusible.RESHAPES | {aten.expand.default}) - PERMUTES
-REDUCTIONS = {aten.amax.default: torch.amax, aten.sum.dim_IntList: torch.sum}
 ARITHMETIC = {
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
     aten.neg.default, aten.exp.default, aten.log.default, aten.tanh.default,
 }  # fmt: skip
 CHOICES = EQUALITIES | {aten.where.self, aten.bitwise_not.default, aten.logical_not.default}
-SCATTERS = {aten.scatter.value, aten.scatter_add.default}
 FILLS = fusible.CONSTANTS | SCATTERS
-ROWS, CLASSES = 5, 11  # of the execution that proves it
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,12 @@ class _Search:
         self._known: dict[fx.Node, bool] = {}
 
     def found(self) -> Found:
+        self._check_operands()
         self._follow()
         if len(self.chosen) != 1:
             raise NotFoundError(f"{len(self.chosen)} gathers read its log-probabilities")
         chosen = self.chosen[0]
-        if self._kind(chosen) != "row" or not _along_last(chosen):
+        if self._kind(chosen) != "row" or not _along_last(chosen) or value(chosen).dim() != 2:
             raise NotFoundError("it gathers something else than one class a row")
         gradients = self._gradients()
         ends = {base(self._gradient_of_logits(n)) for n in gradients.values()}
@@ -107,8 +109,30 @@ class _Search:
             self._include(node)
         curve = self._curve()
         number = self._cotangent(bool(ends))
-        sign = self._proven(chosen, slope, number, curve)
+        inside = [(n, self._kind(n)) for n in chosen.graph.nodes if n in self.inside]
+        env = execute(inside, self.site.node, self.leaves)
+        if not is_log_probability(env, self.site.node, chosen, curve):
+            raise NotFoundError("what is gathered are not log-probabilities of its classes")
+        if slope is None or number is None:
+            return Found(self.site, chosen, curve)
+        sign = sign_of_gradient(env, self.site.node, chosen, curve, number, slope)
+        if not sign:
+            raise NotFoundError("the gradient of its logits is not that of a cross-entropy")
         return Found(self.site, chosen, curve, number, sign, gradients)
+
+    def _check_operands(self) -> None:
+        """Rows and classes must be told apart; matmuls of backward must read what forward reads."""
+        site, (rows, classes) = self.site, self.shape
+        if str(rows) == str(classes):
+            raise NotFoundError("it has as many rows as classes")
+        if site.bias is not None and value(site.bias).dim() != 1:
+            raise NotFoundError("what is added to its product is no bias of classes")
+        for grad in site.grads:
+            plain = grad.left if grad.weight_on_left else grad.right
+            operand = site.right if grad.role == "grad_input" else site.left
+            turned = grad.weight_on_left == (grad.role == "grad_weight")
+            if not _shows(plain, operand, transposed=turned):
+                raise NotFoundError(f"%{grad.node.name} does not read what its matmul of forward reads")
 
     # ---- what reads the logits -----------------------------------------------------------------------------------
 
@@ -123,7 +147,7 @@ class _Search:
                 seen.add(user)
                 if user.target is aten.gather.default and user not in self.backward:
                     self.chosen.append(user)
-                elif user.target is aten.sum.dim_IntList and list(user.args[1]) == [0] and self._kind(node) == "logits":  # type: ignore[call-overload]
+                elif user in self.backward and self._sums_rows(user):
                     self.sums.append(user)
                 elif user.target in PERMUTES and all(u in grads for u in user.users):
                     continue
@@ -131,6 +155,12 @@ class _Search:
                     stack.append(user)
                 else:
                     raise NotFoundError(self._reader(node, user))
+
+    def _sums_rows(self, node: fx.Node) -> bool:
+        source = node.args[0] if node.target is aten.sum.dim_IntList else None
+        if not isinstance(source, fx.Node) or self._kind(source) != "logits":
+            return False
+        return value(source).dim() == 2 and node.args[1] == [0]
 
     def _reader(self, node: fx.Node, user: fx.Node) -> str:
         what = "its logits are" if self._kind(node) == "logits" else "a sum or maximum over its classes is"
@@ -245,38 +275,6 @@ class _Search:
             node = tensors[0]
         return Curve(factor, outer)
 
-    # ---- the proof -----------------------------------------------------------------------------------------------
-
-    def _proven(self, chosen: fx.Node, slope: fx.Node | None, number: fx.Node | None, curve: Curve) -> float:
-        """Run what is inside on random numbers; returns the sign of the gradient."""
-        with unset_fake_temporarily(), torch.enable_grad():
-            random = torch.Generator().manual_seed(0)
-            logits = torch.randn(ROWS, CLASSES, generator=random, dtype=torch.float64)
-            env: dict[fx.Node, Any] = {self.site.node: logits}
-            for leaf in self.leaves:
-                drawn = torch.randint(0, CLASSES, (ROWS, 1), generator=random)
-                env[leaf] = drawn > CLASSES // 2 if value(leaf).dtype is torch.bool else drawn
-            if number is not None:
-                env[number] = torch.randn(ROWS, 1, generator=random, dtype=torch.float64)
-            for node in chosen.graph.nodes:
-                if node in self.inside:
-                    env[node] = _value_of(node, self._kind(node), env)
-            given = logits.clone().requires_grad_()
-            wanted = torch.log_softmax(curve.scores(given), -1).gather(-1, env[chosen.args[2]])  # type: ignore[index]
-            if not _close(env[chosen], wanted.detach()):
-                raise NotFoundError("what is gathered are not log-probabilities of its classes")
-            if slope is None or number is None:
-                return 1.0
-            (gradient,) = torch.autograd.grad(-(wanted * env[number]).sum(), given)
-            for sign in (1.0, -1.0):
-                if _close(env[slope], sign * gradient):
-                    return sign
-        raise NotFoundError("the gradient of its logits is not that of a cross-entropy")
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-12)
-
 
 def _along_last(node: fx.Node) -> bool:
     """Whether a gather or a scatter goes along the last dimension; true of what is neither."""
@@ -285,26 +283,9 @@ def _along_last(node: fx.Node) -> bool:
     return node.args[1] % value(node).dim() == value(node).dim() - 1  # type: ignore[operator]
 
 
-def _value_of(node: fx.Node, kind: str, env: dict[fx.Node, Any]) -> Any:
-    """What `node` is if there are ROWS rows and CLASSES classes: logits [ROWS, CLASSES], one number a row [ROWS, 1]."""
-    args = fx.map_arg(node.args, lambda n: env.get(n))
-    dtype = torch.float64 if value(node).is_floating_point() else value(node).dtype
-    if node.target in SAME_ELEMENTS:
-        return args[0].expand(ROWS, CLASSES) if kind == "logits" else args[0]  # type: ignore[union-attr]
-    if node.target in CONVERSIONS:
-        return args[0].to(dtype)
-    if node.target in REDUCTIONS:
-        return REDUCTIONS[node.target](args[0], -1, keepdim=True)  # type: ignore[index]
-    if node.target is aten.scalar_tensor.default:
-        return torch.tensor(args[0], dtype=dtype)
-    if node.target in (aten.full.default, aten.full_like.default):
-        return torch.full((ROWS, CLASSES) if kind == "logits" else (), args[1], dtype=dtype)  # type: ignore[arg-type]
-    if node.target is aten.gather.default:
-        return args[0].gather(-1, args[2])
-    if node.target is aten.scatter.value:
-        return args[0].scatter(-1, args[2], args[3])
-    if node.target is aten.scatter_add.default:
-        return args[0].scatter_add(-1, args[2], args[3])
-    return node.target(*args, **{k: v for k, v in node.kwargs.items() if k == "alpha"})  # type: ignore[operator]
-
-
+def _shows(view: fx.Node | None, x: fx.Node | None, transposed: bool) -> bool:
+    """Whether a matrix is `x`, or its transpose: the same elements of the same memory."""
+    if view is None or x is None or base(view) is not base(x):
+        return False
+    a, b = value(view), value(x).t() if transposed else value(x)
+    return same_sizes((*a.shape, *a.stride(), a.storage_offset()), (*b.shape, *b.stride(), b.storage_offset()))

@@ -66,7 +66,7 @@ def _source(node: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
 def _is_zero(node: object) -> bool:
     if not isinstance(node, fx.Node) or node.target not in fusible.CONSTANTS:
         return False
-    return node.args[0 if node.target is aten.scalar_tensor.default else 1] == 0
+    return bool(node.args[0 if node.target is aten.scalar_tensor.default else 1] == 0)
 
 
 def emit_weights(c: Compilation, parts: Split, like: fx.Node) -> fx.Node:

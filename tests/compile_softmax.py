@@ -21,10 +21,11 @@ from fp8compile.kernels import softmax_gradient
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {
-    "index": "*i64", "weights": "*fp32", "chosen": "*fp32", "stride": "i32", "classes": "i32", "inner": "fp32",
-    "outer": "fp32", "GRADIENT": "constexpr", "WEIGHTED": "constexpr", "CAPPED": "constexpr", "BLOCK": "constexpr",
+    "index": "*i64", "weights": "*fp32", "chosen": "*fp32", "stride": "i32", "classes": "i32", "width": "i32",
+    "inner": "fp32", "outer": "fp32", "GRADIENT": "constexpr", "WEIGHTED": "constexpr", "CAPPED": "constexpr",
+    "BLOCK": "constexpr",
 }  # fmt: skip
-ALIGNED = {(i,): [["tt.divisibility", 16]] for i in range(6)}
+ALIGNED = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 6)}  # all but the number of classes
 # (gradient, weighted, capped): those that occur
 FORMS = [(False, False, False), (False, False, True), (True, True, False), (True, True, True)]
 

@@ -297,7 +297,7 @@ TEMPERATURE = torch.tensor(0.5)
 CLASS_WEIGHTS = torch.linspace(0.5, 1.5, CLASSES)
 LEFT: dict[str, tuple[Loss, str]] = {
     "losses of rows": (lambda z, y: F.cross_entropy(z, y, reduction="none"), "the losses of all rows are returned"),
-    "label smoothing": (lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1), "over its classes is read by aten.sum"),
+    "label smoothing": (lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1), "classes is read by aten.sum"),
     "class weights": (lambda z, y: F.cross_entropy(z, y, CLASS_WEIGHTS), "class weights"),
     "logits are returned": (lambda z, y: (F.cross_entropy(z, y), z), "its logits are returned"),
     "accuracy": (
@@ -389,5 +389,3 @@ def test_a_graph_without_a_loss_is_not_touched():
     plan = fp8compile.last_compile()
     assert plan is not None
     assert plan.losses == []
-
-
