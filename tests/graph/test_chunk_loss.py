@@ -16,11 +16,15 @@ import torch.nn.functional as F
 import transformers
 from models import SIZES
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile import backend
+from fp8compile.kernels import chunked_loss as chunked
+from fp8compile.kernels.chunked_loss import plain_step
 from fp8compile.passes import chunk_loss
 from fp8compile.passes.compilation import Compilation
+from llama import Llama, LlamaConfig
 
 ROWS, FEATURES, CLASSES, CHUNK = 96, 32, 80, 40  # two whole chunks and a part of one
 Loss = Callable[..., Tensor]
@@ -289,6 +293,59 @@ def test_models_of_transformers(name: str):
     assert [loss.chunk for loss in plan.losses] == [13]
     assert grads[0].keys() == grads[1].keys()
     assert all(error(grads[0][n], grads[1][n]) < 1e-4 for n in grads[1])
+
+
+class Checkpointed(nn.Module):
+    """A model in a checkpointed region, loss and all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return checkpoint(self.model, x, labels, use_reentrant=False)
+
+
+def test_a_checkpoint_around_the_loss_computes_it_once(monkeypatch: pytest.MonkeyPatch):
+    runs: list[object] = []
+    run = chunked.run
+    monkeypatch.setattr(chunked, "plain_step", lambda *given: runs.append(given) or plain_step(*given))
+    monkeypatch.setattr(run, "__defaults__", (chunked.plain_step,))
+    model = Model(F.cross_entropy)
+    x, labels = inputs()
+    got = step(model, compiled(Checkpointed(model)), x, labels)
+    want = step(model, model, x, labels)
+    assert all(error(got[name], want[name]) < 1e-5 for name in want)
+    assert len(runs) == len(chunked.chunks(ROWS, CHUNK))
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_the_example_trains_alike(executor: str):
+    """FP32 parameters under autocast, in FP8 but for the head: with chunks, as without."""
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden=128), max_seq=32)
+    text = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(2))
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(tokens, targets)
+
+    found = []
+    for chunks in (False, 50):
+        model.zero_grad(set_to_none=True)
+        torch.compiler.reset()
+        out = compiled(loss, chunk_loss=chunks, select="all", executor=executor)(text[:, :-1], text[:, 1:].contiguous())
+        out.backward()
+        found.append((out.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    plan = fp8compile.last_compile()
+    assert plan is not None
+    assert [row.chunk for row in plan.losses] == [50]
+    assert plan.converted
+    (whole, expected), (loss_of_chunks, gradients) = found
+    torch.testing.assert_close(loss_of_chunks, whole, rtol=1e-6, atol=0)  # the same BF16 logits
+    for name, want in expected.items():  # what goes back is rounded to BF16 at other places, and then to FP8
+        assert want is not None
+        assert error(gradients[name], want) < (0.005 if name == "lm_head.weight" else 0.1), name
 
 
 # ---- what is left ---------------------------------------------------------------------------------------------------
