@@ -32,15 +32,14 @@ def test_the_kernel_is_the_reference(dtype: torch.dtype, curve: str, n: int):
     rows[3, : n // 2] = -torch.inf
     index = torch.randint(n // 2, n, (64,), device="cuda")
     weights = torch.rand(64, device="cuda")
-    mine, theirs = rows.clone(), rows.clone()
-    for given in (rows, mine):  # rows with a gap behind them (which holds anything), and without
-        if given is rows:
-            theirs = given.clone()
-        chosen = step(given, index, weights, CURVES[curve], True)
-        want = plain_step(copy := theirs.clone(), index, weights, CURVES[curve], True)
+    before = rows.clone()
+    theirs = before.clone()
+    want = plain_step(theirs, index, weights, CURVES[curve], True)
+    ulp = torch.finfo(dtype).eps
+    for mine in (rows, before):  # with room between its rows, which holds anything, and without
+        chosen = step(mine, index, weights, CURVES[curve], True)
         torch.testing.assert_close(chosen, want, rtol=2e-5, atol=2e-5)
-        ulp = torch.finfo(dtype).eps
-        torch.testing.assert_close(given.float(), copy.float(), rtol=max(ulp, 1e-4), atol=1e-6)
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=max(ulp, 1e-4), atol=1e-6)
 
 
 def test_infinities_and_nan_are_those_of_torch():
