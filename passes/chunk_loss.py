@@ -27,8 +27,10 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.kernels.chunked_loss import rows_of_chunk
+from fp8compile.passes import fusible
 from fp8compile.passes.compilation import Compilation, aten, dependents, is_tangent, sort_topologically, value
-from fp8compile.passes.find_loss import Found, NotFoundError, find_loss, has_labels
+from fp8compile.passes.dropped_rows import with_dropped, without_dropped
+from fp8compile.passes.find_loss import Found, NotFoundError, find_loss
 from fp8compile.passes.loss_weights import emit_weights, split
 from fp8compile.passes.replace import replace_value
 from fp8compile.passes.roles import Site
@@ -46,13 +48,23 @@ def run(c: Compilation) -> None:
     if c.options.chunk_loss is False:
         return
     heads = [s for s in c.sites.values() if s.role == "output" and s.kind in ("mm", "addmm") and not s.weight_on_left]
-    heads = [s for s in heads if has_labels(s)]
+    heads = [s for s in heads if _has_labels(s)]
     if not heads:
         return
     backward = dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n)))
     for site in heads:
         _run_on(c, site, backward)
     sort_topologically(c.graph)
+
+
+def _has_labels(site: Site) -> bool:
+    """Whether something like a cross-entropy may read what `site` computes: a gather along classes, not far away."""
+    frontier, seen = [site.node], {site.node}
+    for _ in range(16):
+        frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
+        seen.update(frontier)
+    gathers = [n.args[0] for n in seen if n.target is aten.gather.default]
+    return any(str(value(x).shape[-1]) == str(site.n) for x in gathers)  # type: ignore[arg-type]
 
 
 def _run_on(c: Compilation, site: Site, backward: set[fx.Node]) -> None:
@@ -99,7 +111,10 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node]) ->
     weights = number = None
     if found.cotangent is not None:
         weights, number = _weights(c, found, backward)
-    index = c.emit(aten.view.default, like.args[2], [-1], like=like)
+    index: Any = c.emit(aten.view.default, like.args[2], [-1], like=like)
+    if found.cut is not None:
+        index = with_dropped(c, index, found.cut, like)
+        weights = with_dropped(c, weights, found.cut, like) if weights is not None else None
     wanted = [role in found.gradients for role in ROLES]
     curve = found.curve
     given = (site.left, c.transposed(site.right, like), site.bias, index, weights)
@@ -108,6 +123,8 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node]) ->
     for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
         node.meta.pop("recompute", None)
     chosen, *gradients = results
+    if found.cut is not None:
+        chosen = without_dropped(c, chosen, found.cut, like)
     chosen = c.emit(aten.unsqueeze.default, _narrowed(c, chosen, like), -1, like=like)
     replace_value(c, like, chosen)
     for role, gradient in zip((role for role in ROLES if role in found.gradients), gradients, strict=True):

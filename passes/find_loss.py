@@ -1,7 +1,7 @@
 """Find the cross-entropy behind an output head: what in the graph `fp8::chunked_loss` can stand for.
 
     %logits = mm(%x, %Wᵀ)                                forward         chosen: the gather
-    … views, casts, scaling, a tanh (`Curve`), log_softmax in some decomposition
+    … views, rows dropped (`passes/dropped_rows.py`), casts, scaling, a tanh (`Curve`), a log-softmax
     %chosen = gather(%log_probabilities, 1, %labels)
     … any loss at all, made of %chosen
     … %g, one number a row, from the incoming gradient   backward        cotangent: %g
@@ -25,6 +25,7 @@ from torch import fx
 from fp8compile.kernels.chunked_loss import Curve
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import aten, base, is_tensor, same_sizes, value
+from fp8compile.passes.dropped_rows import find_cut, undoes
 from fp8compile.passes.fusible import CONVERSIONS, EQUALITIES, PERMUTES
 from fp8compile.passes.origin import source_line
 from fp8compile.passes.prove_loss import (
@@ -50,7 +51,7 @@ class Found:
     """A cross-entropy. sign: of %g, as the gradient of −Σ chosen · sign · g would have it.
 
     cotangent: None in a graph without backward half. gradients: of x, weight and bias, those that there are, each as
-    the node that computes it and whether it is the transpose (grad_weight as [K, N]).
+    the node that computes it. cut: the slice that drops rows before the softmax.
     """
 
     site: Site
@@ -59,20 +60,11 @@ class Found:
     cotangent: fx.Node | None = None
     sign: float = 1.0
     gradients: dict[str, fx.Node] = field(default_factory=dict)
+    cut: fx.Node | None = None
 
 
 class NotFoundError(Exception):
     """Why a head's logits cannot be given up."""
-
-
-def has_labels(site: Site) -> bool:
-    """Whether something like a cross-entropy may read what `site` computes: a gather along classes, not far away."""
-    frontier, seen = [site.node], {site.node}
-    for _ in range(16):
-        frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
-        seen.update(frontier)
-    gathers = [n.args[0] for n in seen if n.target is aten.gather.default]
-    return any(str(value(x).shape[-1]) == str(site.n) for x in gathers)  # type: ignore[arg-type]
 
 
 def find_loss(site: Site, backward: set[fx.Node]) -> Found:
@@ -85,7 +77,10 @@ class _Search:
 
     def __init__(self, site: Site, backward: set[fx.Node]):
         self.site, self.backward = site, backward
-        self.shape = value(site.node).shape
+        self.cut = find_cut(site.node, backward)
+        self.logits = self.cut or site.node
+        *rows, classes = value(self.logits).shape
+        self.shape = (math.prod(rows), classes)
         self.inside: set[fx.Node] = set()
         self.leaves: set[fx.Node] = set()
         self.chosen: list[fx.Node] = []
@@ -101,7 +96,7 @@ class _Search:
         if self._kind(chosen) != "row" or not _along_last(chosen) or value(chosen).dim() != 2:
             raise NotFoundError("it gathers something else than one class a row")
         gradients = self._gradients()
-        ends = {base(self._gradient_of_logits(n)) for n in gradients.values()}
+        ends = {self._before_zeros(base(self._gradient_of_logits(n))) for n in gradients.values()}
         if len(ends) > 1:
             raise NotFoundError("its matmuls of backward read different gradients")
         slope = next(iter(ends), None)
@@ -110,20 +105,20 @@ class _Search:
         curve = self._curve()
         number = self._cotangent(bool(ends))
         inside = [(n, self._kind(n)) for n in chosen.graph.nodes if n in self.inside]
-        env = execute(inside, self.site.node, self.leaves)
-        if not is_log_probability(env, self.site.node, chosen, curve):
+        env = execute(inside, self.logits, self.leaves)
+        if not is_log_probability(env, self.logits, chosen, curve):
             raise NotFoundError("what is gathered are not log-probabilities of its classes")
         if slope is None or number is None:
-            return Found(self.site, chosen, curve)
-        sign = sign_of_gradient(env, self.site.node, chosen, curve, number, slope)
+            return Found(self.site, chosen, curve, cut=self.cut)
+        sign = sign_of_gradient(env, self.logits, chosen, curve, number, slope)
         if not sign:
             raise NotFoundError("the gradient of its logits is not that of a cross-entropy")
-        return Found(self.site, chosen, curve, number, sign, gradients)
+        return Found(self.site, chosen, curve, number, sign, gradients, self.cut)
 
     def _check_operands(self) -> None:
         """Rows and classes must be told apart; matmuls of backward must read what forward reads."""
         site, (rows, classes) = self.site, self.shape
-        if str(rows) == str(classes):
+        if str(classes) in (str(rows), str(site.m)):
             raise NotFoundError("it has as many rows as classes")
         if site.bias is not None and value(site.bias).dim() != 1:
             raise NotFoundError("what is added to its product is no bias of classes")
@@ -137,7 +132,7 @@ class _Search:
     # ---- what reads the logits -----------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        stack, seen = [self.site.node], {self.site.node}
+        stack, seen = [self.logits], {self.logits}
         grads = {s.node for s in self.site.grads}
         while stack:
             node = stack.pop()
@@ -151,16 +146,27 @@ class _Search:
                     self.sums.append(user)
                 elif user.target in PERMUTES and all(u in grads for u in user.users):
                     continue
-                elif self._may_be_inside(user):
+                elif self._may_be_inside(user) or self._adds_zeros(node, user):
                     stack.append(user)
                 else:
                     raise NotFoundError(self._reader(node, user))
 
     def _sums_rows(self, node: fx.Node) -> bool:
         source = node.args[0] if node.target is aten.sum.dim_IntList else None
-        if not isinstance(source, fx.Node) or self._kind(source) != "logits":
+        if not isinstance(source, fx.Node) or str(value(source).shape[-1]) != str(self.shape[1]):
             return False
         return value(source).dim() == 2 and node.args[1] == [0]
+
+    def _adds_zeros(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether `user` puts dropped rows back into the gradient of logits, or shows that in another shape."""
+        if self.cut is None or user not in self.backward:
+            return False
+        if undoes(user, self.cut):
+            return user.args[1] is node
+        return user.target in SAME_ELEMENTS and undoes(base(user), self.cut)
+
+    def _before_zeros(self, node: fx.Node) -> fx.Node:
+        return base(node.args[1]) if self.cut is not None and undoes(node, self.cut) else node  # type: ignore[arg-type]
 
     def _reader(self, node: fx.Node, user: fx.Node) -> str:
         what = "its logits are" if self._kind(node) == "logits" else "a sum or maximum over its classes is"
@@ -202,7 +208,7 @@ class _Search:
 
     def _include(self, node: fx.Node) -> bool:
         """Put `node` and what it is computed from inside, as far as the leaves; whether it is inside."""
-        if node in self.inside or node is self.site.node:
+        if node in self.inside or node is self.logits:
             return True
         if node in self.leaves:
             return False
@@ -262,7 +268,7 @@ class _Search:
         if len(maxima) != 1:
             raise NotFoundError(f"{len(maxima)} maxima over its classes are taken")
         node, factor, outer = maxima[0].all_input_nodes[0], 1.0, None
-        while node is not self.site.node:
+        while node is not self.logits:
             tensors, numbers = node.all_input_nodes, [a for a in node.args if isinstance(a, (int, float))]
             if node.target is aten.tanh.default and outer is None:
                 outer, factor = factor, 1.0

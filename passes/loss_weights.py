@@ -16,6 +16,7 @@ from torch import fx
 
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import Compilation, aten, is_tensor, value
+from fp8compile.passes.dropped_rows import constant, is_zero
 from fp8compile.passes.find_loss import NotFoundError
 
 LAYOUTS = (fusible.RESHAPES | {aten.expand.default}) - {aten.clone.default}
@@ -58,34 +59,19 @@ def _source(node: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
         return source
     if node.target in QUOTIENTS:
         return source if node.args[0] is source else None
-    if node.target is aten.where.self and node.args[1] is source and _is_zero(node.args[2]):
+    if node.target is aten.where.self and node.args[1] is source and is_zero(node.args[2]):
         return source
     return None
 
 
-def _is_zero(node: object) -> bool:
-    if not isinstance(node, fx.Node) or node.target not in fusible.CONSTANTS:
-        return False
-    return bool(node.args[0 if node.target is aten.scalar_tensor.default else 1] == 0)
-
-
 def emit_weights(c: Compilation, parts: Split, like: fx.Node) -> fx.Node:
     """The nodes of `parts` once more, FP32, with 1 for the number: FP32 [rows]."""
-    replaced, new = parts.number, _number(c, 1.0, like)
+    replaced, new = parts.number, constant(c, [], 1.0, torch.float32, like)
     for node in parts.path:
         given = [new if a is replaced else a for a in node.args]
         if node.target is aten.where.self:
-            given[2] = _number(c, 0.0, like)
+            given[2] = constant(c, [], 0.0, torch.float32, like)
         replaced = node
         if node.target not in fusible.CONVERSIONS:
             new = c.emit(node.target, *given, like=like)  # type: ignore[arg-type]
     return c.emit(aten.view.default, new, [-1], like=like)
-
-
-def _number(c: Compilation, x: float, like: fx.Node) -> fx.Node:
-    """An FP32 constant on `like`'s device."""
-    fake = value(like).new_full([], x, dtype=torch.float32)
-    with c.graph.inserting_before(like):
-        node = c.graph.call_function(aten.full.default, ([], x), {"dtype": fake.dtype, "device": fake.device})
-    node.meta["val"] = fake
-    return node

@@ -101,7 +101,6 @@ def find_forms(graph: fx.Graph, known: Graph, options: Options, sensitive: dict[
             or ("returned by the model" if node in returned else "")
             or ("a by-product of attention" if _is_by_product(node) else "")
             or ("random numbers" if is_random(node) else "")
-            or ("a gradient: its loss is computed in chunks" if _is_gradient(node) else "")
             or _sensitive(node, sensitive, options)
             or ("" if node in feeding else "no matmul reads it: it is for the loss")
             or _of_source(node, forms)
@@ -236,11 +235,6 @@ def _is_image(node: fx.Node) -> bool:
 def _is_by_product(node: fx.Node) -> bool:
     """Whether `node` is a statistic that an attention returns beside its output: exact, and small."""
     return "getitem" in str(node.target) and "attention" in str(node.args[0].target) and node.args[1] != 0  # type: ignore[union-attr]
-
-
-def _is_gradient(node: fx.Node) -> bool:
-    """Whether forward made `node` for backward, beside a loss."""
-    return node.target is operator.getitem and node.args[0].target is ops.chunked_loss and node.args[1] != 0  # type: ignore[union-attr]
 
 
 def is_random(node: fx.Node) -> bool:
