@@ -176,7 +176,7 @@ def _adds_to_wider(dtype: torch.dtype, device: torch.device) -> bool:
     total = torch.ones(16, 16, device=device)
     try:
         torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return False
     return bool((total == 17).all())
 

@@ -28,7 +28,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.chunked_loss import rows_of_chunk
 from fp8compile.passes import fusible
-from fp8compile.passes.compilation import Compilation, aten, dependents, is_tangent, sort_topologically, value
+from fp8compile.passes.compilation import Compilation, aten, dependents, is_tangent, reshape, sort_topologically, value
 from fp8compile.passes.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.find_loss import Found, NotFoundError, find_loss
 from fp8compile.passes.loss_weights import emit_weights, split
@@ -49,12 +49,9 @@ def run(c: Compilation) -> None:
         return
     heads = [s for s in c.sites.values() if s.role == "output" and s.kind in ("mm", "addmm") and not s.weight_on_left]
     heads = [s for s in heads if _has_labels(s)]
-    if not heads:
-        return
-    backward = dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n)))
-    for site in heads:
-        _run_on(c, site, backward)
-    sort_topologically(c.graph)
+    for site in heads:  # one changes what the next is read by
+        _run_on(c, site, dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n))))
+        sort_topologically(c.graph)
 
 
 def _has_labels(site: Site) -> bool:
@@ -111,7 +108,7 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node]) ->
     weights = number = None
     if found.cotangent is not None:
         weights, number = _weights(c, found, backward)
-    index: Any = c.emit(aten.view.default, like.args[2], [-1], like=like)
+    index = reshape(c, like.args[2], [-1], like)  # type: ignore[arg-type]
     if found.cut is not None:
         index = with_dropped(c, index, found.cut, like)
         weights = with_dropped(c, weights, found.cut, like) if weights is not None else None

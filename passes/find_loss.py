@@ -118,6 +118,8 @@ class _Search:
     def _check_operands(self) -> None:
         """Rows and classes must be told apart; matmuls of backward must read what forward reads."""
         site, (rows, classes) = self.site, self.shape
+        if value(site.node).dtype not in fusible.FLOATS:
+            raise NotFoundError(f"its logits are {value(site.node).dtype}, and gradients of chunks FP32")
         if str(classes) in (str(rows), str(site.m)):
             raise NotFoundError("it has as many rows as classes")
         if site.bias is not None and value(site.bias).dim() != 1:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fp8compile.passes import fusible
-from fp8compile.passes.compilation import Compilation, aten, is_tensor, value
+from fp8compile.passes.compilation import Compilation, aten, is_tensor, reshape, value
 from fp8compile.passes.dropped_rows import constant, is_zero
 from fp8compile.passes.find_loss import NotFoundError
 
@@ -66,7 +66,7 @@ def _source(node: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
 
 def emit_weights(c: Compilation, parts: Split, like: fx.Node) -> fx.Node:
     """The nodes of `parts` once more, FP32, with 1 for the number: FP32 [rows]."""
-    replaced, new = parts.number, constant(c, [], 1.0, torch.float32, like)
+    replaced, new = parts.number, constant(c, list(value(parts.number).shape), 1.0, torch.float32, like)
     for node in parts.path:
         given = [new if a is replaced else a for a in node.args]
         if node.target is aten.where.self:
@@ -74,4 +74,4 @@ def emit_weights(c: Compilation, parts: Split, like: fx.Node) -> fx.Node:
         replaced = node
         if node.target not in fusible.CONVERSIONS:
             new = c.emit(node.target, *given, like=like)  # type: ignore[arg-type]
-    return c.emit(aten.view.default, new, [-1], like=like)
+    return reshape(c, new, [-1], like)

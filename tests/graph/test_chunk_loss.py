@@ -189,6 +189,23 @@ def test_a_graph_without_backward_computes_losses_alone():
     assert [loss.chunk for loss in plan.losses] == [CHUNK]
 
 
+def test_two_losses_of_one_head_are_both_in_chunks():
+    """As in models that predict several tokens ahead: both add to the gradient of one weight."""
+
+    class Twice(Model):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            near = F.cross_entropy(self.head(x * self.scale), labels)
+            return near + 0.3 * F.cross_entropy(self.head(torch.sin(x)), labels.flip(0))
+
+    model = Twice(F.cross_entropy)
+    x, labels = inputs()
+    got, want = step(model, compiled(model), x, labels), step(model, model, x, labels)
+    assert all(error(got[name], want[name]) < 1e-5 for name in want)
+    plan = fp8compile.last_compile()
+    assert plan is not None
+    assert [loss.chunk for loss in plan.losses] == [CHUNK, CHUNK]
+
+
 def test_frozen_heads_and_inputs_have_no_gradients():
     model = Model(F.cross_entropy).bfloat16()
     x, labels = inputs()
@@ -404,6 +421,16 @@ def test_what_is_left_says_why_and_is_right(name: str):
     (row,) = plan.losses
     assert row.chunk == 0
     assert why in row.reason
+
+
+def test_fp64_is_left():
+    model = Model(F.cross_entropy).double()
+    x, labels = inputs()
+    got, want = step(model, compiled(model), x.double(), labels), step(model, model, x.double(), labels)
+    assert all(error(got[name], want[name]) < 1e-12 for name in want)
+    plan = fp8compile.last_compile()
+    assert plan is not None
+    assert "torch.float64" in plan.losses[0].reason
 
 
 def test_small_logits_are_whole_by_default(monkeypatch: pytest.MonkeyPatch):
