@@ -9,6 +9,7 @@
     fp8::observe(scale, tensors, …)                 -> the scale; measures the cast (`fp8compile.statistics`)
     fp8::probe(x, …)                                -> x; measures what casts of it would lose, where there is none
     fp8::region(inputs, sizes, spec, schedule)      -> the buffers of a generated kernel (`kernels/spec.py`)
+    fp8::chunked_loss(x, weight, bias, index, …)    -> log-probabilities and gradients (`kernels/chunked_loss.py`)
 
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
 maximised over merged operands or reduced over ranks, a scale can be shared by two layouts, and no node has a tuple.
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from fp8compile import delayed, statistics
 from fp8compile.formats import FORMATS, parse_granularity, round_up
+from fp8compile.kernels import chunked_loss as chunked
 from fp8compile.kernels import generated, matmul, reference, region_reference
 
 NAMESPACE = "fp8"
@@ -169,6 +171,14 @@ _library.define(
 _library.impl("region", _region_on_cpu, "CompositeExplicitAutograd")
 _library.impl("region", _region_on_cuda, "CUDA")
 torch.library.register_fake(f"{NAMESPACE}::region", _fake_region, lib=_library)
+_library.define(
+    "chunked_loss(Tensor x, Tensor weight, Tensor? bias, Tensor index, Tensor? weights, int rows, float inner, "
+    "float? outer, bool[] wanted) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("chunked_loss", chunked.run, "CompositeExplicitAutograd")
+_library.impl("chunked_loss", chunked.run_on_cuda, "CUDA")
+torch.library.register_fake(f"{NAMESPACE}::chunked_loss", chunked.empty_results, lib=_library)
 
 amax = torch.ops.fp8.amax.default
 scale = torch.ops.fp8.scale.default
@@ -179,5 +189,6 @@ delayed_scale = torch.ops.fp8.delayed_scale.default
 observe = torch.ops.fp8.observe.default
 probe = torch.ops.fp8.probe.default
 region = torch.ops.fp8.region.default
+chunked_loss = torch.ops.fp8.chunked_loss.default
 MARKERS = (amax, scale, quantize, dequantize, scaled_mm, delayed_scale, observe, probe)
 CASTS = {amax: reference.amax, scale: reference.scale, quantize: reference.quantize, dequantize: reference.dequantize}

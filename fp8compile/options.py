@@ -38,6 +38,8 @@ class Options:
     operations: which matmuls may become FP8: "linear" (mm, addmm), "batched" (bmm), "convolution".
     skip: patterns of module paths whose matmuls stay BF16: a path, a run of its components, or a glob over them.
     lm_head: convert the output head as well.
+    chunk_loss: compute an output head and its cross-entropy in chunks of rows, so that all logits never exist: "auto"
+        where they are large, True wherever it can be, False nowhere, or how many rows a chunk has at most.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
     save: how activations are kept for backward: "fp8" (payload and scales in groups of up to 128 features),
         "fp8_with_qk" (queries and keys of attention too, which are in an exponent), "bf16" (as they are), or a mapping
@@ -64,6 +66,7 @@ class Options:
     operations: tuple[str, ...] = OPERATIONS
     skip: tuple[str, ...] = ()
     lm_head: bool = False
+    chunk_loss: str | bool | int = "auto"
     executor: str = "inductor"
     save: tuple[tuple[str, str], ...] = (("*", "fp8"),)
     save_min_bytes: int = 2**20
@@ -137,6 +140,7 @@ class Options:
         if not isinstance(self.save_min_bytes, int) or isinstance(self.save_min_bytes, bool) or self.save_min_bytes < 0:
             raise OptionError(f"option 'save_min_bytes' is a number of bytes, not {self.save_min_bytes!r}")
         _check_budget(self.activation_budget)
+        _check_chunks(self.chunk_loss)
         for name in ("lm_head", "strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name!r} is True or False, not {getattr(self, name)!r}")
@@ -175,6 +179,15 @@ def _check_budget(budget: Any) -> None:
         raise OptionError(f"option 'activation_budget' as a share lies between 0.0 and 1.0, not at {budget!r}")
     if isinstance(budget, int) and budget <= 1:
         raise OptionError(f"option 'activation_budget': {budget!r} bytes? A share is a float: {float(budget)!r}")
+
+
+def _check_chunks(chunks: Any) -> None:
+    if chunks == "auto" or isinstance(chunks, bool):
+        return
+    if not isinstance(chunks, int):
+        raise OptionError(f"option 'chunk_loss' is \"auto\", True, False or a number of rows, not {chunks!r}")
+    if chunks < 1:
+        raise OptionError(f"option 'chunk_loss': chunks of {chunks} rows? False leaves logits whole")
 
 
 def _forms(value: str | Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -91,6 +91,25 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """The cross-entropy of an output head.
+
+    rows, classes: of its logits (rows may be a string where they are symbolic); bytes: what all of them would take.
+    chunk: how many rows of logits exist at a time; 0: all of them, for this reason.
+    """
+
+    node: str
+    path: str
+    source: str
+    rows: int | str
+    classes: int | str
+    dtype: str
+    bytes: int
+    chunk: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One generated kernel of a compiled graph.
 
@@ -153,6 +172,7 @@ class Plan:
     each operator the backward half computes again.
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
     backward when it is first needed). `states`: those of an optimizer.
+    `losses`: what became of cross-entropies with large logits.
     `hints`: symbolic sizes of rows → what they were when this was compiled.
     """
 
@@ -165,6 +185,7 @@ class Plan:
     recomputed: dict[str, int] = field(default_factory=dict)
     halves: dict[str, Lowered] = field(default_factory=dict)
     states: list[State] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
     hints: dict[str, int] = field(default_factory=dict)
 
     def row(self, node: str) -> Matmul | None:
@@ -240,7 +261,8 @@ class Plan:
         halves = {name: lowered_from(half) for name, half in data.pop("halves").items()}
         saved = [Saved(**_with_tuples(row)) for row in data.pop("saved")]
         states = [State(**_with_tuples(row)) for row in data.pop("states")]
-        return Plan(matmuls=rows, halves=halves, saved=saved, states=states, **data)
+        losses = [Loss(**row) for row in data.pop("losses", [])]  # plans of earlier versions have none
+        return Plan(matmuls=rows, halves=halves, saved=saved, states=states, losses=losses, **data)
 
 
 def plans_from_json(text: str) -> list[Plan]:

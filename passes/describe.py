@@ -78,6 +78,8 @@ def _why_itself(node: fx.Node) -> str:
         return "an amax: its tensor is not read again for it"
     if not value(node).is_floating_point():
         return "indices or a mask"
+    if "getitem" in str(node.target) and node.args[0].target is ops.chunked_loss:  # type: ignore[union-attr]
+        return "a gradient: its loss is computed in chunks"
     return "made for backward alone" if node.op == "call_function" else "an input"
 
 

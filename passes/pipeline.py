@@ -14,6 +14,7 @@ from fp8compile.passes import (
     assign_scales,
     attention_layout,
     canonicalize,
+    chunk_loss,
     combine_regions,
     convolutions,
     form_regions,
@@ -34,16 +35,21 @@ from fp8compile.plan import Lowered
 
 @dataclass(frozen=True)
 class Pass:
-    """A step of the pipeline: a name, what it does to a compilation, and why it stands where it stands."""
+    """A step of the pipeline: a name, what it does to a compilation, and why it stands where it stands.
+
+    always: it has something to do where no matmul becomes FP8, too.
+    """
 
     name: str
     run: Callable[[Compilation], None]
     why: str
+    always: bool = False
 
 
 PIPELINE = (
     Pass("canonicalize", canonicalize.run, "one form for matmuls and views, so that later passes see one pattern"),
     Pass("select_matmuls", select_matmuls.run, "decides which matmuls become FP8, with a reason for each"),
+    Pass("chunk_loss", chunk_loss.run, "a head that stays BF16 and its loss, in chunks; needs the roles", always=True),
     Pass("attention_layout", attention_layout.run, "attention writes what casts can read, where there are any"),
     Pass("assign_scales", assign_scales.run, "decides granularity and format of each operand, as the recipe says"),
     Pass("convolutions", convolutions.run, "chosen patch convolutions become plain matmuls, for the passes below"),
@@ -52,7 +58,7 @@ PIPELINE = (
     Pass("share_casts", share_casts.run, "one cast a tensor, layout and granularity; last, when all casts stand"),
 )
 
-OBSERVE = Pass("observe_casts", observe_casts.run, "measures each cast as it stands; runs with option `watch` alone")
+OBSERVE = Pass("observe_casts", observe_casts.run, "measures each cast; with option `watch` alone", always=True)
 
 
 def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = None) -> None:
@@ -62,7 +68,7 @@ def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = No
         observe("input", graph_text(c.graph))
     decided = False
     for step in (*PIPELINE, OBSERVE) if c.options.watch else PIPELINE:
-        if decided and not c.plan.converted and step is not OBSERVE:
+        if decided and not c.plan.converted and not step.always:
             continue  # nothing to carry out
         step.run(c)
         c.graph.eliminate_dead_code()

@@ -69,7 +69,7 @@ def test_options_are_parsed_into_their_types():
     [
         (
             {"recpie": "mixed"},
-            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: activation_budget, dump, executor,",
+            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: activation_budget, chunk_loss, dump, executor,",
         ),
         ({"selct": "all"}, r"unknown option 'selct'\. Did you mean 'select'\?"),
         ({"zzz": 1}, r"unknown option 'zzz'\. Valid: "),
@@ -78,6 +78,9 @@ def test_options_are_parsed_into_their_types():
         ({"select": True}, r"unknown select True\. Valid: all, profitable\."),
         ({"executor": "eagre"}, r"unknown executor 'eagre'\. Did you mean 'eager'\? Valid: eager, inductor\."),
         ({"lm_head": "yes"}, "option 'lm_head' is True or False, not 'yes'"),
+        ({"chunk_loss": "on"}, "option 'chunk_loss' is \"auto\", True, False or a number of rows, not 'on'"),
+        ({"chunk_loss": 0.5}, "option 'chunk_loss' is \"auto\", True, False or a number of rows, not 0.5"),
+        ({"chunk_loss": 0}, "option 'chunk_loss': chunks of 0 rows\\? False leaves logits whole"),
         ({"strict": 1}, "option 'strict' is True or False, not 1"),
         ({"verify": None}, "option 'verify' is True or False, not None"),
         ({"skip": [3]}, r"option 'skip' takes module path patterns \(strings\), not 3"),

@@ -13,7 +13,7 @@ from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
 from fp8compile.plan import Operand, Plan, plans_from_json
 
-TABLES = ("matmuls", "saved", "kernels", "states", "updates")
+TABLES = ("matmuls", "saved", "kernels", "losses", "states", "updates")
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Explanation:
         return totals(self.plans)
 
     def rows(self, table: str = "matmuls") -> list[dict[str, Any]]:
-        """One flat dictionary for each matmul, saved tensor, kernel, optimizer state, or group of parameters that is
-        updated together (`table`: matmuls, saved, kernels, states, updates).
+        """One flat dictionary for each row of a `table`: matmuls, saved (tensors), kernels, losses (with large logits),
+        states (of an optimizer), updates (parameters that are updated together).
 
         `graph` is the index of its plan. Matmuls also have `flops`, saved tensors `bytes_before`.
         """

@@ -1,12 +1,14 @@
 """Memory over time, from the graphs alone: the bytes of the values that are alive after each node.
 
 A value lives from the node that computes it to its last reader; a view lives in what it is a view of. Parameters and
-other inputs that stay where they are cost nothing here. No fusion is taken into account: what Inductor never writes to
+other inputs that stay where they are cost nothing here. A loss in chunks also has a chunk of logits while it runs. No
+fusion is taken into account: what Inductor never writes to
 memory counts as if it did, in the same way for every graph, so that differences mean more than heights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8compile.passes.compilation import base
+from fp8compile import ops
+from fp8compile.kernels.chunked_loss import workspace
+from fp8compile.passes.compilation import base, value
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,20 @@ def timeline(graph: fx.Graph, static: Collection[str] = ()) -> Timeline:
             current += 0 if base(node) is not node else size_of(node)
             held.add(node)
             names.append(node.name)
-            alive.append(current)
+            alive.append(current + _workspace(node))
         current -= sum(size_of(n) for n in dying.get(i, []) if n in held and base(n) is n)
     return Timeline(start, tuple(names), tuple(alive))
+
+
+def _workspace(node: fx.Node) -> int:
+    """Bytes that `node` has beside its results while it runs."""
+    if node.target is not ops.chunked_loss:
+        return 0
+    x, weight, rows = (node.args[i] for i in (0, 1, 5))
+    of_x, of_weight = value(x).shape, value(weight).shape  # type: ignore[arg-type]
+    results: list[torch.Tensor] = node.meta["val"]  # which are nodes of their own only after it
+    chunk = workspace(rows, _number(of_weight[0]), _number(of_x[0]), value(x).dtype)  # type: ignore[arg-type]
+    return chunk + sum(math.prod(map(_number, v.shape)) * v.dtype.itemsize for v in results)
 
 
 def size_of(node: fx.Node) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from fp8compile.insight.grouping import Layers, kernel_groups, matmul_groups, saved_groups, state_groups
 from fp8compile.insight.totals import Totals, bytes_before, totals
-from fp8compile.plan import FP8, Matmul, Plan, Saved
+from fp8compile.plan import FP8, Loss, Matmul, Plan, Saved
 from fp8compile.statistics import ALTERNATIVES, Row
 
 WIDTH = 120
@@ -61,6 +61,7 @@ def summary(t: Totals) -> list[str]:
     elif not t.states:
         lines += _labelled("FP8", "a graph without matmuls" if not t.failures else "nothing")
     lines += _labelled("left", *(f"{count}× {reason}" for reason, count in t.left.items()))
+    lines += _labelled("loss", *map(loss, t.losses))
     if t.milliseconds_bf16:
         estimate = f"{t.milliseconds_bf16:.3g} ms in BF16 → {t.milliseconds_decided:.3g} ms as decided, casts counted"
         lines += _labelled("estimated", estimate)
@@ -79,6 +80,13 @@ def states_change(t: Totals) -> str:
     """Optimizer states before and after, in a phrase."""
     change = f"{size(t.states_before)} → {size(t.states_after)}"
     return f"{t.states_8bit} of {t.states} optimizer states in 8 bits, {change}"
+
+
+def loss(row: Loss) -> str:
+    """What became of the logits of a loss."""
+    if row.chunk:
+        return f"in chunks of {row.chunk} rows: {size(row.bytes)} of logits never exist"
+    return f"{size(row.bytes)} of logits exist at once: {row.reason}"
 
 
 def _labelled(label: str, *texts: str) -> Iterator[str]:

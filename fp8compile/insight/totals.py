@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8compile.plan import FP8, Matmul, Plan, Saved
+from fp8compile.plan import FP8, Loss, Matmul, Plan, Saved
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Totals:
     matmul (fused attention) are no rows of a plan, so they are not counted. unsized: matmuls whose sizes no row knows.
     left: reasons with counts of what stays in its precision. milliseconds_*: estimates for the matmuls that have them,
     as all-BF16 and as decided. saved_before, saved_after: bytes kept for backward, as the model computes the values and
-    in the form that is kept. moved: bytes that generated kernels read and write. states, states_8bit, states_before,
-    states_after: those of optimizers, and their bytes as plain tensors and as they are kept. updates: launches that
-    update parameters; updated: parameters that they update.
+    in the form that is kept. moved: bytes that generated kernels read and write. losses: cross-entropies with large
+    logits. states, states_8bit, states_before, states_after: those of optimizers, and their bytes as plain tensors and
+    as they are kept. updates: launches that update parameters; updated: parameters that they update.
     """
 
     graphs: int = 0
@@ -46,6 +46,7 @@ class Totals:
     states_after: int = 0
     updates: int = 0
     updated: int = 0
+    losses: tuple[Loss, ...] = ()
     failures: tuple[str, ...] = ()
 
     @property
@@ -85,6 +86,7 @@ def totals(plans: Sequence[Plan]) -> Totals:
         states_after=sum(row.bytes for row in states),
         updates=len(updates),
         updated=sum(update.parameters for update in updates),
+        losses=tuple(row for plan in plans for row in plan.losses),
         failures=tuple(f for f in failures if f),
     )
 

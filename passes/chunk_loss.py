@@ -1,0 +1,171 @@
+"""Chunk loss: an output head and its cross-entropy, in chunks of rows. All logits never exist, nor their FP32 copy.
+
+Before      %logits = mm(%x, %Wᵀ);  … %chosen = gather(log_softmax(%logits), 1, %labels);  %loss = …(%chosen)
+            %dlogits = …(%logits, %labels, %tangent);  %dx = mm(%dlogits, %W);  %dW = mm(%dlogitsᵀ, %x)
+After       %chosen, %gx, %gW = fp8.chunked_loss(%x, %W, %labels, %weights);  %loss = …(%chosen)
+            %dx = %gx · %tangent;  %dW = %gW · %tangent
+
+What a loss makes of log-probabilities (a mean over labels that count, a sum over a number of items, weights of rows)
+stays as the user wrote it; only how much each row counts is told the operator (`passes/loss_weights.py`). Sound because
+`passes/find_loss.py` proves by execution that what is replaced computes what the operator does, and because gradients
+are linear in the incoming number. What cannot be replaced is left, with its reason in the plan.
+
+"auto" leaves logits whole that are small (LEAST_BYTES), or of which a chunk would be more than half: the gradient of
+the weight, which now waits for backward in FP32, takes as much as two chunks of logits.
+
+FP16: weights of rows are brought to WIDEST first, for a mean over many rows would make subnormals of gradients that a
+loss scale, which comes later, cannot bring back.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile import ops
+from fp8compile.kernels.chunked_loss import rows_of_chunk
+from fp8compile.passes import fusible
+from fp8compile.passes.compilation import Compilation, aten, dependents, is_tangent, reshape, sort_topologically, value
+from fp8compile.passes.dropped_rows import with_dropped, without_dropped
+from fp8compile.passes.find_loss import Found, NotFoundError, find_loss
+from fp8compile.passes.loss_weights import emit_weights, split
+from fp8compile.passes.replace import replace_value
+from fp8compile.passes.roles import Site
+from fp8compile.passes.saved_forms import as_it_is, count
+from fp8compile.plan import BF16, FP8, Loss
+
+LEAST_BYTES = 256 * 2**20
+WIDEST = 1024.0  # times the largest slope of a softmax, 1, well inside of FP16's 65504
+ROLES = ("grad_input", "grad_weight", "grad_bias")
+prims = torch.ops.prims
+
+
+def run(c: Compilation) -> None:
+    """Rewrite the heads that qualify; a row of the plan for each that was looked at."""
+    if c.options.chunk_loss is False:
+        return
+    heads = [s for s in c.sites.values() if s.role == "output" and s.kind in ("mm", "addmm") and not s.weight_on_left]
+    heads = [s for s in heads if _has_labels(s)]
+    for site in heads:  # one changes what the next is read by
+        _run_on(c, site, dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n))))
+        sort_topologically(c.graph)
+
+
+def _has_labels(site: Site) -> bool:
+    """Whether something like a cross-entropy may read what `site` computes: a gather along classes, not far away."""
+    frontier, seen = [site.node], {site.node}
+    for _ in range(16):
+        frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
+        seen.update(frontier)
+    gathers = [n.args[0] for n in seen if n.target is aten.gather.default]
+    return any(str(value(x).shape[-1]) == str(site.n) for x in gathers)  # type: ignore[arg-type]
+
+
+def _run_on(c: Compilation, site: Site, backward: set[fx.Node]) -> None:
+    wanted = c.options.chunk_loss
+    size = as_it_is(value(site.node), "").bytes
+    if wanted == "auto" and size < LEAST_BYTES:
+        return
+    rows = rows_of_chunk(site.k) if isinstance(wanted, (bool, str)) else wanted
+    try:
+        if wanted == "auto":
+            _refuse(c, site, rows)
+        found = find_loss(site, backward)
+        _rewrite(c, found, rows, backward)
+    except NotFoundError as why:
+        _describe(c, site, size, 0, str(why))
+        return
+    _describe(c, site, size, rows, "every chunk's gradients are computed beside its losses")
+    reason = f"the output head and its loss run in chunks of {rows} rows: {size / 2**30:.2f} GiB of logits never exist"
+    for gone in (site, *site.grads):
+        c.plan.update(gone.key, decision=BF16, reason=reason, milliseconds_fp8=None, milliseconds_bf16=None)
+        del c.sites[gone.key]
+
+
+def _refuse(c: Compilation, site: Site, rows: int) -> None:
+    """Raise what "auto" has against it."""
+    row = c.plan.row(site.key)
+    if row is not None and row.decision == FP8:
+        raise NotFoundError("its matmul runs in FP8; chunk_loss=True would leave it in BF16, in chunks")
+    if count([site.m]) < 2 * rows:
+        raise NotFoundError(f"fewer than two chunks of {rows} rows: the weight's gradient would take as much")
+
+
+def _describe(c: Compilation, site: Site, size: int, chunk: int, reason: str) -> None:
+    m, n = (x if isinstance(x, int) else str(x) for x in (site.m, site.n))
+    dtype = str(value(site.node).dtype).removeprefix("torch.")
+    c.plan.losses.append(Loss(site.key, site.path, site.source, m, n, dtype, size, chunk, reason))
+
+
+def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node]) -> None:
+    """Put the operator in place of the head; dead code takes the rest."""
+    site, like = found.site, found.chosen
+    assert site.left is not None
+    assert site.right is not None
+    weights = number = None
+    if found.cotangent is not None:
+        weights, number = _weights(c, found, backward)
+    index = reshape(c, like.args[2], [-1], like)  # type: ignore[arg-type]
+    if found.cut is not None:
+        index = with_dropped(c, index, found.cut, like)
+        weights = with_dropped(c, weights, found.cut, like) if weights is not None else None
+    wanted = [role in found.gradients for role in ROLES]
+    curve = found.curve
+    given = (site.left, c.transposed(site.right, like), site.bias, index, weights)
+    loss = c.emit(ops.chunked_loss, *given, rows, curve.inner, curve.outer, wanted, like=like)
+    results = _results(c, loss)
+    for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
+        node.meta.pop("recompute", None)
+    chosen, *gradients = results
+    if found.cut is not None:
+        chosen = without_dropped(c, chosen, found.cut, like)
+    chosen = c.emit(aten.unsqueeze.default, _narrowed(c, chosen, like), -1, like=like)
+    replace_value(c, like, chosen)
+    for role, gradient in zip((role for role in ROLES if role in found.gradients), gradients, strict=True):
+        assert number is not None
+        _replace_gradient(c, found, role, gradient, number)
+
+
+def _weights(c: Compilation, found: Found, backward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
+    """How much each row counts, and the number (FP32) that multiplies the gradients made of that."""
+    assert found.cotangent is not None
+    like = found.chosen
+    parts = split(found.cotangent, backward, dependents(c.graph, [like]))
+    weights = emit_weights(c, parts, like)
+    if found.sign < 0:
+        weights = c.emit(aten.neg.default, weights, like=like)
+    number = c.emit(prims.convert_element_type.default, parts.number, torch.float32, like=found.cotangent)
+    if value(number).dim():
+        number = c.emit(aten.view.default, number, [], like=found.cotangent)
+    if value(found.site.node).dtype is torch.float16:
+        largest = c.emit(aten.amax.default, c.emit(aten.abs.default, weights, like=like), like=like)
+        unit = c.emit(aten.div.Tensor, c.emit(aten.clamp_min.default, largest, 1e-30, like=like), WIDEST, like=like)
+        weights = c.emit(aten.div.Tensor, weights, unit, like=like)
+        number = c.emit(aten.mul.Tensor, number, unit, like=found.cotangent)
+    return weights, number
+
+
+def _results(c: Compilation, loss: fx.Node) -> list[fx.Node]:
+    return [c.emit(operator.getitem, loss, i, like=loss, before=loss.next) for i in range(len(loss.meta["val"]))]
+
+
+def _narrowed(c: Compilation, node: fx.Node, like: fx.Node) -> fx.Node:
+    """`node`, which is FP32, in the dtype of `like`."""
+    dtype = value(like).dtype
+    return node if dtype is torch.float32 else c.emit(prims.convert_element_type.default, node, dtype, like=like)
+
+
+def _replace_gradient(c: Compilation, found: Found, role: str, gradient: fx.Node, number: fx.Node) -> None:
+    old = found.gradients[role]
+    new = _narrowed(c, c.emit(aten.mul.Tensor, gradient, number, like=old), old)
+    matmul: Any = next((s for s in found.site.grads if s.node is old), None)
+    if matmul is None:
+        new = c.emit(aten.unsqueeze.default, new, 0, like=old)
+        if value(old).dim() == 1:
+            new = c.emit(aten.view.default, new, [-1], like=old)
+    elif matmul.weight_on_left:  # its gradient is the right factor: the product is the transpose of ours
+        new = c.emit(aten.permute.default, new, [1, 0], like=old)
+    replace_value(c, old, new)

@@ -1,0 +1,74 @@
+"""Logits of which some rows are dropped before the loss: the last position of every sequence, for next-token labels.
+
+    %z = view(mm(%x, %Wᵀ), [B, S, N]);  %cut = slice(%z, 1, 0, -1)          rows B·S, of which B·(S−1) have labels
+    backward: slice_scatter(zeros, %g, 1, 0, -1)                            zeros where there is no label
+
+A loss in chunks takes all rows; those without a label get class 0, weight 0, and their losses are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile.passes import fusible
+from fp8compile.passes.compilation import Compilation, aten, reshape, value
+from fp8compile.passes.prove_loss import SAME_ELEMENTS
+
+
+def find_cut(logits: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
+    """The slice that drops rows of `logits`, if nothing else of forward reads them."""
+    node = logits
+    while True:
+        users = [u for u in node.users if u not in backward]
+        if len(users) != 1:
+            return None
+        (node,) = users
+        if node.target is aten.slice.Tensor:
+            x = value(node.args[0])  # type: ignore[arg-type]
+            dim = int(node.args[1] if len(node.args) > 1 else 0) % x.dim()  # type: ignore[arg-type]
+            static = all(isinstance(n, int) for n in x.shape)
+            return node if static and dim < x.dim() - 1 else None
+        if node.target not in SAME_ELEMENTS or node.target is aten.expand.default:
+            return None
+
+
+def undoes(node: fx.Node, cut: fx.Node) -> bool:
+    """Whether `node` puts a gradient of `cut`'s result back among rows of zeros."""
+    if node.target is not aten.slice_scatter.default or not is_zero(node.args[0]):
+        return False
+    same_shape = value(node).shape == value(cut.args[0]).shape  # type: ignore[arg-type]
+    return same_shape and list(node.args[2:]) == list(cut.args[1:]) and not node.kwargs and not cut.kwargs
+
+
+def is_zero(node: Any) -> bool:
+    """Whether `node` is a constant full of zeros."""
+    if not isinstance(node, fx.Node) or node.target not in fusible.CONSTANTS:
+        return False
+    return bool(node.args[0 if node.target is aten.scalar_tensor.default else 1] == 0)
+
+
+def constant(c: Compilation, shape: list[int], x: float, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    """A tensor full of `x` on `like`'s device."""
+    fake = value(like).new_full(shape, x, dtype=dtype)
+    with c.graph.inserting_before(like):
+        node = c.graph.call_function(aten.full.default, (shape, x), {"dtype": dtype, "device": fake.device})
+    node.meta["val"] = fake
+    return node
+
+
+def with_dropped(c: Compilation, node: fx.Node, cut: fx.Node, like: fx.Node) -> fx.Node:
+    """One number for each row that is kept → one for every row [rows], 0 for those that are dropped."""
+    given = reshape(c, node, list(value(cut).shape[:-1]), like)
+    zeros = constant(c, list(value(cut.args[0]).shape[:-1]), 0, value(node).dtype, like)  # type: ignore[arg-type]
+    spread = c.emit(aten.slice_scatter.default, zeros, given, *cut.args[1:], like=like)
+    return c.emit(aten.view.default, spread, [-1], like=like)
+
+
+def without_dropped(c: Compilation, node: fx.Node, cut: fx.Node, like: fx.Node) -> fx.Node:
+    """One number for every row → one for each that is kept [rows]."""
+    whole = reshape(c, node, list(value(cut.args[0]).shape[:-1]), like)  # type: ignore[arg-type]
+    kept = c.emit(aten.slice.Tensor, whole, *cut.args[1:], like=like)
+    return reshape(c, kept, [value(kept).numel()], like)

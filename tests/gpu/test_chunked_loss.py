@@ -1,0 +1,189 @@
+"""Losses in chunks on a GPU: the kernel against plain torch, models against eager, and what memory they take."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile import ops
+from fp8compile.kernels import chunked_loss
+from fp8compile.kernels.chunked_loss import Curve, plain_step
+
+pytestmark = pytest.mark.gpu
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+CURVES = {"as it is": Curve(), "scaled": Curve(-0.5), "soft-capped": Curve(0.1, 30.0)}
+
+
+@pytest.mark.parametrize("n", [11, 4096, 50257, 128256])
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_kernel_is_the_reference(dtype: torch.dtype, curve: str, n: int):
+    from fp8compile.kernels.softmax_gradient import step
+
+    torch.manual_seed(0)
+    rows = torch.empty(64, -(-n // 64) * 64, device="cuda", dtype=dtype)[:, :n]
+    rows.normal_(std=8)
+    rows[3, : n // 2] = -torch.inf
+    index = torch.randint(n // 2, n, (64,), device="cuda")
+    weights = torch.rand(64, device="cuda")
+    before = rows.clone()
+    theirs = before.clone()
+    want = plain_step(theirs, index, weights, CURVES[curve], True)
+    ulp = torch.finfo(dtype).eps
+    for mine in (rows, before):  # with room between its rows, which holds anything, and without
+        chosen = step(mine, index, weights, CURVES[curve], True)
+        torch.testing.assert_close(chosen, want, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=max(ulp, 1e-4), atol=1e-6)
+
+
+def test_infinities_and_nan_are_those_of_torch():
+    from fp8compile.kernels.softmax_gradient import step
+
+    logits = torch.randn(5, 9000, device="cuda")
+    logits[0, :5000] = -torch.inf
+    logits[1] = -torch.inf
+    logits[2, 7] = torch.inf
+    logits[3, 7] = torch.nan
+    index = torch.full((5,), 8000, device="cuda")
+    want = logits.log_softmax(-1).gather(1, index[:, None]).squeeze(1)
+    torch.testing.assert_close(step(logits, index, None, Curve(), True), want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_offsets_beyond_32_bits():
+    """17000 rows of 128256 BF16 logits: 4.4 GB, more than 2³¹ elements."""
+    from fp8compile.kernels.softmax_gradient import step
+
+    logits = torch.zeros(17_000, 128_256, device="cuda", dtype=torch.bfloat16)
+    logits[-1, 5] = 4.0
+    chosen = step(logits, torch.full((17_000,), 5, device="cuda"), None, Curve(), True)
+    want = torch.log_softmax(torch.zeros(128_256).index_fill_(0, torch.tensor(5), 4.0), 0)[5]
+    torch.testing.assert_close(chosen[-1].cpu(), want, rtol=1e-5, atol=1e-5)
+    assert logits[-1, 5] < -0.99
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("wider", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_operator_is_exact_to_the_rounding_of_logits(
+    dtype: torch.dtype, wider: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Whether torch adds a product to a wider matrix, or not."""
+    if not wider:
+        monkeypatch.setattr(chunked_loss, "_adds_to_wider", lambda *_: False)
+    torch.manual_seed(0)
+    x = torch.randn(3000, 256, device="cuda").to(dtype)
+    weight = (torch.randn(10_007, 256, device="cuda") / 8).to(dtype)
+    bias = torch.randn(10_007, device="cuda").to(dtype)
+    index, weights = torch.randint(0, 10_007, (3000,), device="cuda"), torch.rand(3000, device="cuda")
+    got = ops.chunked_loss(x, weight, bias, index, weights, 1024, 1.0, None, [True, True, True])
+    given = [t.double().requires_grad_() for t in (x, weight, bias)]
+    losses = F.cross_entropy(F.linear(*given), index, reduction="none")
+    want = [-losses, *torch.autograd.grad((losses * weights).sum(), given)]
+    bound = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}[dtype]  # FP32: TF32 may be on
+    assert all(relative(a, b) < bound for a, b in zip(got, want, strict=True))
+
+
+class Head(nn.Module):
+    def __init__(self, classes: int, features: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.RMSNorm(features)
+        self.lm_head = nn.Linear(features, classes, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.lm_head(self.norm(x)).float(), labels)
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    warnings.filterwarnings("ignore", "fp8: NOTHING was converted")
+    return torch.compile(model, backend="fp8", options={"strict": True, **options})
+
+
+def step_of(model: nn.Module, run: Any, x: Tensor, labels: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    loss = run(x, labels)
+    (loss * scale).backward()
+    found = {"loss": loss.detach().clone(), "x": x.grad} | {n: p.grad for n, p in model.named_parameters()}
+    return {n: t.float() if n == "loss" else t.float() / scale for n, t in found.items() if t is not None}
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compiled_gradients_are_no_further_from_fp32_than_eager_bf16(mode: str | None):
+    model = Head(32_003, 512).cuda().bfloat16()
+    x, labels = torch.randn(5000, 512, device="cuda"), torch.randint(0, 32_003, (5000,), device="cuda")
+    labels[::5] = -100
+    wide = Head(32_003, 512).cuda()
+    wide.load_state_dict({n: p.float() for n, p in model.state_dict().items()})
+    exact = step_of(wide, wide, x.bfloat16().float(), labels)
+    plain = step_of(model, model, x.bfloat16(), labels)
+    run = compiled(model, chunk_loss=1024, mode=mode)
+    for _ in range(4 if mode else 1):  # recorded by then
+        got = step_of(model, run, x.bfloat16(), labels)
+    plan = fp8compile.last_compile()
+    assert plan is not None
+    assert [loss.chunk for loss in plan.losses] == [1024]
+    for name, want in exact.items():
+        assert relative(got[name], want) <= 1.25 * relative(plain[name], want) + 1e-6, name
+
+
+def test_a_loss_scale_in_fp16():
+    model = Head(8_000, 256).cuda()
+    x, labels = torch.randn(8192, 256, device="cuda"), torch.randint(0, 8_000, (8192,), device="cuda")
+
+    def halved(x: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.float16):
+            return model(x, labels)
+
+    exact = step_of(model, model, x, labels)
+    plain = step_of(model, halved, x, labels, 2.0**16)
+    got = step_of(model, compiled(halved, chunk_loss=True), x, labels, 2.0**16)
+    for name, want in exact.items():
+        assert relative(got[name], want) <= 1.25 * relative(plain[name], want) + 1e-6, name
+
+
+def peak(run: Any, model: nn.Module, x: Tensor, labels: Tensor) -> int:
+    """The most bytes above what is there before a step."""
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(x, labels).backward()
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
+def test_memory_is_what_the_equations_say(parameters: torch.dtype):
+    """M 16384, N 128256, K 1024: whole 4MN = 8.4 GB; in chunks of R = 2048 rows an FP32 sum 4NK, and 2NR of logits or
+    2NK of the gradient's BF16 form: 1.1 GB (FP32 parameters: their BF16 copy 2NK, the FP32 gradient in place)."""
+    m, n, k, r = 16384, 128256, 1024, 2048
+    model = Head(n, k).cuda().to(parameters)
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, n, (m,), device="cuda")
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(x, labels)
+
+    chunked = peak(compiled(step), model, x, labels)
+    plan = fp8compile.last_compile()
+    assert plan is not None
+    assert [loss.chunk for loss in plan.losses] == [r]
+    torch.compiler.reset()
+    whole = peak(compiled(step, chunk_loss=False), model, x, labels)
+    small = 12 * m * k * 2  # activations and gradients of M × K, a dozen in BF16 at most
+    copies = 2 * n * k if parameters is torch.float32 else 0
+    assert chunked < 4 * n * k + 2 * n * max(r, k) + copies + small, (chunked, whole)
+    assert chunked < whole / 3, (chunked, whole)
