@@ -12,6 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor  # no public name; nodes carry these as their value metadata
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8compile import ops
 from fp8compile.devices import Device
 from fp8compile.edits import Decision
 from fp8compile.options import Options
@@ -124,6 +125,8 @@ def update_value(node: fx.Node) -> None:
     mode = next((a.fake_mode for n in node.all_input_nodes if isinstance(a := n.meta["val"], FakeTensor)), None)
     if mode is None:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    elif node.target in ops.FAKES:  # what torch would call, by a long way
+        node.meta["val"] = ops.FAKES[node.target](*args, **kwargs)  # type: ignore[index]
     else:
         with mode:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
