@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Compilation:
     sites: dict[str, Any] = field(default_factory=dict)  # key of a plan row -> roles.Site, from select_matmuls on
     edits: dict[str, Decision] = field(default_factory=dict)  # the same keys -> what a given plan says, likewise
 
-    @property
+    @cached_property
     def is_training(self) -> bool:
         """Whether the graph holds a backward half."""
         return any(is_tangent(n) for n in self.graph.find_nodes(op="placeholder"))
