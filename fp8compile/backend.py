@@ -32,7 +32,7 @@ from fp8compile.passes.compilation import Compilation, Input, aten, device_of
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.optimizer_pipeline import has_states, run_optimizer
 from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
-from fp8compile.passes.snapshot import copy_graph, restore_graph
+from fp8compile.passes.snapshot import Snapshot, copy_graph, restore_graph
 from fp8compile.plan import Lowered, Plan
 from fp8compile.sources import source_digest
 
@@ -113,7 +113,7 @@ class JointPass(CustomGraphPass):
                 self.record.add(self.optimizer)
             return
         c = self._compilation(graph)
-        backup = copy_graph(graph)
+        backup = Snapshot(graph)
         if isinstance(self.partitioner, DumpingPartitioner):
             self.partitioner.before = fx.GraphModule(graph.owning_module or {}, copy_graph(graph))
         run = functools.partial(run_pipeline, observe=self.dump.observer("joint", graph)) if self.dump else run_pipeline
@@ -125,8 +125,8 @@ class JointPass(CustomGraphPass):
             if self.options.strict or isinstance(error, OptionError):  # a plan that does not fit: the user's to mend
                 raise
             module: Any = graph.owning_module
-            module.graph = backup
-            failures.warn(error, backup, self.options)
+            module.graph = as_it_was = backup.graph()
+            failures.warn(error, as_it_was, self.options)
             c.plan = Plan(c.plan.graph, c.plan.recipe, c.plan.device, failure=failures.first_line(error))
         if self.record is not None:
             self.record.add(c.plan)
@@ -172,7 +172,7 @@ class LoweringPass(CustomGraphPass):
 
 def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lowered:
     """Run the passes of optimizer graphs; where one fails, every operation of the optimizer loads and stores states."""
-    backup = copy_graph(graph)
+    backup = Snapshot(graph)
     try:
         updates = run_optimizer(graph, dump.observer("optimizer", graph) if dump else None)
     except Exception as error:
@@ -180,7 +180,7 @@ def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lo
             dump.failed("optimizer", error, graph, ["forward_states", "merge_updates"])
         if options.strict:
             raise
-        restore_graph(graph, backup)
+        restore_graph(graph, backup.graph())
         failures.warn(error, graph, options, "Its updates run operator by operator, storing states in between")
         return Lowered(failure=failures.first_line(error))
     optimizers.warn_of_unmerged(updates)
@@ -189,7 +189,7 @@ def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lo
 
 def _lower(graph: fx.Graph, executor: str, options: Options, half: str, dump: Dump | None = None) -> Lowered:
     """Run the passes after the cut; where one fails, Inductor (or the operators) take the markers as they are."""
-    backup = copy_graph(graph)
+    backup = Snapshot(graph)
     run = run_after_cut
     if dump:
         dump.stage(half, "cut", graph)
@@ -201,7 +201,7 @@ def _lower(graph: fx.Graph, executor: str, options: Options, half: str, dump: Du
             dump.failed(half, error, graph, [step.name for step in AFTER_CUT if executor in step.executors])
         if options.strict:
             raise
-        restore_graph(graph, backup)
+        restore_graph(graph, backup.graph())
         failures.warn(error, graph, options, "Its casts are compiled without generated kernels")
         if executor == "triton":
             run(graph, "inductor", half)

@@ -191,4 +191,5 @@ probe = torch.ops.fp8.probe.default
 region = torch.ops.fp8.region.default
 chunked_loss = torch.ops.fp8.chunked_loss.default
 MARKERS = (amax, scale, quantize, dequantize, scaled_mm, delayed_scale, observe, probe)
+FAKES = {getattr(torch.ops.fp8, name).default: fake for name, fake in _FAKES.items()} | {region: _fake_region}
 CASTS = {amax: reference.amax, scale: reference.scale, quantize: reference.quantize, dequantize: reference.dequantize}

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from fp8compile import optim
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
-from fp8compile.passes import refuse_view_writes, spread_scalars
+from fp8compile.passes import refuse_view_writes, spread_scalars, states_once
 from fp8compile.plan import MergedUpdate, Plan
 
 
@@ -62,6 +62,7 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, options: Options) -> Plan:
     _warn_of_rounding(opt)
     refuse_view_writes.run(gm)
     spread_scalars.run(gm)
+    states_once.run(gm)
     return Plan("optimizer", states=optim.state_rows(opt))
 
 

@@ -34,7 +34,7 @@ from fp8compile.passes.save_as_fp8 import save_as_fp8
 from fp8compile.passes.save_budget import plan_within
 from fp8compile.passes.saved_forms import Form, Graph, as_it_is, find_forms
 from fp8compile.passes.sensitive import find_sensitive
-from fp8compile.passes.snapshot import copy_graph
+from fp8compile.passes.snapshot import Snapshot
 from fp8compile.plan import Plan
 from fp8compile.plans import Record
 from fp8compile.sources import source_digest
@@ -51,7 +51,7 @@ class Partitioner(CustomPartitionerFn):
         """(forward, backward) of the joint graph `gm`."""
         kwargs = with_static_parts(gm, kwargs)
         ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
-        backup, forms = copy_graph(gm.graph), {}
+        backup, forms = Snapshot(gm.graph), {}
         try:
             if not ours:
                 forms = {node.name: form for node, form in _halves(gm, kwargs, self.options).forms.items()}
@@ -60,8 +60,8 @@ class Partitioner(CustomPartitionerFn):
         except Exception as error:
             if self.options.strict or isinstance(error, OptionError):
                 raise
-            failures.warn(error, backup, self.options, "What backward needs is chosen and kept as without FP8")
-            gm.graph = backup
+            gm.graph = backup.graph()
+            failures.warn(error, gm.graph, self.options, "What backward needs is chosen and kept as without FP8")
         return self._by_torch(gm, joint_inputs, kwargs, forms)
 
     def _by_torch(
@@ -117,7 +117,6 @@ def _partition(
 ) -> Any:
     p = torch_partitioners
     gm.graph.eliminate_dead_code()
-    gm.recompile()
     if functorch_config.cse:
         gm.graph = fx_graph_cse(gm.graph)
     checkpointed, random = p.has_recomputable_ops(gm), p.has_recomputable_rng_ops(gm)

@@ -106,9 +106,8 @@ class FP8State(Tensor):
     def store(self, x: Tensor) -> FP8State:
         """Write `x`, in place."""
         x = x.to(self.dtype) if x.dtype not in (self.dtype, torch.float32) else x
-        payload, side = state_ops.store_state(
-            x.expand(self.shape).contiguous(), self.counter, self.low, self.format, self.parameter
-        )
+        x = x if x.shape == self.shape else x.expand(self.shape)
+        payload, side = state_ops.store_state(x.contiguous(), self.counter, self.low, self.format, self.parameter)
         self.payload.copy_(payload)
         self.side.copy_(side)
         if self.counter is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -176,7 +176,12 @@ class Region:
 
     def to_json(self) -> str:
         """As text, for `from_json`; equal regions have equal texts."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(self, default=_as_dict, separators=(",", ":"))
+
+
+def _as_dict(x: Any) -> dict[str, Any]:
+    """What `asdict` says of a dataclass, without copying all that is in it."""
+    return {f.name: getattr(x, f.name) for f in fields(x)}
 
 
 def _sizes_of(part: Part) -> Iterable[Size]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor  # no public name; nodes carry these as their value metadata
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8compile import ops
 from fp8compile.devices import Device
 from fp8compile.edits import Decision
 from fp8compile.options import Options
@@ -52,7 +54,7 @@ class Compilation:
     sites: dict[str, Any] = field(default_factory=dict)  # key of a plan row -> roles.Site, from select_matmuls on
     edits: dict[str, Decision] = field(default_factory=dict)  # the same keys -> what a given plan says, likewise
 
-    @property
+    @cached_property
     def is_training(self) -> bool:
         """Whether the graph holds a backward half."""
         return any(is_tangent(n) for n in self.graph.find_nodes(op="placeholder"))
@@ -124,6 +126,8 @@ def update_value(node: fx.Node) -> None:
     mode = next((a.fake_mode for n in node.all_input_nodes if isinstance(a := n.meta["val"], FakeTensor)), None)
     if mode is None:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    elif node.target in ops.FAKES:  # what torch would call, by a long way
+        node.meta["val"] = ops.FAKES[node.target](*args, **kwargs)  # type: ignore[index]
     else:
         with mode:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

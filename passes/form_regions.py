@@ -46,15 +46,16 @@ def form_regions(graph: fx.Graph) -> list[str]:
     reasons: list[str] = []
     clusters = delayed(graph, find_clusters(graph, levels, reasons), levels)
     order = sorted(clusters, key=lambda k: (-k.level, not k.transposed))
+    sinks = {sink for cluster in clusters for sink in cluster.sinks}
     for cluster in order:
-        reasons += _replace(editor, cluster, levels, clusters)
+        reasons += _replace(editor, cluster, levels, sinks)
     put_in_order(graph)
     graph.eliminate_dead_code()
     return reasons
 
 
-def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], clusters: list[Cluster]) -> list[str]:
-    """Write the cluster's region into the graph; returns why a sink was left."""
+def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], others: set[fx.Node]) -> list[str]:
+    """Write the cluster's region into the graph; returns why a sink was left. `others`: the sinks of all clusters."""
     reasons = []
     builder = Builder(cluster.rows, cluster.cols, leaves_of(cluster, levels))
     for sink in cluster.sinks:
@@ -65,7 +66,6 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
                 reasons.append(f"%{sink.name}: {why}")
     if not builder.sinks:
         return reasons
-    others = {s for k in clusters for s in k.sinks}
     statistics_elsewhere = cluster.transposed and reduces_rows(cluster, levels)
     own_sinks = len(builder.sinks)
     for node in sorted(builder.interior, reverse=True):
@@ -93,7 +93,7 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
         if not (late and early):
             return [*reasons, f"%{builder.sinks[0].node.name}: needs what is made of it"]
         halves = [replace(cluster, sinks=late), replace(cluster, sinks=early)]
-        return [why for half in halves for why in _replace(editor, half, levels, clusters)]
+        return [why for half in halves for why in _replace(editor, half, levels, others)]
     own = set(cluster.sinks)
     users = [
         list(s.node.users) if s.node in own else _outside(s.node, builder.interior | others) for s in builder.sinks

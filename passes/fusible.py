@@ -139,20 +139,22 @@ REDUCTIONS = {
     aten.amin.default: "row_min",
 }  # fmt: skip
 MOMENTS = {aten.var_mean.correction}
+ELEMENTWISE = {*POINTWISE, *CONVERSIONS, *CONSTANTS, *RANDOM, aten.pow.Tensor_Scalar}
+HELD = (*FLOATS, torch.bool)  # dtypes of values that a region computes with
 assert inductor_prims.random is torch.ops.prims.inductor_random.default
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether `node` is computed element by element from values that a region can hold."""
-    if node.op != "call_function" or not is_tensor(node):
+    if node.op != "call_function" or node.target not in ELEMENTWISE or not is_tensor(node):
         return False
     out = value(node)
-    if out.dtype not in (*FLOATS, torch.bool) or out.is_complex():
+    if out.dtype not in HELD:
         return False
     if any(is_tensor(i) and value(i).device != out.device for i in node.all_input_nodes):
         return False  # a number on a CPU
     if node.target in CONVERSIONS:
-        return _holds(node.args[0]) and value(node.args[0]).dtype in (*FLOATS, torch.bool)  # type: ignore[arg-type]
+        return _holds(node.args[0]) and value(node.args[0]).dtype in HELD  # type: ignore[arg-type]
     if node.target in CONSTANTS:
         return isinstance(_fill(node), (int, float, bool))
     if node.target in RANDOM:
@@ -167,7 +169,7 @@ def is_pointwise(node: fx.Node) -> bool:
 def _holds(arg: Any) -> bool:
     """Whether an argument is a number, or a tensor of a type that a region computes with."""
     if isinstance(arg, fx.Node):
-        return is_tensor(arg) and value(arg).dtype in (*FLOATS, torch.bool)
+        return is_tensor(arg) and value(arg).dtype in HELD
     return arg is None or isinstance(arg, (int, float, bool))
 
 
@@ -231,7 +233,7 @@ def is_fusible(node: fx.Node) -> bool:
     if node.target in ops.CASTS:
         return True
     if node.target in LAYOUTS:
-        return is_tensor(node) and isinstance(node.args[0], fx.Node) and value(node).dtype in (*FLOATS, torch.bool)
+        return is_tensor(node) and isinstance(node.args[0], fx.Node) and value(node).dtype in HELD
     if is_moment(node):
         return is_row_reduction(node.args[0])  # type: ignore[arg-type]
     return is_pointwise(node) or is_row_reduction(node) or is_col_sum(node)

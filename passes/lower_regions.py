@@ -26,6 +26,7 @@ from fp8compile.kernels import emit, generated
 from fp8compile.kernels.schedule import Schedule
 from fp8compile.kernels.spec import Region
 from fp8compile.passes.compilation import aten, getitems
+from fp8compile.passes.known_accesses import analyse_once
 from fp8compile.passes.region_graph import regions_of, spec_of
 
 
@@ -89,4 +90,5 @@ def _kernel(region: Region, schedule: Schedule) -> Any:
     import triton  # here, so that a machine without a GPU does not need it
 
     kernel = generated.kernel_of(region, schedule, "cuda")
+    analyse_once(kernel)
     return triton.autotune(configs=[triton.Config({}, num_warps=schedule.warps)], key=[])(kernel)

@@ -34,6 +34,7 @@ from fp8compile.passes import fusible
 from fp8compile.passes.compilation import VIEWS, aten, is_tensor, value
 from fp8compile.passes.saved_forms import Form, as_it_is
 
+NEVER = -1.0  # in place of the price of computing again: what only backward computes
 RECOMPUTE = 1 / 64  # cost of computing a byte again, in bytes saved
 NARROWING = {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default}
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -68,18 +69,18 @@ class Prices:
 
 def plan_saved(graph: fx.Graph, halves: Halves, prices: Prices | None = None) -> list[fx.Node]:
     """The values to save, in the order of the graph."""
-    network = nx.DiGraph()
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
+    network, again = nx.DiGraph(), dict[fx.Node, float]()
+    for node in reversed(graph.nodes):
         if node in halves.backward and node not in halves.inputs:
-            network.add_edge(_in(node), "sink", capacity=math.inf)
-            continue
-        _add(network, node, halves, prices or Prices())
+            again[node] = NEVER
+        elif node in halves.backward or any(user in again for user in node.users):
+            again[node] = _price_again(node, halves, prices or Prices())
+            _add(network, node, halves, again)
     if "sink" not in network or "source" not in network:
         return []
     before = _before_the_cut(network)
-    return [node for node in graph.nodes if _in(node) in before and _out(node) in network and _out(node) not in before]
+    kept = [n for n in graph.nodes if again.get(n, NEVER) != NEVER and _in(n, again) in before]
+    return [n for n in kept if _out(n) not in before]
 
 
 def _before_the_cut(network: nx.DiGraph) -> set[str]:
@@ -97,14 +98,17 @@ def _before_the_cut(network: nx.DiGraph) -> set[str]:
     return before
 
 
-def _add(network: nx.DiGraph, node: fx.Node, halves: Halves, prices: Prices) -> None:
-    network.add_edge("source", _in(node), capacity=_price_again(node, halves, prices))
-    network.add_edge(_in(node), _out(node), capacity=_price(node, halves))
+def _add(network: nx.DiGraph, node: fx.Node, halves: Halves, again: Mapping[fx.Node, float]) -> None:
+    """The edges of a node of the forward half; `again`: of it and its users."""
+    entrance = _in(node, again)
+    if entrance != "source":
+        network.add_edge("source", entrance, capacity=again[node])
+    network.add_edge(entrance, _out(node), capacity=_price(node, halves))
     if node in halves.backward:
         network.add_edge(_out(node), "sink", capacity=math.inf)
     for user in node.users:
-        if user.op != "output":
-            network.add_edge(_out(node), _in(user), capacity=math.inf)
+        if user in again and (entrance := _in(user, again)) != "source":
+            network.add_edge(_out(node), entrance, capacity=math.inf)
 
 
 def _price_again(node: fx.Node, halves: Halves, prices: Prices) -> float:
@@ -122,8 +126,9 @@ def _price_again(node: fx.Node, halves: Halves, prices: Prices) -> float:
     return 0.0 if free else prices.byte * _bytes(node)
 
 
-def _in(node: fx.Node) -> str:
-    return f"{node.name}_in"
+def _in(node: fx.Node, again: Mapping[fx.Node, float]) -> str:
+    """Where `node` begins; what an infinite edge ties to an end of the network is that end."""
+    return {math.inf: "source", NEVER: "sink"}.get(again[node], f"{node.name}_in")
 
 
 def _out(node: fx.Node) -> str:

@@ -150,7 +150,7 @@ def _size(c: Compilation, size: Any) -> Any:
 
 def _compute_from(c: Compilation, rounded: dict[fx.Node, fx.Node], again: set[fx.Node], halves: Halves) -> None:
     """Let backward compute from the rounded values: double what it computes again from them."""
-    backward = [n for n in c.graph.nodes if n in halves.backward and n not in halves.inputs]
+    backward = halves.backward - halves.inputs
     instead = dict(rounded)
     for node in list(c.graph.nodes):
         if node not in again or not any(i in instead for i in node.all_input_nodes):
@@ -160,7 +160,7 @@ def _compute_from(c: Compilation, rounded: dict[fx.Node, fx.Node], again: set[fx
             double = c.graph.node_copy(node, lambda n: instead.get(n, n))
         instead[node] = _valued(c, double)
     for node, other in instead.items():
-        users = [u for u in backward if node in u.all_input_nodes]
+        users = sorted(u for u in node.users if u in backward)
         for user in users:
             user.replace_input_with(node, other)
         if isinstance(value(node), torch.Tensor) and not same_sizes(value(node).stride(), value(other).stride()):

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves  # arguments of nodes nest
 
 from fp8compile import ops
 from fp8compile.errors import VerificationError
@@ -47,26 +46,35 @@ def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None) -> Non
         graph.lint()
     except RuntimeError as error:
         raise VerificationError(f"after {stage}: malformed graph: {error}") from error
+    expected: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
-        why = _broken_rule(node)
+        why = _broken_rule(node, expected)
         if why:
             raise VerificationError(f"after {stage}: %{node.name}: {why}\n{_excerpt(graph, node)}")
     if outputs is not None and signature(graph) != outputs:
         raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
 
 
-def _broken_rule(node: fx.Node) -> str:
+def _broken_rule(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
     if node.op == "call_function" and "val" not in node.meta and _returns(node):
         return "carries no value"
-    if any(isinstance(a, torch.SymInt) for a in tree_leaves((node.args, node.kwargs))):
+    if _holds_raw_size((node.args, node.kwargs)):
         return "has a raw symbolic size among its arguments"
     if node.target in ops.MARKERS:
-        why = _wrong_marker(node)
+        why = _wrong_marker(node, expected)
         if why:
             return why
     if isinstance(node.meta.get("val"), torch.Tensor) and value(node).dtype in FP8_DTYPES and _is_ours(node):
         return _wrong_users(node)
     return ""
+
+
+def _holds_raw_size(arg: Any) -> bool:
+    if isinstance(arg, (tuple, list)):
+        return any(map(_holds_raw_size, arg))
+    if isinstance(arg, dict):
+        return any(map(_holds_raw_size, arg.values()))
+    return isinstance(arg, torch.SymInt)
 
 
 def _returns(node: fx.Node) -> bool:
@@ -92,11 +100,13 @@ def _wrong_users(node: fx.Node) -> str:
     return ""
 
 
-def _wrong_marker(node: fx.Node) -> str:
-    expected = _evaluate(node)
-    actual = value(node)
-    if expected.dtype != actual.dtype or not same_sizes(expected.shape, actual.shape):
-        return f"has value {_describe(actual)}, its arguments give {_describe(expected)}"
+def _wrong_marker(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
+    call = f"{node.target}{fx.map_arg(node.args, lambda n: _describe(n.meta['val']))}"
+    if call not in expected:  # layers are alike
+        expected[call] = _evaluate(node)
+    wanted, actual = expected[call], value(node)
+    if wanted.dtype != actual.dtype or not same_sizes(wanted.shape, actual.shape):
+        return f"has value {_describe(actual)}, its arguments give {_describe(wanted)}"
     if node.target is ops.scaled_mm:
         return _wrong_scaled_mm(node)
     if node.target is ops.dequantize:

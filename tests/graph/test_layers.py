@@ -1,0 +1,88 @@
+"""Compiling a deep model: as many kinds of kernels as for a shallow one, and work that grows as its layers do."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile import plans
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from llama import Block, LlamaConfig, Rotary  # noqa: E402
+
+
+class Layers(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        config = LlamaConfig(dim=128, n_layers=layers, n_heads=4, n_kv_heads=2, hidden=256)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(layers))
+        self.rotary = Rotary(32, 64, 10_000.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.rotary)
+        return x
+
+
+def compile_layers(layers: int) -> None:
+    """Forward and backward of a stack of Llama blocks through all passes."""
+    torch.compiler.reset()
+    plans.reset()
+    torch.manual_seed(0)
+    model = Layers(layers).bfloat16()
+    x = torch.randn(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
+    options = {"executor": "eager", "select": "all", "save_min_bytes": 0, "strict": True}
+    torch.compile(model, backend="fp8", options=options)(x).sum().backward()
+
+
+def kernels(layers: int) -> Counter[str]:
+    """The names of the generated kernels, which are hashes of what they do, and how often each runs.
+
+    Not of those that put together the amaxes of up to 16 layers: one for 16 of them, and one for what is left.
+    """
+    compile_layers(layers)
+    rows = fp8compile.last_compile().kernels
+    return Counter(row.name for row in rows if not all(space.startswith("1×") for space in row.space))
+
+
+def test_more_layers_have_no_more_kinds_of_kernels() -> None:
+    few, many = kernels(3), kernels(7)
+    assert sum(many.values()) > 2 * sum(few.values())
+    assert set(many) == set(few)
+
+
+def test_the_work_of_the_passes_grows_with_the_layers() -> None:
+    compile_layers(2)  # what is made once a process (the names of kernels, say) is made
+    counts = [calls_in_our_code(layers) for layers in (2, 4, 6)]
+    first, second = counts[1] - counts[0], counts[2] - counts[1]
+    assert first > 0
+    # Two layers more cost what two layers more cost before, but for sums along the residual stream, which are followed
+    # to its start from every layer: 12 % here. A list of all nodes for each matmul or region would be as much again.
+    assert second < 1.15 * first, counts
+
+
+def calls_in_our_code(layers: int) -> int:
+    """Python calls, in passes and partitioner, while so many layers are compiled."""
+    found = 0
+    places = tuple(str(ROOT / name) for name in ("passes", "fp8compile", "kernels"))
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal found
+        if event == "call" and frame.f_code.co_filename.startswith(places):
+            found += 1
+
+    sys.setprofile(count)
+    try:
+        compile_layers(layers)
+    finally:
+        sys.setprofile(None)
+    return found
