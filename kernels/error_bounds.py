@@ -25,6 +25,7 @@ from fp8compile.kernels.schedule import Tiling
 from fp8compile.kernels.spec import PARTIALS, Value
 
 U = 2.0**-24  # half a unit in the last place of FP32, relative
+LARGEST = torch.finfo(torch.float32).max
 FLUSHED = 2.0**-126  # approximate functions may turn what is subnormal into 0
 LEAST_DEPTH = 64  # see `_depth`
 SIGN = 1e-300  # the bound of a product with 0 or a quotient by inf: no more than the sign of a zero
@@ -124,10 +125,17 @@ class Bounds(Evaluation):
         if not value.op.endswith("sum"):
             return self._reduce(replace(value, op="row_max") if value.op == "row_min" else value)
         passed = self._reduce(value)
-        x = self.values[value.args[0]].double()
-        magnitudes = Evaluation(self.part, self.inputs, self.sizes, {value.args[0]: x.abs()})[i]
-        rounding = 2 * self._depth(value.op) * U * magnitudes
+        x = self.values[value.args[0]].double().abs()
+        rounding = 2 * self._depth(value.op) * U * self._total(i, x)
+        # in another order, or with a product that is not rounded by itself, a sum may overflow or may not
+        is_product = self.part.values[value.args[0]].op == "mul"
+        finite = x.nan_to_num(nan=0.0, posinf=LARGEST if is_product else 0.0)
+        passed = torch.where(self._total(i, finite) > LARGEST / 2, torch.inf, passed)
         return passed + torch.where(self.values[i].isfinite(), rounding, 0.0)
+
+    def _total(self, i: int, x: Tensor) -> Tensor:
+        """The sum `i` with `x` as what it adds up."""
+        return Evaluation(self.part, self.inputs, self.sizes, {self.part.values[i].args[0]: x})[i]
 
     def _depth(self, op: str) -> int:
         """How many roundings a summand goes through: not its number, as both sides add up many partial sums and then
@@ -185,6 +193,8 @@ def _shifted(value: Value, x: Tensor, bound: Tensor) -> Tensor:
         at = (x.double() + sign * SLACK * bound).to(x.dtype)
         at = at.clamp_min(0) if is_scale else at
         moved = torch.maximum(moved, (function(at, *value.params).double() - here).abs().nan_to_num(nan=torch.inf))
+    if is_scale:  # of an amax that may be 0 the scale may be 1, or anything down to the least
+        moved = torch.where(x.abs() <= bound, here.clamp_min(1.0), moved)
     if value.op in POLES:
         moved = torch.where(x.abs() <= bound, torch.inf, moved)
     return torch.where(bound == 0, 0.0, moved)
