@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from columns import Column, Row, baseline_of, text_head, text_line
 from peers import LeftOutError
 from picture import Point, scatter
@@ -122,6 +123,8 @@ def run(benchmark: Benchmark, given: argparse.Namespace) -> list[Row]:
     for name in benchmark.imports:
         with contextlib.suppress(ImportError):  # a model that needs it will say so
             importlib.import_module(name)
+    if torch.cuda.is_initialized():  # by an import: a fork could not use the GPU
+        given.start = "spawn"
     start, about = first_process(given.start)
     log = Log(benchmark, given.json, about, {"jobs": given.jobs, "start": start}, cases)
 
