@@ -78,7 +78,7 @@ class Partitioner(CustomPartitionerFn):
             tensors = [n for n in saved if isinstance(n.meta.get("val"), torch.Tensor)]
             why = {n: known[n.name].reason if n.name in known else "saved by torch's own cut" for n in tensors}
             forms = {n: as_it_is(n.meta["val"], why[n]) for n in tensors}
-            self.record.add_saved(describe.describe_saved(saved, static, forms), {})
+            self.record.add_saved(describe.describe_saved(saved, static, forms), {}, [])
         return forward, backward
 
     def uuid(self) -> str:
@@ -192,6 +192,7 @@ def _save(
     """What is saved, payloads in place of values; and the plan's rows about it."""
     again = run_again(gm.graph, saved, halves)
     c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
+    restored = describe.describe_restored(again, halves)  # before nodes are doubled
     keys = saved_keys(saved, halves)
     edit_saved(keys, halves, options.plan)
     kept, forms = save_as_fp8(c, saved, halves, keys if options.watch else None)
@@ -199,6 +200,7 @@ def _save(
         record.add_saved(
             describe.describe_saved(saved, halves.static, {**halves.forms, **forms}),
             describe.describe_recomputed(again, halves),
+            restored,
         )
     return kept
 

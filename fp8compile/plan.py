@@ -110,6 +110,24 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """One value of the forward half that the backward half reads and computes again, instead of keeping it.
+
+    bytes: what keeping it as it is would have taken. operators: how many run again for it, shared ones counted each
+    time. sources: what it is computed from: nodes that are kept, with their form; "parameters"; inputs of the graph.
+    """
+
+    node: str
+    path: str
+    source: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    bytes: int
+    operators: int
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One generated kernel of a compiled graph.
 
@@ -169,7 +187,7 @@ class Plan:
     ran.
 
     `saved`: what the forward half keeps for the backward half, parameters left out; `recomputed`: how many nodes of
-    each operator the backward half computes again.
+    each operator the backward half computes again; `restored`: which values it gets in that way.
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
     backward when it is first needed). `states`: those of an optimizer.
     `losses`: what became of cross-entropies with large logits.
@@ -183,6 +201,7 @@ class Plan:
     failure: str = ""
     saved: list[Saved] = field(default_factory=list)
     recomputed: dict[str, int] = field(default_factory=dict)
+    restored: list[Recomputed] = field(default_factory=list)
     halves: dict[str, Lowered] = field(default_factory=dict)
     states: list[State] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
@@ -262,7 +281,8 @@ class Plan:
         saved = [Saved(**_with_tuples(row)) for row in data.pop("saved")]
         states = [State(**_with_tuples(row)) for row in data.pop("states")]
         losses = [Loss(**row) for row in data.pop("losses", [])]  # plans of earlier versions have none
-        return Plan(matmuls=rows, halves=halves, saved=saved, states=states, losses=losses, **data)
+        restored = [Recomputed(**_with_tuples(row)) for row in data.pop("restored", [])]
+        return Plan(matmuls=rows, halves=halves, saved=saved, states=states, losses=losses, restored=restored, **data)
 
 
 def plans_from_json(text: str) -> list[Plan]:

@@ -27,7 +27,7 @@ from fp8compile import edits
 from fp8compile.errors import Fp8Warning
 from fp8compile.insight.text import one_line
 from fp8compile.options import Options
-from fp8compile.plan import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Saved, lowered_from
+from fp8compile.plan import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Recomputed, Saved, lowered_from
 
 # Left on purpose: a graph of nothing else is no surprise.
 BY_DEFAULT = ("the output head", "recipe ", "operations=", edits.REASON, edits.SCHEDULED)
@@ -95,10 +95,11 @@ class Record:
         """The plan of a joint or inference graph; what follows belongs to it."""
         self.plans.append(plan)
 
-    def add_saved(self, saved: list[Saved], recomputed: dict[str, int]) -> None:
-        """What the forward half keeps for the backward half, and what backward computes again."""
+    def add_saved(self, saved: list[Saved], recomputed: dict[str, int], restored: list[Recomputed]) -> None:
+        """What the forward half keeps for the backward half, and what backward computes again: operators, values."""
         if self.plans:
-            self.plans[-1].saved, self.plans[-1].recomputed = saved, recomputed
+            plan = self.plans[-1]
+            plan.saved, plan.recomputed, plan.restored = saved, recomputed, restored
 
     def add_half(self, half: str, lowered: Lowered) -> None:
         """What became of a half."""

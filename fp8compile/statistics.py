@@ -10,8 +10,9 @@
 
 over all measured steps. With options={"watch": name} the pass `passes/observe_casts.py` puts `fp8::observe` behind
 every scale; it adds up here, under that name, on the tensors' device and without waiting for it. After `steps`
-executions of a cast it is measured no more. Tensors that hold an inf or nan are left out and counted. Of large tensors
-whole rows are measured, evenly spread, about 2²⁰ elements in all; amax is that of all elements.
+measured executions (one in `every`) a cast is measured no more. Tensors that hold an inf or nan are left out and
+counted. Of large tensors whole rows are measured, evenly spread, about 2²⁰ elements in all; amax is that of all
+elements.
 
 A few large columns (outlier channels) or rows (attention sinks) make up most of the signal, so SQNR stays high while
 all else is lost; `by_columns` and `by_rows` see that.
@@ -75,20 +76,22 @@ class Row:
 
 @dataclass
 class Statistics:
-    """What was measured under one name. steps: how often each cast is measured."""
+    """What was measured under one name. steps: how often each cast is measured; every: in one of how many executions,
+    the casts taking turns."""
 
     name: str
     steps: int = 10
+    every: int = 1
     plans: list[Plan] = field(default_factory=list)
     _sums: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _kept: list[Row] = field(default_factory=list, repr=False)
-    _counts: dict[str, int] = field(default_factory=dict, repr=False)
+    _turns: dict[str, int] = field(default_factory=dict, repr=False)  # executions of a cast since its first turn
 
     def add(self, scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool, key: str) -> None:
         """Measure one execution of a cast; `key` is the JSON of its cast, its `Operands`, and a trait if it has one."""
-        count = self._counts.get(key, 0)
-        if count < self.steps:
-            self._counts[key] = count + 1
+        turn = self._turns.setdefault(key, -(len(self._turns) % self.every))  # casts begin one after the other
+        self._turns[key] = turn + 1
+        if 0 <= turn < self.steps * self.every and turn % self.every == 0:
             measured = measure(scale, tensors, cast, transpose)
             sums = self._sums.get(key)
             self._sums[key] = measured if sums is None else _joined(sums, measured)
@@ -126,7 +129,7 @@ class Statistics:
         rows = [
             Row(**{**row, "evenly": {c: tuple(x) for c, x in row.get("evenly", {}).items()}}) for row in data["rows"]
         ]
-        return Statistics(data["name"], data["steps"], plans, _kept=rows)
+        return Statistics(data["name"], data["steps"], plans=plans, _kept=rows)
 
     def __str__(self) -> str:
         from fp8compile.insight.text import statistics_text  # the tables know statistics, not the other way round
@@ -137,9 +140,9 @@ class Statistics:
 _watched: dict[str, Statistics] = {}
 
 
-def start(name: str, steps: int = 10) -> Statistics:
+def start(name: str, steps: int = 10, every: int = 1) -> Statistics:
     """Fresh statistics under `name`, for what is compiled with options={"watch": name}."""
-    _watched[name] = Statistics(name, steps)
+    _watched[name] = Statistics(name, steps, every)
     return _watched[name]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
@@ -15,7 +15,7 @@ from fp8compile.passes.origin import module_path, source_line
 from fp8compile.passes.plan_saved import Halves
 from fp8compile.passes.region_graph import regions_of, spec_of
 from fp8compile.passes.saved_forms import Form, as_it_is, dtype_name, made_at
-from fp8compile.plan import Kernel, Saved
+from fp8compile.plan import Kernel, Recomputed, Saved
 
 BOOKKEEPING = ("load", "constant", "float", "round", "load_max")  # operations that say nothing about the kernel
 
@@ -88,3 +88,49 @@ def describe_recomputed(nodes: Iterable[fx.Node], halves: Halves) -> dict[str, i
     again = [n for n in nodes if n in halves.forward and n.target not in VIEWS and "getitem" not in str(n.target)]
     counts = Counter(str(n.target) for n in again)
     return dict(sorted(counts.items()))
+
+
+def describe_restored(nodes: Iterable[fx.Node], halves: Halves) -> list[Recomputed]:
+    """A row for each value of the forward half that backward computes again and reads: not for the steps to it."""
+    again = set(nodes)
+    rows = []
+    for node in [n for n in nodes if n in halves.forward and is_tensor(n) and not _is_free(n)]:
+        if all(user in halves.forward for user in _readers(node)):
+            continue
+        x, steps, sources = value(node), 0, []
+        seen, stack = {node}, [node]
+        while stack:
+            step = stack.pop()
+            if step not in again:
+                sources.append(step)
+                continue
+            steps += not _is_free(step)
+            fresh = [i for i in step.all_input_nodes if i not in seen]
+            seen.update(fresh)
+            stack += fresh
+        shape = tuple(n if isinstance(n, int) else str(n) for n in x.shape)
+        kept = as_it_is(x, "").bytes
+        where, line = module_path(node), source_line(node)
+        labels = tuple(dict.fromkeys(_label(s, halves) for s in sorted(sources)))
+        rows.append(Recomputed(node.name, where, line, shape, dtype_name(x), kept, steps, labels))
+    return rows
+
+
+def _is_free(node: fx.Node) -> bool:
+    return node.target in VIEWS or "getitem" in str(node.target)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads it, also through views."""
+    for user in node.users:
+        if _is_free(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _label(node: fx.Node, halves: Halves) -> str:
+    if node in halves.static:
+        return "parameters"
+    form = halves.forms.get(node)
+    return f"{node.name} ({form.name(value(node))})" if form is not None and is_tensor(node) else node.name

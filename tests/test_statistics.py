@@ -169,6 +169,33 @@ def test_what_is_not_finite_is_left_out_and_counted():
     assert "1 of 3 executions were not finite" in str(watched.statistics)
 
 
+def test_casts_take_turns():
+    """One in three executions of each is measured, until all have been measured twice; the figures are the same."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)), torch.randn(16, 32)
+    at_once = fp8compile.watch(model, steps=1, options=ALL)
+    at_once(x).sum().backward()
+    watched = fp8compile.watch(model, steps=2, every=3, options=ALL)
+    measured = []
+    for _ in range(9):
+        watched(x).sum().backward()
+        measured.append(sum(row.steps for row in watched.statistics.rows()))
+    rows = watched.statistics.rows()
+    assert {row.steps for row in rows} == {2}
+    assert 0 < measured[0] < measured[1] < measured[2] == len(rows)
+    assert measured[5] == measured[8] == 2 * len(rows)
+    key = lambda row: (row.path, row.role, row.side)  # noqa: E731
+    for a, b in zip(sorted(rows, key=key), sorted(at_once.statistics.rows(), key=key), strict=True):
+        assert (key(a), a.amax) == (key(b), b.amax)
+        assert a.sqnr == pytest.approx(b.sqnr, abs=1e-3)
+
+
+@pytest.mark.parametrize(("steps", "every"), [(0, 1), (1, 0)])
+def test_counts_below_one_are_refused(steps: int, every: int):
+    with pytest.raises(fp8compile.errors.OptionError, match="counts from 1"):
+        fp8compile.watch(torch.nn.Linear(2, 2), steps=steps, every=every)
+
+
 @pytest.mark.parametrize("name", ["llama", "checkpoint", "shared_module"])
 def test_every_operand_is_measured_once_a_step(name: str):
     case = ZOO[name]()

@@ -13,7 +13,7 @@ from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
 from fp8compile.plan import Operand, Plan, plans_from_json
 
-TABLES = ("matmuls", "saved", "kernels", "losses", "states", "updates")
+TABLES = ("matmuls", "saved", "recomputed", "kernels", "losses", "states", "updates")
 
 
 @dataclass
@@ -33,9 +33,10 @@ class Explanation:
         return totals(self.plans)
 
     def rows(self, table: str = "matmuls") -> list[dict[str, Any]]:
-        """One flat dictionary for each row of a `table`: matmuls, saved (tensors), kernels, losses (with large logits),
-        states (of an optimizer), updates (parameters that are updated together).
+        """One flat dictionary for each row of a `table`.
 
+        matmuls; saved: tensors kept for backward; recomputed: values that backward computes again; kernels; losses:
+        those with large logits; states: of an optimizer; updates: parameters that are updated together.
         `graph` is the index of its plan. Matmuls also have `flops`, saved tensors `bytes_before`.
         """
         if table not in TABLES:
@@ -76,7 +77,7 @@ def _rows(plan: Plan, table: str) -> Iterator[dict[str, Any]]:
         for row in plan.saved:
             yield {**_joined(asdict(row)), "bytes_before": bytes_before(row, plan)}
     else:
-        for row in getattr(plan, table):
+        for row in plan.restored if table == "recomputed" else getattr(plan, table):
             yield _joined(asdict(row))
 
 

@@ -42,6 +42,11 @@ def saved_groups(plan: Plan) -> list[Layers]:
     return _grouped(plan.saved, _saved_key, lambda row: 0)
 
 
+def restored_groups(plan: Plan) -> list[Layers]:
+    """The values that backward computes again, by module."""
+    return _grouped(plan.restored, lambda r: (r.shape, r.dtype, r.operators, len(r.sources)), lambda row: 0)
+
+
 def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
     """Equal kernels of one half as one, with their count; the largest traffic first."""
     counts = Counter((k.half, k.name) for k in plan.kernels)

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from fp8compile.insight import text
-from fp8compile.insight.grouping import Layers, kernel_groups, matmul_groups, saved_groups, state_groups
+from fp8compile.insight.grouping import (
+    Layers,
+    kernel_groups,
+    matmul_groups,
+    restored_groups,
+    saved_groups,
+    state_groups,
+)
 from fp8compile.insight.totals import bytes_before, totals
 from fp8compile.plan import FP8, Plan
 
@@ -27,7 +34,7 @@ def explanation_html(plans: Sequence[Plan]) -> str:
 def _plan(plan: Plan, index: int, count: int) -> str:
     prefix = f"graph {index}: " if count > 1 else ""
     title = f"<h4>{escape(f'{prefix}{plan.graph}, recipe {plan.recipe}, {plan.device}')}</h4>"
-    tables = _matmuls(plan) + _saved(plan) + _kernels(plan) + _states(plan)
+    tables = _matmuls(plan) + _saved(plan) + _restored(plan) + _kernels(plan) + _states(plan)
     return title + _lines(text.summary(totals([plan]))) + tables
 
 
@@ -64,6 +71,17 @@ def _saved(plan: Plan) -> str:
             cells = ["", text.value(row) + times, row.form, before, after, row.reason]
             rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
     return _table(["saved for backward", "", "as", "before", "after", "reason"], rows)
+
+
+def _restored(plan: Plan) -> str:
+    rows = []
+    for group in restored_groups(plan):
+        rows.append(_heading(group, 4))
+        for row, count in group.rows:
+            times = f" ×{count}" if count > 1 else ""
+            cells = ["", text.value(row) + times, text.size(row.bytes), ", ".join(row.sources)]
+            rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
+    return _table(["computed again", "", "instead of", "from"], rows)
 
 
 def _kernels(plan: Plan) -> str:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from fp8compile.insight.grouping import Layers, kernel_groups, matmul_groups, saved_groups, state_groups
+from fp8compile.insight.grouping import (
+    Layers,
+    kernel_groups,
+    matmul_groups,
+    restored_groups,
+    saved_groups,
+    state_groups,
+)
 from fp8compile.insight.totals import Totals, bytes_before, totals
-from fp8compile.plan import FP8, Loss, Matmul, Plan, Saved
+from fp8compile.plan import FP8, Loss, Matmul, Plan, Recomputed, Saved
 from fp8compile.statistics import ALTERNATIVES, Row
 
 WIDTH = 120
@@ -28,7 +35,7 @@ def plan_text(plan: Plan, prefix: str = "") -> str:
     """Totals and tables of one graph, ending in a newline."""
     title = " · ".join(x for x in (f"{prefix}{plan.graph}", f"recipe {plan.recipe}", plan.device) if x)
     lines = [_cut(title), *summary(totals([plan]))]
-    tables = (_matmuls(plan), _saved(plan), _kernels(plan), _states(plan), _updates(plan))
+    tables = (_matmuls(plan), _saved(plan), _restored(plan), _kernels(plan), _states(plan), _updates(plan))
     for table in tables:
         body = list(table)
         lines += ["", *body] if body else []
@@ -166,7 +173,20 @@ def _saved(plan: Plan) -> Iterator[str]:
             yield _cut(f"    {name:<{widths[0]}}  {row.form:<{widths[1]}}  {change:<22}  {row.reason}")
 
 
-def value(row: Saved) -> str:
+def _restored(plan: Plan) -> Iterator[str]:
+    groups = restored_groups(plan)
+    if not groups:
+        return
+    width = max(len(value(row)) for group in groups for row, _ in group.rows)
+    yield _cut(f"    {'computed again':<{width}}  {'instead of':<11}  from")
+    for group in groups:
+        yield _heading(group)
+        for row, count in group.rows:
+            name = value(row) + (f" ×{count}" if count > 1 else "")
+            yield _cut(f"    {name:<{width}}  {size(row.bytes * count):<11}  {', '.join(row.sources)}")
+
+
+def value(row: Saved | Recomputed) -> str:
     """ "bfloat16[64, 128]": what the model computes."""
     return f"{row.dtype}[{', '.join(map(str, row.shape))}]"
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fp8compile import plans, statistics
+from fp8compile.errors import OptionError
 from fp8compile.insight.dry_run import uncompiled
 from fp8compile.statistics import Statistics
 
@@ -21,8 +22,8 @@ class Watched:
     Train with it for some steps, as with the model itself; the numbers are the same. `statistics` says what was seen.
     """
 
-    def __init__(self, model: Callable[..., Any], steps: int, options: Mapping[str, Any]):
-        self.statistics: Statistics = statistics.start(f"watch{next(_numbers)}", steps)
+    def __init__(self, model: Callable[..., Any], steps: int, every: int, options: Mapping[str, Any]):
+        self.statistics: Statistics = statistics.start(f"watch{next(_numbers)}", steps, every)
         chosen: dict[str, Any] = {**options, "schedule": None, "watch": self.statistics.name}
         self._compiled = torch.compile(model, backend="fp8", options=chosen)
 
@@ -34,11 +35,17 @@ class Watched:
         return output
 
 
-def watch(model: Callable[..., Any], steps: int = 10, options: Mapping[str, Any] | None = None) -> Watched:
+def watch(
+    model: Callable[..., Any], steps: int = 10, every: int = 1, options: Mapping[str, Any] | None = None
+) -> Watched:
     """The `Watched` form of `model`, which measures each cast `steps` times, forward and backward.
 
     model: a model, or a compiled one (then `options` are its own, unless given). It is compiled anew, with the
     operators that measure; `model` itself stays as fast as it was, so go back to it afterwards.
+    every: measure a cast in one of so many steps only, the casts taking turns: watching then takes `every` times as
+    many steps, and each of them little longer than usual. Raises `OptionError` for numbers below 1.
     """
+    if steps < 1 or every < 1:
+        raise OptionError(f"watch: steps and every are counts from 1, not {steps} and {every}")
     original, known = uncompiled(model)
-    return Watched(original, steps, known if options is None else options)
+    return Watched(original, steps, every, known if options is None else options)

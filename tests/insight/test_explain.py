@@ -192,6 +192,38 @@ def test_states_that_only_a_real_step_tells_are_refused():
         fp8compile.explain(Lion([torch.nn.Parameter(torch.randn(4))], {}).step)
 
 
+class Gated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(64)
+        self.gate, self.up, self.down = (
+            torch.nn.Linear(a, b, bias=False) for a, b in ((64, 128), (64, 128), (128, 64))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_what_backward_computes_again_says_from_what():
+    """The product of gate and up from both of them, the norm's output from its input; sources are what is kept."""
+    torch.manual_seed(0)
+    model = Gated().bfloat16()
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    explanation = fp8compile.explain(model, x, options={**ALL, "save_min_bytes": 0})
+    rows = {row["shape"]: row for row in explanation.rows("recomputed") if row["dtype"] == "bfloat16"}
+    saved = {row["node"] for row in explanation.rows("saved")}
+    product, normed = rows["32, 128"], rows["32, 64"]
+    assert product["sources"].count("e4m3 group(128)") == 2
+    assert product["bytes"] == 2 * 32 * 128
+    assert "parameters" in normed["sources"]
+    assert {name.split(" ")[0] for name in product["sources"].split(", ")} <= saved
+    assert "computed again" in str(explanation)
+    assert "computed again" in explanation._repr_html_()
+    with torch.no_grad():
+        assert fp8compile.explain(model, x, options=ALL).rows("recomputed") == []
+
+
 def test_a_loss_that_is_no_scalar_is_refused():
     with pytest.raises(Fp8Error, match="the loss must be a scalar"):
         fp8compile.explain(mlp(), batch(), loss=lambda out: out, options=ALL)
