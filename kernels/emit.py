@@ -2,9 +2,9 @@
 
 A part becomes a function of its program's number: the tile it owns, what is the same for all its tiles, and a walk down
 the rows. Where rows are wider than a tile and reduced, a program sweeps over the tiles of its rows several times: once
-for each reduction that another one needs, and once to store. Sizes and strides that are numbers stand in the source as
-numbers; a mask stands only where divisibility cannot be proven. The helpers a kernel calls (`kernels/emit_helpers.py`)
-are written into its file, so that the file needs nothing but Triton.
+for each reduction that another one needs, and once to store. Here is the order of all this, and what is stored; where
+elements lie and how values are computed are `kernels/emit_tile.py` and `emit_values.py`. The helpers a kernel calls
+(`kernels/emit_helpers.py`) are written into its file, so that the file needs nothing but Triton.
 
 Two targets: "cuda", and "interpreter", which cannot run inline assembly or libdevice.
 """
@@ -12,30 +12,12 @@ Two targets: "cuda", and "interpreter", which cannot run inline assembly or libd
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 
-from fp8compile.formats import FORMATS, ceil_div, round_up
-from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.emit_helpers import HELPERS, NEEDS
-from fp8compile.kernels.expressions import EXPRESSIONS
-from fp8compile.kernels.ranges import is_normal, is_within
-from fp8compile.kernels.schedule import Schedule, Tiling
-from fp8compile.kernels.spec import (
-    COLUMN,
-    ELEMENT,
-    NUMBER,
-    PARTIALS,
-    ROW_REDUCTIONS,
-    Digits,
-    Extent,
-    Part,
-    Region,
-    Size,
-    Store,
-    Value,
-)  # fmt: skip
-
-INT32_MAX = 2**31 - 1
+from fp8compile.kernels.emit_tile import INT32_MAX
+from fp8compile.kernels.emit_values import Values
+from fp8compile.kernels.schedule import Schedule
+from fp8compile.kernels.spec import COLUMN, ELEMENT, NUMBER, PARTIALS, ROW_REDUCTIONS, Extent, Region, Store, Value
 
 
 def kernel_source(region: Region, schedule: Schedule, name: str, target: str) -> str:
@@ -80,37 +62,15 @@ def _dispatch(region: Region, schedule: Schedule, name: str, parts: list[_Emitte
     return "\n".join(lines)
 
 
-@dataclass
-class _Emitter:
+class _Emitter(Values):
     """Writes one part."""
 
-    region: Region
-    part: Part
-    tiling: Tiling
-    target: str
-    stages: int = 1
-    helpers: dict[str, None] = field(default_factory=dict)
-
     def __post_init__(self) -> None:
-        part, tiling = self.part, self.tiling
-        self.rows_covered, self.cols_covered = schedules.extent(part)
-        rows = self.rows_covered
-        self.row_blocks = max(1, ceil_div(rows, tiling.block_rows)) if isinstance(rows, int) else None
-        self.loops = self.row_blocks is None or self.row_blocks > tiling.row_programs
-        single = len(self.region.parts) == 1
-        used = sorted({f"x{i.tensor}" for i in part.inputs}) + sorted({f"y{s.buffer}" for s in part.stores})
-        sizes = Region((part,), ()).sizes
-        self.arguments = arguments(self.region) if single else [*sorted(used, key=_by_number), *sizes]
-        self.single = single
-        self.before: list[str] = []
-        self.body: list[str] = []
-        self.after: list[str] = []
-        self.levels = part.levels
-        self.sweeps = tiling.sweeps
-        self.tile: list[str] = [] if self.sweeps else self.body  # what is done for each tile of a row
-        self.axes: set[str] = set()  # index vectors that stand in the source
-        self.done: set[int] = set()  # values that do
-        self.in_tile: set[int] = set()  # of these, the ones that the current sweep computed
+        super().__post_init__()
+        self.single = len(self.region.parts) == 1
+        used = sorted({f"x{i.tensor}" for i in self.part.inputs}) + sorted({f"y{s.buffer}" for s in self.part.stores})
+        sizes = Region((self.part,), ()).sizes
+        self.arguments = arguments(self.region) if self.single else [*sorted(used, key=_by_number), *sizes]
 
     # ---- the whole function -------------------------------------------------------------------------------------
 
@@ -201,253 +161,6 @@ class _Emitter:
         multiple = max((s.row_multiple for s in self.part.stores), default=1)
         rows = f"tl.cdiv({self.part.rows}, {multiple}) * {multiple}" if multiple > 1 else str(self.part.rows)
         return f"tl.cdiv({rows}, {self.tiling.block_rows})"
-
-    # ---- index vectors and masks --------------------------------------------------------------------------------
-
-    def _axis(self, dim: int, step: int, across: bool = False) -> str:
-        """The name of the vector of row (dim 0) or column (dim 1) numbers, in groups of `step`, of this tile.
-
-        Rows lie along the tile's first dimension and columns along its second; `across` turns that round.
-        """
-        name = ("rows", "cols")[dim] + (f"_by_{step}" if step > 1 else "") + ("_t" if across else "")
-        if name not in self.axes:
-            self.axes.add(name)
-            block = (self.tiling.block_rows, self.tiling.block_cols)[dim] // step
-            shape = "[None, :]" if (dim == 1) != across else "[:, None]"
-            arange = f"tl.arange(0, {block}){shape}"
-            if dim == 0:
-                self.body.append(f"{name} = row_block * {block} + {arange}")
-            else:
-                start = f"col_block * {block} + " if self.tiling.col_blocks > 1 else ""
-                (self.tile if self.sweeps else self.before).append(f"{name} = {start}{arange}")
-        return name
-
-    def _mask(self, extent: Extent, across: bool = False, multiples: tuple[int, int] = (1, 1)) -> str:
-        """The condition under which an element of this extent exists ("" if always), or is a zero appended to fill up
-        `multiples` of rows and columns."""
-        terms = []
-        for dim, step in enumerate(extent):
-            limit = self._limit(dim, step, multiples[dim]) if step else ""
-            if limit:
-                terms.append(f"({self._axis(dim, step, across)} < {limit})")
-        return " & ".join(terms)
-
-    def _limit(self, dim: int, step: int, multiple: int) -> str:
-        """How many rows or columns, in groups of `step`, there are; "" if all that the tiles cover are."""
-        block = (self.tiling.block_rows, self.tiling.block_cols)[dim]
-        total: Size = (self.part.rows, self.part.cols)[dim]
-        if isinstance(total, str):
-            if all(self.part.row_divisor % n == 0 for n in (block, *(s.row_multiple for s in self.part.stores))):
-                return ""
-            padded = f"(tl.cdiv({total}, {multiple}) * {multiple})" if multiple > 1 else total
-            return padded if step == 1 else f"tl.cdiv({padded}, {step})"
-        blocks = self.row_blocks if dim == 0 else self.tiling.col_blocks
-        limit = ceil_div(round_up(total, multiple), step)
-        return "" if blocks is not None and limit * step == blocks * block else str(limit)
-
-    def _index(self, axis: str, digits: Digits, wide: bool) -> list[str]:
-        """Terms of Σ digit · stride for the number in vector `axis`."""
-        if wide and digits:
-            axis = f"{axis}.to(tl.int64)"
-        terms, inner = [], []
-        for n, (size, stride) in enumerate(reversed(digits)):
-            outermost = n == len(digits) - 1
-            if stride != 0:
-                digit = axis if not inner else f"({axis} // {_product(inner)})"
-                if not outermost:
-                    digit = f"({digit} % {size})"
-                terms.append(digit if stride == 1 else f"{digit} * {stride}")
-            inner.append(size)
-        return terms[::-1]
-
-    # ---- values -------------------------------------------------------------------------------------------------
-
-    def _value(self, i: int) -> str:
-        """The name of value `i`, written where it is needed first."""
-        if i not in self.done:
-            line = f"v{i} = {self._text(i, self.part.values[i])}"
-            self.done.add(i)
-            if self.part.extents[i][1] and self.sweeps:
-                self.in_tile.add(i)
-            self._lines_of(i).append(line)
-        return f"v{i}"
-
-    def _lines_of(self, i: int) -> list[str]:
-        """Where value `i` is computed: for each tile, for each row, or once."""
-        extent = self.part.extents[i]
-        if extent[1] and self.sweeps:
-            return self.tile
-        same_for_all_tiles = extent[0] == 0 and self.levels[i] == 0 and self.loops
-        return self.before if same_for_all_tiles else self.body
-
-    def _text(self, i: int, value: Value) -> str:
-        if value.op == "constant":
-            return _literal(value.params[0])
-        if value.op == "load":
-            return self._load(value)
-        if value.op == "load_max":
-            return self._load_max(value)
-        if value.op == "random":
-            return self._random(value)
-        if value.op in ROW_REDUCTIONS:
-            text, _, _, total = self._reduction(value)
-            return total.format(text)
-        if value.op in ("group_amax", "col_group_amax", "block_amax"):
-            return self._group_reduction(value)
-        if value.op == "quantize":
-            return self._quantize(i, value)
-        if value.op == "div" and is_normal(self.part.values, value.args[1]):
-            self._use("fast_div")
-            return f"fast_div({', '.join(self._operand(a, self.part.extents[i]) for a in value.args)})"
-        extent = self.part.extents[i]
-        expression = EXPRESSIONS[value.op]
-        args = [self._operand(a, extent) for a in value.args]
-        text = (self.target == "interpreter" and expression.interpreted) or expression.triton
-        if expression.helper:
-            helper = expression.helper.format(p0=value.params[0] if value.params else "")
-            self._use(helper)
-        for helper in ("_maximum", "_minimum"):
-            if helper in text:
-                self._use(helper)
-        names = {f"p{n}": p for n, p in enumerate(value.params)}
-        if value.params and value.params[0] in FORMATS:
-            names["p_max"] = FORMATS[value.params[0]].max
-        return text.format(*args, **names)
-
-    def _quantize(self, i: int, value: Value) -> str:
-        """The payload. Where several elements share a scale, its inverse is taken once."""
-        extent = self.part.extents[i]
-        x, scale = (self._operand(a, extent) for a in value.args)
-        if self.part.extents[value.args[1]] == ELEMENT:
-            divided = f"tl.div_rn({x}, {scale})"
-        else:
-            helper = "quotient_within" if is_within(self.part.values, i) else "quotient"
-            self._use(helper)
-            divided = f"{helper}({x}, {scale}, {self._inverse(value.args[1], extent)})"
-        rows, cols = self._shape(extent)
-        few = rows * cols < 4 and self.target != "interpreter"  # the packed conversion takes four at a time
-        cast = f"to_{value.params[0]}{'_singly' if few else ''}"
-        self._use(cast)
-        return f"{cast}({divided})"
-
-    def _inverse(self, i: int, extent: Extent) -> str:
-        """1 / value `i`, repeated along its groups."""
-        name = f"inverse{i}"
-        lines = self._lines_of(i)
-        line = f"{name} = tl.div_rn(1.0, v{i})"
-        if line not in lines:
-            lines.append(line)
-        return self._spread(name, self.part.extents[i], extent)
-
-    def _holds_wide_rows(self) -> bool:
-        """Whether a program holds so much of whole rows that registers are what it runs out of."""
-        wide = self.tiling.block_cols * sum(i.extent == ELEMENT for i in self.part.inputs) > 16384
-        return any(self.levels) and wide and not self.sweeps
-
-    def _use(self, helper: str) -> None:
-        self.helpers[helper] = None
-
-    def _operand(self, i: int, extent: Extent) -> str:
-        """Value `i` repeated along groups where its own are coarser; what does not vary broadcasts by itself."""
-        return self._spread(self._value(i), self.part.extents[i], extent)
-
-    def _spread(self, text: str, have: Extent, extent: Extent) -> str:
-        shape = self._shape(have)
-        for dim, want in enumerate(extent):
-            step = have[dim]
-            if step > 1 and step != want:
-                times = step // want
-                inner = "[:, None, :]" if dim == 0 else "[:, :, None]"
-                grown = [shape[0], times, shape[1]] if dim == 0 else [shape[0], shape[1], times]
-                shape[dim] *= times
-                text = f"tl.reshape(tl.broadcast_to({text}{inner}, {grown}), {shape})"
-        return text
-
-    def _shape(self, extent: Extent) -> list[int]:
-        blocks = (self.tiling.block_rows, self.tiling.block_cols)
-        return [blocks[d] // extent[d] if extent[d] else 1 for d in (0, 1)]
-
-    def _load(self, value: Value) -> str:
-        spec = self.part.inputs[value.params[0]]
-        extent = spec.extent
-        terms = [str(spec.offset)] if spec.offset else []
-        for dim, digits in enumerate((spec.rows, spec.cols)):
-            if extent[dim]:
-                digits = digits[:-1] if extent[dim] > 1 else digits
-                terms += self._index(self._axis(dim, extent[dim]), digits, self._is_wide(digits))
-        mask = self._mask(extent)
-        pointer = f"x{spec.tensor} + {' + '.join(terms)}" if terms else f"x{spec.tensor}"
-        other = f", mask={mask}, other={'0.0' if 'float' in spec.dtype else '0'}" if mask else ""
-        text = f"tl.load({pointer}{other})"
-        if spec.dtype == "bool":
-            return f"{text} != 0"
-        return text if "int" in spec.dtype or spec.dtype == "float32" else f"{text}.to(tl.float32)"
-
-    def _is_wide(self, digits: Digits) -> bool:
-        reach = 0
-        for size, stride in digits:
-            if isinstance(stride, str) or (isinstance(size, str) and stride != 0):
-                return True
-            reach += (int(size) - 1) * stride if stride else 0
-        return reach > INT32_MAX
-
-    def _load_max(self, value: Value) -> str:
-        spec = self.part.inputs[value.params[0]]
-        count = int(spec.cols[0][0])
-        self._use("magnitude")
-        span = schedules.power_of_two(count)
-        mask = f", mask=tl.arange(0, {span}) < {count}, other=0.0" if span != count else ""
-        load = f"tl.load(x{spec.tensor} + tl.arange(0, {span}){mask})"
-        return f"tl.max(magnitude({load}), 0).to(tl.float32, bitcast=True)"
-
-    def _random(self, value: Value) -> str:
-        rows, cols = value.params
-        terms = self._index(self._axis(0, 1), rows, False) + self._index(self._axis(1, 1), cols, False)
-        return f"tl.rand({self._value(value.args[0])}, ({' + '.join(terms)}).to(tl.uint32))"
-
-    def _full(self, i: int, fill: str) -> str:
-        """Value `i` over the whole tile, with `fill` beyond the last row and column."""
-        text = self._operand(i, ELEMENT)
-        if self.part.extents[i][1] == 0 or self.part.extents[i][0] == 0:
-            text = f"tl.broadcast_to({text}, {self._shape(ELEMENT)})"
-        mask = self._mask(ELEMENT)
-        return f"tl.where({mask}, {text}, {fill})" if mask else text
-
-    def _reduction(self, value: Value) -> tuple[str, str, str, str]:
-        """Of a row reduction: what to reduce, its neutral element in the shape of a tile, how two tiles are joined,
-        and how one is reduced along its rows. Maxima are taken of integers, which do not lose a nan."""
-        i, shape = value.args[0], self._shape(ELEMENT)
-        if value.op == "row_sum":
-            return self._full(i, "0.0"), f"tl.zeros({shape}, tl.float32)", "{} + {}", "tl.sum({}, 1, keep_dims=True)"
-        if value.op == "row_amax":
-            self._use("magnitude")
-            total = "tl.max({}, 1, keep_dims=True).to(tl.float32, bitcast=True)"
-            return f"magnitude({self._full(i, '0.0')})", f"tl.zeros({shape}, tl.int32)", "tl.maximum({}, {})", total
-        self._use("ordered")
-        self._use("from_ordered")
-        word, sign = ("max", "-") if value.op == "row_max" else ("min", "")
-        first, last = ("0x7FFFFFFF", "-0x7FFFFFFF") if word == "max" else ("-0x7FFFFFFF", "0x7FFFFFFF")
-        full = self._full(i, f'float("{sign}inf")')
-        return (
-            f"ordered({full}, {first})",
-            f"tl.full({shape}, {last}, tl.int32)",
-            f"tl.{word}imum({{}}, {{}})",
-            f"from_ordered(tl.{word}({{}}, 1, keep_dims=True))",
-        )
-
-    def _group_reduction(self, value: Value) -> str:
-        self._use("magnitude")
-        size = value.params[0]
-        rows, cols = self._shape(ELEMENT)
-        bits = f"magnitude({self._full(value.args[0], '0.0')})"
-        if value.op == "group_amax":
-            text = f"tl.max(tl.reshape({bits}, [{rows}, {cols // size}, {size}]), 2)"
-        elif value.op == "col_group_amax":
-            text = f"tl.max(tl.reshape({bits}, [{rows // size}, {size}, {cols}]), 1)"
-        else:
-            by_cols = f"tl.max(tl.reshape({bits}, [{rows}, {cols // size}, {size}]), 2)"
-            text = f"tl.max(tl.reshape({by_cols}, [{rows // size}, {size}, {cols // size}]), 1)"
-        return f"{text}.to(tl.float32, bitcast=True)"
 
     # ---- stores -------------------------------------------------------------------------------------------------
 
@@ -553,26 +266,6 @@ class _Emitter:
             f"tl.store(y{store.buffer} + first_row_block * {self.part.cols} + {self._axis(1, 1)}, {total}"
             f"{f', mask={mask}' if mask else ''})"
         )
-
-
-def _product(sizes: list[Size]) -> str:
-    known = 1
-    names = []
-    for size in sizes:
-        if isinstance(size, int):
-            known *= size
-        else:
-            names.append(size)
-    text = " * ".join([*names, *([str(known)] if known > 1 or not names else [])])
-    return f"({text})" if " " in text else text
-
-
-def _literal(x: float | bool) -> str:
-    if isinstance(x, bool):
-        return str(x)
-    if x != x or x in (float("inf"), float("-inf")):
-        return f'float("{x}")'
-    return repr(float(x))
 
 
 def _by_number(name: str) -> tuple[str, int]:
