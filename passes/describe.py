@@ -90,11 +90,10 @@ def describe_recomputed(nodes: Iterable[fx.Node], halves: Halves) -> dict[str, i
     return dict(sorted(counts.items()))
 
 
-def describe_restored(nodes: Iterable[fx.Node], halves: Halves) -> list[Recomputed]:
+def describe_restored(again: set[fx.Node], halves: Halves) -> list[Recomputed]:
     """A row for each value of the forward half that backward computes again and reads: not for the steps to it."""
-    again = set(nodes)
     rows = []
-    for node in [n for n in nodes if n in halves.forward and is_tensor(n) and not _is_free(n)]:
+    for node in sorted(n for n in again if n in halves.forward and is_tensor(n) and not _is_free(n)):
         if all(user in halves.forward for user in _readers(node)):
             continue
         x, steps, sources = value(node), 0, []
