@@ -20,7 +20,7 @@ NOT_NEGATIVE = (
     "row_amax",
     "group_amax",
 )
-MONOTONE = ("row_max", "row_min", "round", "float")
+MONOTONE = ("row_max", "row_min", "float")
 
 
 def least(values: Sequence[Value], i: int) -> float:
@@ -35,7 +35,7 @@ def least(values: Sequence[Value], i: int) -> float:
     if value.op in ("add", "maximum", "minimum"):
         a, b = (least(values, arg) for arg in value.args)
         return {"add": a + b, "maximum": max(a, b), "minimum": min(a, b)}[value.op]
-    if value.op in ("mul", "div", "row_sum") and all(least(values, arg) >= 0 for arg in value.args):
+    if value.op in ("mul", "div", "row_sum", "round") and all(least(values, arg) >= 0 for arg in value.args):
         return 0.0
     return -math.inf
 

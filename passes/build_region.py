@@ -125,6 +125,15 @@ class Builder:
         )
         return part, [self.tensors[t] for t in tensors]
 
+    def stored(self, i: int, cols: Size | None = None) -> int:
+        """Value `i`, which is to be stored element by element. Raises `RefusedError` for one that repeats along rows or
+        columns, as an expanded gradient does: a store has the extent of its value."""
+        part = Part(self.number(self.rows), self.cols, tuple(self._inputs), tuple(self._values), ())
+        sizes = (self.rows, self.cols if cols is None else cols)
+        if any(step != 1 and size != 1 for step, size in zip(part.extents[i], sizes, strict=True)):
+            raise RefusedError("it repeats along rows or columns")
+        return i
+
     def _needed(self) -> list[int]:
         found: set[int] = set()
         stack = [s.store.value for s in self.sinks]

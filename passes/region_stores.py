@@ -39,7 +39,7 @@ def sink_of(builder: Builder, node: fx.Node) -> Sink:
 def _payload(builder: Builder, node: fx.Node) -> Sink:
     source, scale, fmt = node.args[:3]
     layout = CastLayout.of(node)
-    x = builder.evaluate(source, builder.everything)  # type: ignore[arg-type]
+    x = builder.stored(builder.evaluate(source, builder.everything))  # type: ignore[arg-type]
     where = builder.stat_access(source, layout)  # type: ignore[arg-type]
     s = builder.evaluate(scale, where)  # type: ignore[arg-type]
     i = builder.op("quantize", x, s, params=(fmt,))
@@ -73,10 +73,10 @@ def store_value(builder: Builder, node: fx.Node) -> Sink:
         return _statistic(builder, node)
     total = fusible.elements(node)
     if same(total, builder.rows * builder.cols):
-        i = builder.evaluate(node, builder.everything)
+        i = builder.stored(builder.evaluate(node, builder.everything))
         return Sink(node, Store(0, i, builder.cols), buffer)
     if same(total, builder.rows):
-        i = builder.evaluate(node, builder.each_row)
+        i = builder.stored(builder.evaluate(node, builder.each_row), cols=1)
         return Sink(node, Store(0, i), buffer)
     raise RefusedError("it is neither of the region's size nor of its rows")
 

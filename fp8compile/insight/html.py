@@ -69,7 +69,7 @@ def _saved(plan: Plan) -> str:
             times = f" ×{count}" if count > 1 else ""
             before, after = text.size(bytes_before(row, plan)), text.size(row.bytes)
             cells = ["", text.value(row) + times, row.form, before, after, row.reason]
-            rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
+            rows.append(_line(cells))
     return _table(["saved for backward", "", "as", "before", "after", "reason"], rows)
 
 
@@ -80,7 +80,7 @@ def _restored(plan: Plan) -> str:
         for row, count in group.rows:
             times = f" ×{count}" if count > 1 else ""
             cells = ["", text.value(row) + times, text.size(row.bytes), ", ".join(row.sources)]
-            rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
+            rows.append(_line(cells))
     return _table(["computed again", "", "instead of", "from"], rows)
 
 
@@ -88,7 +88,7 @@ def _kernels(plan: Plan) -> str:
     rows = []
     for kernel, count in kernel_groups(plan):
         cells = [kernel.name, kernel.half, str(count), text.size(kernel.moved), ", ".join(kernel.operations)]
-        rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
+        rows.append(_line(cells))
     return _table(["kernel", "half", "count", "bytes each", "operations"], rows)
 
 
@@ -97,8 +97,12 @@ def _states(plan: Plan) -> str:
     for g in state_groups(plan):
         form = g.first.format or g.first.dtype
         cells = [g.first.name, str(g.count), form, text.size(g.before), text.size(g.after), g.first.reason]
-        rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
+        rows.append(_line(cells))
     return _table(["state of the optimizer", "count", "as", "before", "after", "reason"], rows)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
 
 
 def _table(titles: Sequence[str], rows: Sequence[str]) -> str:

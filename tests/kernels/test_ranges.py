@@ -23,6 +23,11 @@ CASES = [
     ("|x| · exp(y)", (Value("abs", (0,)), Value("exp", (1,)), Value("mul", (2, 3))), 0.0),
     ("max(x, 1)", (CONSTANT_ONE, Value("maximum", (0, 2))), 1.0),
     ("min(|x|, 1)", (Value("abs", (0,)), CONSTANT_ONE, Value("minimum", (2, 3))), 0.0),
+    (
+        "FP16 of exp(x) + 1e-9",
+        (Value("exp", (0,)), Value("constant", (), (1e-9,)), Value("add", (2, 3)), Value("round", (4,), ("float16",))),
+        0.0,
+    ),
     ("x - |y|", (Value("abs", (1,)), Value("sub", (0, 2))), -math.inf),
     (
         "1 + |x| / x²",
