@@ -99,10 +99,10 @@ class Bounds(Evaluation):
         return passed + torch.where(out.isfinite(), own, 0.0)
 
     def _unrounded(self, i: int, op: str, extent: tuple[int, int]) -> Tensor | float:
-        """On a GPU a product that is added may stay unrounded."""
+        """On a GPU a product that is added may stay unrounded (so may its absolute value: |x·x| is x·x)."""
         if not self.on_gpu or op not in ("add", "sub"):
             return 0.0
-        while self.part.values[i].op in ("neg", "float"):
+        while self.part.values[i].op in ("neg", "abs", "float"):
             i = self.part.values[i].args[0]
         if self.part.values[i].op != "mul":
             return 0.0
