@@ -58,6 +58,7 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, options: Options) -> Plan:
     optim.prepare_optimizer(opt, options.states if not known else None)
     if optim.convert_states(opt) or not known:
         InstructionTranslator.current_tx().speculation_log.clear()  # the next trace may take another path
+        gm._buffers.clear()  # Dynamo keeps this graph as long as the optimizer lives: the plain states go now
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8")
     _warn_of_rounding(opt)
     refuse_view_writes.run(gm)

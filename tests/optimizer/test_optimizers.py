@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from optimizers import OPTIMIZERS, Lion, Simulated, compiled, formats, make_parameters, set_gradients, twins
@@ -82,6 +85,23 @@ def test_states_made_while_stepping_become_eight_bit_at_the_second_step(name):
 def test_a_changing_rate_compiles_once_more_and_no_more(name, foreach):
     *_, compilations = run(name, None, steps=5, foreach=foreach)
     assert len(compilations) <= 2 + (name == "sgd")  # its momentum is made by the first step
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
+def test_plain_states_are_gone_once_they_are_eight_bit_ones(name):
+    make, arguments = OPTIMIZERS[name]
+    opt, mine, *_ = twins(make, arguments)
+    set_gradients(mine, 0)
+    opt.step()
+    plain = [weakref.ref(x) for p in mine for x in opt.state[p].values() if isinstance(x, Tensor) and x.dim()]
+    step, _ = compiled(opt)
+    for _ in range(2):
+        step()
+    assert formats(opt, mine[0])
+    converted = {id(x) for p in mine for x in opt.state[p].values()}
+    gc.collect()
+    assert plain
+    assert all(x() is None or id(x()) in converted for x in plain)  # small ones stay as they are
 
 
 def test_first_step_from_zero_states():
