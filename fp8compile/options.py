@@ -40,6 +40,8 @@ class Options:
     lm_head: convert the output head as well.
     chunk_loss: compute an output head and its cross-entropy in chunks of rows, so that all logits never exist: "auto"
         where they are large, True wherever it can be, False nowhere, or how many rows a chunk has at most.
+    fold_masks: an attention mask that no input takes part in, and that is causal or lets everything through, is not
+        made; attention is told instead.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
     save: how activations are kept for backward: "fp8" (payload and scales in groups of up to 128 features),
         "fp8_with_qk" (queries and keys of attention too, which are in an exponent), "bf16" (as they are), or a mapping
@@ -67,6 +69,7 @@ class Options:
     skip: tuple[str, ...] = ()
     lm_head: bool = False
     chunk_loss: str | bool | int = "auto"
+    fold_masks: bool = True
     executor: str = "inductor"
     save: tuple[tuple[str, str], ...] = (("*", "fp8"),)
     save_min_bytes: int = 2**20
@@ -141,7 +144,7 @@ class Options:
             raise OptionError(f"option 'save_min_bytes' is a number of bytes, not {self.save_min_bytes!r}")
         _check_budget(self.activation_budget)
         _check_chunks(self.chunk_loss)
-        for name in ("lm_head", "strict", "verify"):
+        for name in ("lm_head", "fold_masks", "strict", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name!r} is True or False, not {getattr(self, name)!r}")
 

@@ -110,6 +110,17 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Mask:
+    """An attention mask that is not made, as attention knows what it says (`kind`): "causal" or "everything"."""
+
+    node: str
+    path: str
+    source: str
+    shape: tuple[int, ...]
+    kind: str
+
+
+@dataclass(frozen=True)
 class Recomputed:
     """One value of the forward half that the backward half reads and computes again, instead of keeping it.
 
@@ -190,7 +201,7 @@ class Plan:
     each operator the backward half computes again; `restored`: which values it gets in that way.
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
     backward when it is first needed). `states`: those of an optimizer.
-    `losses`: what became of cross-entropies with large logits.
+    `losses`: what became of cross-entropies with large logits. `masks`: those of attention that are not made.
     `hints`: symbolic sizes of rows → what they were when this was compiled.
     """
 
@@ -205,6 +216,7 @@ class Plan:
     halves: dict[str, Lowered] = field(default_factory=dict)
     states: list[State] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
     hints: dict[str, int] = field(default_factory=dict)
 
     def row(self, node: str) -> Matmul | None:
@@ -281,8 +293,10 @@ class Plan:
         saved = [Saved(**_with_tuples(row)) for row in data.pop("saved")]
         states = [State(**_with_tuples(row)) for row in data.pop("states")]
         losses = [Loss(**row) for row in data.pop("losses", [])]  # plans of earlier versions have none
+        masks = [Mask(**_with_tuples(row)) for row in data.pop("masks", [])]
         restored = [Recomputed(**_with_tuples(row)) for row in data.pop("restored", [])]
-        return Plan(matmuls=rows, halves=halves, saved=saved, states=states, losses=losses, restored=restored, **data)
+        known = {"matmuls": rows, "halves": halves, "saved": saved, "states": states, "losses": losses, "masks": masks}
+        return Plan(**known, restored=restored, **data)
 
 
 def plans_from_json(text: str) -> list[Plan]:

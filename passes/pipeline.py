@@ -13,6 +13,7 @@ from torch import fx
 from fp8compile.passes import (
     assign_scales,
     attention_layout,
+    attention_masks,
     canonicalize,
     chunk_loss,
     combine_regions,
@@ -48,6 +49,7 @@ class Pass:
 
 PIPELINE = (
     Pass("canonicalize", canonicalize.run, "one form for matmuls and views, so that later passes see one pattern"),
+    Pass("attention_masks", attention_masks.run, "masks that are constants go before anything is planned", always=True),
     Pass("select_matmuls", select_matmuls.run, "decides which matmuls become FP8, with a reason for each"),
     Pass("chunk_loss", chunk_loss.run, "a head that stays BF16 and its loss, in chunks; needs the roles", always=True),
     Pass("attention_layout", attention_layout.run, "attention writes what casts can read, where there are any"),

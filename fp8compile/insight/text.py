@@ -18,6 +18,7 @@ from fp8compile.plan import FP8, Loss, Matmul, Plan, Recomputed, Saved
 from fp8compile.statistics import ALTERNATIVES, Row
 
 WIDTH = 120
+MASKS = {"causal": "attention is causal by a constant mask", "everything": "a constant mask lets everything through"}
 
 
 def explanation_text(plans: Sequence[Plan]) -> str:
@@ -69,6 +70,7 @@ def summary(t: Totals) -> list[str]:
         lines += _labelled("FP8", "a graph without matmuls" if not t.failures else "nothing")
     lines += _labelled("left", *(f"{count}× {reason}" for reason, count in t.left.items()))
     lines += _labelled("loss", *map(loss, t.losses))
+    lines += _labelled("masks", *(f"{n}× {MASKS[kind]}, so none is made" for kind, n in t.masks.items()))
     if t.milliseconds_bf16:
         estimate = f"{t.milliseconds_bf16:.3g} ms in BF16 → {t.milliseconds_decided:.3g} ms as decided, casts counted"
         lines += _labelled("estimated", estimate)

@@ -21,8 +21,9 @@ class Totals:
     left: reasons with counts of what stays in its precision. milliseconds_*: estimates for the matmuls that have them,
     as all-BF16 and as decided. saved_before, saved_after: bytes kept for backward, as the model computes the values and
     in the form that is kept. moved: bytes that generated kernels read and write. losses: cross-entropies with large
-    logits. states, states_8bit, states_before, states_after: those of optimizers, and their bytes as plain tensors and
-    as they are kept. updates: launches that update parameters; updated: parameters that they update.
+    logits. masks: attention masks that are not made, by what they say. states, states_8bit, states_before,
+    states_after: those of optimizers, and their bytes as plain tensors and as they are kept. updates: launches that
+    update parameters; updated: parameters that they update.
     """
 
     graphs: int = 0
@@ -47,6 +48,7 @@ class Totals:
     updates: int = 0
     updated: int = 0
     losses: tuple[Loss, ...] = ()
+    masks: dict[str, int] = field(default_factory=dict)
     failures: tuple[str, ...] = ()
 
     @property
@@ -87,6 +89,7 @@ def totals(plans: Sequence[Plan]) -> Totals:
         updates=len(updates),
         updated=sum(update.parameters for update in updates),
         losses=tuple(row for plan in plans for row in plan.losses),
+        masks=dict(Counter(row.kind for plan in plans for row in plan.masks).most_common()),
         failures=tuple(f for f in failures if f),
     )
 

@@ -103,7 +103,7 @@ def test_dumped_graphs_run_and_compute_what_the_model_does(tmp_path: Path):
     known = {tuple(t.shape): t.detach() for t in (*model.parameters(), x)}
     known[16, 48] = seed
     expected = {tuple(p.shape): p.grad for p in model.parameters()}
-    for name, least in (("00_joint_input", 100.0), ("09_joint_share_casts", 20.0)):
+    for name, least in (("00_joint_input", 100.0), ("10_joint_share_casts", 20.0)):
         file = tmp_path / "graph0" / f"{name}.py"
         graph = fp8compile.load_graph(file)
         assert isinstance(graph, fx.GraphModule)
@@ -201,14 +201,15 @@ def _breaks(c: Compilation) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_failed_pass_says_where_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strict: bool):
     steps = list(pipeline.PIPELINE)
-    steps[6] = dataclasses.replace(steps[6], run=_breaks)
+    broken = JOINT.index("merge_matmuls")
+    steps[broken - 1] = dataclasses.replace(steps[broken - 1], run=_breaks)  # JOINT begins with the input
     monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
     with (
         pytest.raises(Exception, match="no such operator") if strict else pytest.warns(Fp8Warning, match="without FP8")
     ):
         dumped(tmp_path, strict=strict)
     index = json.loads((tmp_path / "index.json").read_text())
-    assert names(index, "joint") == [*JOINT[:7], "merge_matmuls_failed"]
+    assert names(index, "joint") == [*JOINT[:broken], "merge_matmuls_failed"]
     (failure,) = index["graphs"]["graph0"]["failures"]
     assert (failure["half"], failure["step"]) == ("joint", "merge_matmuls")
     trace = (tmp_path / "graph0" / failure["file"]).read_text()
@@ -251,7 +252,7 @@ def test_the_difference_of_two_stages(tmp_path: Path):
     assert "-%addmm: bf16[16, 64] = addmm(" in text
     assert "fp8.scaled_mm(" in text
     assert stages.diff(tmp_path, "select_matmuls", "assign_scales") == ""
-    assert stages.find(tmp_path, "08_joint_quantize_matmuls.txt").name == "graph0/joint/quantize_matmuls"
+    assert stages.find(tmp_path, "09_joint_quantize_matmuls.txt").name == "graph0/joint/quantize_matmuls"
     with pytest.raises(OptionError, match="Did you mean 'graph0/joint/share_casts'"):
         stages.find(tmp_path, "joint/share_cast")
 

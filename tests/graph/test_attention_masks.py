@@ -1,0 +1,160 @@
+"""Attention masks that are constants: told to attention where they are causal or let everything through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.errors import OptionError
+from fp8compile.plan import Plan
+
+pytestmark = pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")  # masks are all that these tests are for
+HEADS, WIDTH, LENGTH = 2, 32, 24
+Make = Callable[[int, Tensor], Tensor]
+
+
+def packed(n: int, x: Tensor) -> Tensor:
+    """As transformers finds packed sequences: where positions do not go up by one, another begins."""
+    positions = torch.arange(n).expand(len(x), -1)
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    sequence = (steps != 1).cumsum(-1)
+    same = sequence[:, None, :, None] == sequence[:, None, None, :]
+    return same & (positions[:, None, None, :] <= positions[:, None, :, None])
+
+
+def alibi(n: int, x: Tensor) -> Tensor:
+    distance = torch.arange(n)[None, :] - torch.arange(n)[:, None]
+    return (distance * 0.1).masked_fill(distance > 0, -torch.inf).to(x.dtype)
+
+
+def heads_apart(n: int, x: Tensor) -> Tensor:
+    """Causal in the first head alone."""
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    return torch.stack([causal, torch.ones_like(causal).tril(2)])[None]
+
+
+CAUSAL: dict[str, Make] = {
+    "positions": lambda n, x: torch.arange(n)[:, None] >= torch.arange(n)[None, :],
+    "tril": lambda n, x: torch.ones(n, n, dtype=torch.bool).tril(),
+    "bias": lambda n, x: torch.full((n, n), -torch.inf, dtype=x.dtype).triu(1),
+    "least number": lambda n, x: torch.full((n, n), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None],
+    "wide window": lambda n, x: torch.ones(n, n, dtype=torch.bool).tril().triu(-n),
+    "packed": packed,
+    "each head": lambda n, x: torch.ones(HEADS, n, n, dtype=torch.bool).tril()[None],
+}
+EVERYTHING: dict[str, Make] = {
+    "ones": lambda n, x: torch.ones(n, n, dtype=torch.bool),
+    "zero bias": lambda n, x: torch.zeros(1, 1, n, n, dtype=x.dtype),
+}
+KEPT: dict[str, Make] = {
+    "window": lambda n, x: torch.ones(n, n, dtype=torch.bool).tril().triu(-4),
+    "later": lambda n, x: torch.ones(n, n, dtype=torch.bool).tril(1),
+    "positions added": alibi,
+    "half": lambda n, x: torch.full((n, n), -0.5, dtype=x.dtype).triu(1),
+    "heads apart": heads_apart,
+    "of the batch": lambda n, x: (x[:, None, :, :1] < 99) & torch.ones(n, n, dtype=torch.bool).tril(),
+    "random": lambda n, x: (torch.rand(n, n) < 2) & torch.ones(n, n, dtype=torch.bool).tril(),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, make: Make, keys: int | None = None):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.make, self.keys = make, keys
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = (y.view(b, n, HEADS, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        k, v = k[:, :, : self.keys], v[:, :, : self.keys]
+        mask = self.make(n, x)[..., : self.keys]
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).reshape(b, n, WIDTH))
+
+
+def step(model: Callable[[Tensor], Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(3, LENGTH, WIDTH, requires_grad=True)
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *parameters])]
+
+
+def compiled(model: nn.Module, dynamic: bool = False, **options: object) -> Plan:
+    """The plan, once the results are found to be those of eager."""
+    torch.compiler.reset()
+    parameters = list(model.parameters())
+    run = torch.compile(
+        model, backend="fp8", dynamic=dynamic, options={"executor": "eager", "skip": ["*"], "strict": True, **options}
+    )
+    for got, expected in zip(step(run, parameters), step(model, parameters), strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+    return fp8compile.last_compile()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_masks_are_told(name):
+    plan = compiled(Attention(CAUSAL[name]))
+    assert [(m.kind, m.shape[-2:]) for m in plan.masks] == [("causal", (LENGTH, LENGTH))]
+    assert "causal by a constant mask" in str(plan)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_masks_that_hide_nothing_go(name):
+    plan = compiled(Attention(EVERYTHING[name]))
+    assert [m.kind for m in plan.masks] == ["everything"]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_masks_are_read(name):
+    plan = compiled(Attention(KEPT[name]))
+    assert not plan.masks
+
+
+def test_causal_is_of_as_many_queries_as_keys():
+    """With fewer keys, torch and masks disagree on what causal means."""
+    plan = compiled(Attention(CAUSAL["tril"], keys=LENGTH // 2))
+    assert not plan.masks
+
+
+def test_symbolic_lengths_are_left():
+    plan = compiled(Attention(CAUSAL["positions"]), dynamic=True)
+    assert not plan.masks
+
+
+def test_a_buffer_may_change():
+    class Buffered(Attention):
+        def __init__(self):
+            super().__init__(lambda n, x: self.mask)
+            self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+
+    plan = compiled(Buffered())
+    assert not plan.masks
+
+
+def test_the_option():
+    plan = compiled(Attention(CAUSAL["packed"]), fold_masks=False)
+    assert not plan.masks
+    with pytest.raises(OptionError, match="fold_masks"):
+        fp8compile.Options.parse({"fold_masks": "no"})
+
+
+def test_no_bytes_are_kept_for_a_mask():
+    masked = compiled(Attention(CAUSAL["bias"]), fold_masks=False, save="bf16")
+    told = compiled(Attention(CAUSAL["bias"]), save="bf16")
+    assert told.saved_bytes < masked.saved_bytes
+
+
+def test_plan_as_json():
+    plan = compiled(Attention(CAUSAL["tril"]))
+    assert Plan.from_json(plan.to_json()).masks == plan.masks
+    assert plan.rows("masks")[0]["kind"] == "causal"
