@@ -19,7 +19,7 @@ Make = Callable[[int, Tensor], Tensor]
 
 def packed(n: int, x: Tensor) -> Tensor:
     """As transformers finds packed sequences: where positions do not go up by one, another begins."""
-    positions = torch.arange(n).expand(len(x), -1)
+    positions = torch.arange(n, device=x.device).expand(len(x), -1)
     steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
     sequence = (steps != 1).cumsum(-1)
     same = sequence[:, None, :, None] == sequence[:, None, None, :]
@@ -27,45 +27,49 @@ def packed(n: int, x: Tensor) -> Tensor:
 
 
 def alibi(n: int, x: Tensor) -> Tensor:
-    distance = torch.arange(n)[None, :] - torch.arange(n)[:, None]
+    distance = torch.arange(n, device=x.device)[None, :] - torch.arange(n, device=x.device)[:, None]
     return (distance * 0.1).masked_fill(distance > 0, -torch.inf).to(x.dtype)
 
 
 def heads_apart(n: int, x: Tensor) -> Tensor:
     """Causal in the first head alone."""
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    causal = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
     return torch.stack([causal, torch.ones_like(causal).tril(2)])[None]
 
 
 CAUSAL: dict[str, Make] = {
-    "positions": lambda n, x: torch.arange(n)[:, None] >= torch.arange(n)[None, :],
-    "tril": lambda n, x: torch.ones(n, n, dtype=torch.bool).tril(),
-    "bias": lambda n, x: torch.full((n, n), -torch.inf, dtype=x.dtype).triu(1),
-    "least number": lambda n, x: torch.full((n, n), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None],
-    "wide window": lambda n, x: torch.ones(n, n, dtype=torch.bool).tril().triu(-n),
+    "positions": lambda n, x: torch.arange(n, device=x.device)[:, None] >= torch.arange(n, device=x.device)[None, :],
+    "tril": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril(),
+    "bias": lambda n, x: torch.full((n, n), -torch.inf, dtype=x.dtype, device=x.device).triu(1),
+    "least number": lambda n, x: torch.full((n, n), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[
+        None, None
+    ],
+    "wide window": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril().triu(-n),
     "packed": packed,
-    "each head": lambda n, x: torch.ones(HEADS, n, n, dtype=torch.bool).tril()[None],
+    "each head": lambda n, x: torch.ones(HEADS, n, n, dtype=torch.bool, device=x.device).tril()[None],
 }
 EVERYTHING: dict[str, Make] = {
-    "ones": lambda n, x: torch.ones(n, n, dtype=torch.bool),
-    "zero bias": lambda n, x: torch.zeros(1, 1, n, n, dtype=x.dtype),
+    "ones": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device),
+    "zero bias": lambda n, x: torch.zeros(1, 1, n, n, dtype=x.dtype, device=x.device),
 }
 KEPT: dict[str, Make] = {
-    "window": lambda n, x: torch.ones(n, n, dtype=torch.bool).tril().triu(-4),
-    "later": lambda n, x: torch.ones(n, n, dtype=torch.bool).tril(1),
+    "window": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril().triu(-4),
+    "later": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril(1),
     "positions added": alibi,
-    "half": lambda n, x: torch.full((n, n), -0.5, dtype=x.dtype).triu(1),
+    "half": lambda n, x: torch.full((n, n), -0.5, dtype=x.dtype, device=x.device).triu(1),
     "heads apart": heads_apart,
-    "of the batch": lambda n, x: (x[:, None, :, :1] < 99) & torch.ones(n, n, dtype=torch.bool).tril(),
-    "random": lambda n, x: (torch.rand(n, n) < 2) & torch.ones(n, n, dtype=torch.bool).tril(),
+    "of the batch": lambda n, x: (x[:, None, :, :1] < 99) & torch.ones(n, n, dtype=torch.bool, device=x.device).tril(),
+    "random": lambda n, x: (
+        (torch.rand(n, n, device=x.device) < 2) & torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
+    ),
 }
 
 
 class Attention(nn.Module):
-    def __init__(self, make: Make, keys: int | None = None):
+    def __init__(self, make: Make, keys: int | None = None, width: int = WIDTH):
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.make, self.keys = make, keys
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +78,7 @@ class Attention(nn.Module):
         k, v = k[:, :, : self.keys], v[:, :, : self.keys]
         mask = self.make(n, x)[..., : self.keys]
         y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out(y.transpose(1, 2).reshape(b, n, WIDTH))
+        return self.out(y.transpose(1, 2).reshape(b, n, -1))
 
 
 def step(model: Callable[[Tensor], Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:

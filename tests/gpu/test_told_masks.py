@@ -1,0 +1,38 @@
+"""Constant masks that are told to attention, on each of its GPU kernels: gradients are those of eager with the mask."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fp8compile
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fake_quantized import sqnr
+from graph.test_attention_masks import CAUSAL, EVERYTHING, Attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")]
+
+LENGTH, LEAST_DB = 320, 35.0
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=str)
+@pytest.mark.parametrize("name", [*CAUSAL, *EVERYTHING])
+def test_gradients_are_those_with_the_mask(name: str, backend: SDPBackend) -> None:
+    torch.manual_seed(0)
+    model = Attention({**CAUSAL, **EVERYTHING}[name], width=256).cuda().bfloat16()
+    x = torch.randn(3, LENGTH, 256, device="cuda", dtype=torch.bfloat16)
+    g = torch.randn_like(x)
+    torch.compiler.reset()
+    run = torch.compile(model, backend="fp8", dynamic=False, options={"skip": ["*"], "strict": True})
+    with sdpa_kernel(backend):
+        got = torch.autograd.grad(run(x), list(model.parameters()), g)
+        expected = torch.autograd.grad(model(x), list(model.parameters()), g)
+    assert [m.kind for m in fp8compile.last_compile().masks] == ["causal" if name in CAUSAL else "everything"]
+    for mine, theirs in zip(got, expected, strict=True):
+        assert sqnr(mine, theirs) > LEAST_DB
