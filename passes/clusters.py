@@ -22,6 +22,7 @@ from fp8compile.passes import fusible
 from fp8compile.passes.build_region import CastLayout
 from fp8compile.passes.compilation import VIEWS, depends_on, is_tensor, value
 from fp8compile.passes.iteration import divides, product, same
+from fp8compile.passes.repeated_values import is_repeated
 
 
 @dataclass
@@ -146,12 +147,15 @@ def _source(node: fx.Node) -> fx.Node | None:
 
 
 def is_value(node: fx.Node) -> bool:
-    """Whether `node` is something that must be stored, because what reads it is no part of a region."""
+    """Whether `node` is something that must be stored, because what reads it is no part of a region; or should be,
+    because it would be computed again and again."""
     if not is_tensor(node) or node.target in fusible.LAYOUTS or not fusible.is_pointwise(node):
         return False
     if _is_narrowed_elsewhere(node):
         return False
-    return value(node).dim() > 0 and value(node).dtype in fusible.FLOATS and _is_read_by_border(node)
+    if value(node).dim() == 0 or value(node).dtype not in fusible.FLOATS:
+        return False
+    return _is_read_by_border(node) or is_repeated(node)
 
 
 def _reads(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
@@ -225,8 +229,9 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 def _is_worth_a_kernel(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
-    fp8 = any(s.target in ops.CASTS for s in cluster.sinks)
-    return fp8 or (reduces_rows(cluster, levels) and any(fusible.is_col_sum(s) for s in cluster.sinks))
+    if any(s.target in ops.CASTS or is_repeated(s) for s in cluster.sinks):
+        return True
+    return reduces_rows(cluster, levels) and any(fusible.is_col_sum(s) for s in cluster.sinks)
 
 
 def delayed(graph: fx.Graph, clusters: list[Cluster], levels: dict[fx.Node, int]) -> list[Cluster]:
@@ -276,7 +281,7 @@ def leaves_of(cluster: Cluster, levels: dict[fx.Node, int]) -> Any:
         statistic = _is_statistic(node) or fusible.is_moment(node)
         if statistic and (cluster.transposed or (lower and not _shares_level(node, cluster, levels))):
             return True
-        return node in dear or _is_narrowed_elsewhere(node)
+        return node in dear or _is_narrowed_elsewhere(node) or (node not in cluster.sinks and is_repeated(node))
 
     return is_leaf
 
