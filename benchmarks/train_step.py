@@ -32,7 +32,8 @@ from runs import Benchmark
 from torch._dynamo.utils import counters  # graph breaks would make several graphs
 from workloads import MODULES, WORKLOADS
 
-SYSTEMS = (BASELINE, EAGER, ours(), ours("8-bit states", eight_bit=True), *TORCHAO)
+MASKS_MADE = ours("8-bit states, masks made", eight_bit=True, fold_masks=False)
+SYSTEMS = (BASELINE, EAGER, ours(), ours("8-bit states", eight_bit=True), MASKS_MADE, *TORCHAO)
 WARMUP, STEPS, TINY_STEPS = 4, 20, 2
 COLUMNS = (
     figure("ms", "ms"),
