@@ -194,7 +194,7 @@ def line_sums(x: Tensor, scale: Tensor, cast: str, largest: Tensor) -> Lines:
     down, across = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
     row_sums = torch.empty(across, len(ROW), batches * rows, device=x.device)
     column_sums = torch.empty(down, len(LINE), batches * columns, device=x.device)
-    row_amax = torch.linalg.vector_norm(x, torch.inf, -1).contiguous()
+    row_amax = torch.linalg.vector_norm(x, torch.inf, -1)  # contiguous, however x lies
     kernel: Any = add_lines
     kernel[(across * down * batches,)](
         x, scale, row_amax, largest, row_sums, column_sums, batches, rows, columns,
