@@ -11,8 +11,8 @@
 over all measured steps. With options={"watch": name} the pass `passes/observe_casts.py` puts `fp8::observe` behind
 every scale; it adds up here, under that name, on the tensors' device and without waiting for it. After `steps`
 measured executions (one in `every`) a cast is measured no more. Tensors that hold an inf or nan are left out and
-counted. Of large tensors whole rows are measured, evenly spread, about 2²⁰ elements in all; amax is that of all
-elements.
+counted. amax, and saturation under the scale of a whole tensor, are those of all elements. All else is measured on
+whole rows, of large tensors 2²⁰ elements in all (`kernels/cast_losses.py` says which, and does the measuring).
 
 A few large columns (outlier channels) or rows (attention sinks) make up most of the signal, so SQNR stays high while
 all else is lost; `by_columns` and `by_rows` see that.
@@ -34,16 +34,11 @@ import torch
 from torch import Tensor
 
 from fp8compile.errors import Fp8Error
-from fp8compile.formats import ceil_div, parse_granularity
-from fp8compile.kernels import reference
+from fp8compile.formats import parse_granularity
+from fp8compile.kernels.cast_losses import ALTERNATIVES, LINE, SUMS, measure
 from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan
 
-ALTERNATIVES = ("e4m3 tensor", "e4m3 row", "e4m3 group(128)", "e4m3 group(16)", "e5m2 tensor", "e5m2 row")
-SATURATED = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half a step: 448 + 32/2, 57344 + 8192/2
 RUNNABLE = ("e4m3 tensor", "e4m3 row")  # what any operand of a matmul may be, cheapest first
-SUMS = ("steps", "skipped", "elements", "nonzero", "saturated", "underflown", "signal", "noise", "amax")
-SAMPLE = 1 << 20  # elements that are measured of the tensors that share a scale
-EVEN = ("rows", "columns")  # how many are not zero; then, for the cast and each alternative, Σ noise / signal over them
 Operands: TypeAlias = tuple[tuple[str, str, int, str], ...]  # path, role, occurrence, left or right
 
 
@@ -87,7 +82,7 @@ class Statistics:
     _kept: list[Row] = field(default_factory=list, repr=False)
     _turns: dict[str, int] = field(default_factory=dict, repr=False)  # executions of a cast since its first turn
 
-    def add(self, scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool, key: str) -> None:
+    def add(self, scale: Tensor | None, tensors: Sequence[Tensor], cast: str, transpose: bool, key: str) -> None:
         """Measure one execution of a cast; `key` is the JSON of its cast, its `Operands`, and a trait if it has one."""
         turn = self._turns.setdefault(key, -(len(self._turns) % self.every))  # casts begin one after the other
         self._turns[key] = turn + 1
@@ -160,9 +155,7 @@ def probe(x: Tensor, transpose: bool, name: str, key: str) -> Tensor:
     statistics = _watched.get(name)
     if statistics is not None:
         with torch.no_grad():
-            cast = json.loads(key)[0]
-            scale = reference.scale(reference.amax(x, "tensor"), cast.split(" ")[0])
-            statistics.add(scale, [x], cast, transpose, key)
+            statistics.add(None, [x], json.loads(key)[0], transpose, key)
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -176,81 +169,7 @@ def stop(name: str) -> None:
     _watched.pop(name, None)
 
 
-# ---- measuring ------------------------------------------------------------------------------------------------------
-
-
-def measure(scale: Tensor, tensors: Sequence[Tensor], cast: str, transpose: bool) -> Tensor:
-    """`SUMS`, the noise of each of `ALTERNATIVES`, and what `EVEN` says, of one execution, FP64 [n]; zeros, and one
-    skipped, if not finite.
-
-    `tensors` share the scale; `transpose`: rows and groups lie along their first dimension.
-    """
-    largest = torch.stack([_largest(x) for x in tensors]).amax()
-    every = ceil_div(sum(x.numel() for x in tensors), SAMPLE)
-    samples = [_sample(scale, x, cast, transpose, every) for x in tensors]
-    total = sum(_sums(of, x, cast, transpose) for of, x in samples)
-    others = [sum(_lost(x, alternative, transpose, largest) for _, x in samples) for alternative in ALTERNATIVES]
-    noises = torch.stack([x[0] for x in others])  # type: ignore[index]
-    evenly = torch.cat([x[1:] for x in others])  # type: ignore[index]
-    one, zero = torch.ones_like(largest), torch.zeros_like(largest)
-    steps = torch.stack([one, zero]).double()
-    sums = torch.cat([steps, total[:6], largest.double().reshape(1), noises, total[6:], evenly])  # type: ignore[index]
-    skipped = torch.zeros_like(sums)
-    skipped[1] = 1
-    return torch.where(torch.isfinite(largest), sums, skipped)
-
-
-def _largest(x: Tensor) -> Tensor:
-    """The amax of a tensor, in one pass without a copy; nan if one is in it."""
-    return torch.linalg.vector_norm(x, torch.inf).float() if x.numel() else torch.zeros((), device=x.device)
-
-
-def _sample(scale: Tensor, x: Tensor, cast: str, transpose: bool, every: int) -> tuple[Tensor, Tensor]:
-    """One in `every` rows of `x` (of blocks, rows of blocks), and their scales."""
-    dim = -1 if transpose else -2
-    kind = parse_granularity(cast.split(" ")[1])
-    height = kind.size if kind.kind == "block" else 1
-    if every <= 1 or x.dim() < 2 or x.shape[dim] < every * height:
-        return scale, x
-    chosen = torch.arange(0, x.shape[dim] // height, every, device=x.device)
-    rows = (chosen[:, None] * height + torch.arange(height, device=x.device)).flatten()
-    return scale if kind.kind == "tensor" else scale.index_select(-2, chosen), x.index_select(dim, rows)
-
-
-def _sums(scale: Tensor, x: Tensor, cast: str, transpose: bool) -> Tensor:
-    """elements, nonzero, saturated, underflown, signal, noise; rows, columns; Σ noise / signal over each."""
-    format, granularity = cast.split(" ")
-    data = reference.quantize(x, scale, format, granularity, transpose)
-    exact = reference.oriented(x, transpose, 1, 1).float()
-    spread = reference.expand_scale(scale, parse_granularity(granularity), exact.shape)
-    saturated = (exact.abs() / spread > SATURATED[format]).sum()
-    back = data.float() * spread
-    counts = torch.stack([torch.full_like(saturated, exact.numel()), (exact != 0).sum(), saturated,
-                          ((exact != 0) & (data.float() == 0)).sum()])  # fmt: skip
-    signal = exact.square().double()
-    lines = torch.stack([(signal.sum(dim) != 0).sum() for dim in (-1, -2)])
-    lost = _losses(exact, back)
-    return torch.cat([counts.double(), signal.sum().reshape(1), lost[:1], lines.double(), lost[1:]])
-
-
-def _lost(x: Tensor, cast: str, transpose: bool, largest: Tensor) -> Tensor:
-    """`_losses` under another cast, with current scales; `largest` is the amax of all that shares a tensor scale."""
-    format, granularity = cast.split(" ")
-    amax = largest if granularity == "tensor" else reference.amax(x, granularity, transpose)
-    scale = reference.scale(amax, format)
-    data = reference.quantize(x, scale, format, granularity, transpose)
-    exact = reference.oriented(x, transpose, 1, 1).float()
-    return _losses(exact, reference.dequantize(data, scale, granularity, torch.float32))
-
-
-def _losses(exact: Tensor, back: Tensor) -> Tensor:
-    """Σ (x − x̂)², and Σ noise / signal over the rows and over the columns that are not zero."""
-    noise, signal = (exact - back).square().double(), exact.square().double()
-    shares = []
-    for dim in (-1, -2):
-        of = signal.sum(dim)
-        shares.append(torch.where(of != 0, noise.sum(dim) / torch.where(of != 0, of, 1.0), 0.0).sum())
-    return torch.stack([noise.sum(), *shares])
+# ---- sums and rows ---------------------------------------------------------------------------------------------------
 
 
 def _joined(a: Tensor, b: Tensor) -> Tensor:
@@ -263,14 +182,14 @@ def _joined(a: Tensor, b: Tensor) -> Tensor:
 def _row(operand: Sequence[Any], cast: str, sums: Sequence[float], trait: str = "") -> Row:
     s = dict(zip(SUMS, sums, strict=False))
     path, role, occurrence, side = operand
-    rest = sums[len(SUMS) :]
-    noises, (rows, columns, *shares) = rest[: len(ALTERNATIVES)], rest[len(ALTERNATIVES) :]
-    even = [(_decibels(rows, shares[i]), _decibels(columns, shares[i + 1])) for i in range(0, len(shares), 2)]
-    what_if = {c: _decibels(s["signal"], n) for c, n in zip(ALTERNATIVES, noises, strict=True)}
+    rows, columns = (sums[len(SUMS) + i * len(LINE) :][: len(LINE)] for i in range(2))
+    # Σ signal / signal is how many there are
+    even = [(_decibels(rows[-1], r), _decibels(columns[-1], c)) for r, c in zip(rows[:-1], columns[:-1], strict=True)]
     return Row(
         path, role, occurrence, side, cast, int(s["steps"]), int(s["skipped"]), s["amax"],
         s["saturated"] / max(s["elements"], 1), s["underflown"] / max(s["nonzero"], 1),
-        _decibels(s["signal"], s["noise"]), what_if, *even[0], dict(zip(ALTERNATIVES, even[1:], strict=True)), trait,
+        _decibels(s["signal"], s["noise"]), {c: _decibels(s["signal"], s[c]) for c in ALTERNATIVES},
+        *even[0], dict(zip(ALTERNATIVES, even[1:], strict=True)), trait,
     )  # fmt: skip
 
 

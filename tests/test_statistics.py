@@ -17,7 +17,7 @@ import fp8compile
 from fp8compile import statistics
 from fp8compile.errors import Fp8Error, OptionError
 from fp8compile.insight.text import statistics_text
-from fp8compile.kernels import reference
+from fp8compile.kernels import cast_losses
 from fp8compile.statistics import ALTERNATIVES, Row
 
 ALL = {"select": "all", "executor": "eager", "strict": True}
@@ -283,25 +283,30 @@ def test_the_table():
     assert lines[4].startswith("(the model itself) output left")
 
 
-@pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("cast", ["e4m3 tensor", "e4m3 row", "e4m3 group(16)", "e4m3 block(128)"])
-def test_of_large_tensors_some_rows_are_measured(monkeypatch, cast, transpose):
-    """A quarter of the rows (or blocks of 128): as if there were no others, but for the amax and what depends on it."""
-    x = torch.randn(1024, 512) * torch.randn(1024, 1).exp() * torch.randn(1, 512).exp()
-    granularity = cast.split(" ")[1]
-    scale = reference.scale(reference.amax(x, granularity, transpose), "e4m3")
-    height = 128 if "block" in granularity else 1
-    rows = x.t() if transpose else x
-    kept = rows.unflatten(0, (-1, height))[::4].flatten(0, 1)
-    some = (kept.t() if transpose else kept).contiguous()
-    monkeypatch.setattr(statistics, "SAMPLE", x.numel() // 4)
-    got = dict(zip(statistics.SUMS, statistics.measure(scale, [x], cast, transpose).tolist(), strict=False))
-    of_some = scale if granularity == "tensor" else scale[::4]
-    monkeypatch.setattr(statistics, "SAMPLE", 1 << 30)
-    sums = statistics.measure(of_some, [some], cast, transpose)
-    wanted = dict(zip(statistics.SUMS, sums.tolist(), strict=False))
-    assert got["amax"] == x.abs().max().item()
-    assert {k: v for k, v in got.items() if k != "amax"} == pytest.approx(
-        {k: v for k, v in wanted.items() if k != "amax"}
-    )
-    assert got["elements"] == x.numel() // 4
+@pytest.mark.parametrize("recipe", ["mixed", "rowwise", "blockwise"])
+def test_sizes_that_are_padded_and_change(recipe: str):
+    """20, 12 and 7 features, 5 to 19 rows: casts are padded to multiples of 16, of which nothing is seen here."""
+    model = nn.Sequential(nn.Linear(20, 12), nn.Linear(12, 7))
+    watched = fp8compile.watch(model, options={**ALL, "recipe": recipe})
+    batches = [torch.randn(n, 20) * 2.0**n for n in (5, 19, 7)]
+    for batch in batches:
+        watched(batch).sum().backward()
+    rows = watched.statistics.rows()
+    assert {(row.steps, row.skipped, row.saturated) for row in rows} == {(3, 0, 0.0)}
+    first = next(row for row in rows if (row.path, row.role, row.side) == ("0", "output", "left"))
+    assert first.amax == max(batch.abs().max() for batch in batches)
+    signal = sum(batch.double().square().sum() for batch in batches)
+    noise = sum((batch - rounded(batch, "e4m3 row")).double().square().sum() for batch in batches)
+    assert first.what_if["e4m3 row"] == pytest.approx(10 * math.log10(signal / noise), abs=1e-3)
+
+
+def test_a_sample_in_training(monkeypatch):
+    """A quarter of the rows: amax is that of all elements, the rest that of the sample."""
+    monkeypatch.setattr(cast_losses, "SAMPLE", 64 * 48 // 4)
+    watched, operands = trained(recipe="tensorwise")
+    rows = {(row.role, row.side): row for row in watched.statistics.rows()}
+    x = operands["output", "left"]
+    noise, signal = ((x - rounded(x, "e4m3 tensor"))[2::5].double().square().sum(), x[2::5].double().square().sum())
+    assert rows["output", "left"].sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-3)
+    for key, operand in operands.items():
+        assert rows[key].amax == operand.abs().max().item()
