@@ -6,15 +6,66 @@ rounded FP32 operation (kernels are launched without contraction to fused multip
 
 from __future__ import annotations
 
-from fp8compile.kernels.state_reference import LOG_FRACTION, LOG_NARROW, LOG_STEPS
+from fp8compile.kernels.state_reference import LOG_FRACTION, LOG_LESS, LOG_NARROW, LOG_STEPS
 from fp8compile.state_formats import MINIFLOATS, Minifloat, StateFormat
 
-NEAREST = {
+ZERO, ONE = 12582912.0, 12582913.0  # whose bits are 0x4B400000 and one more
+ROUNDING = {
     "cuda": '''
 @triton.jit
 def nearest(x):
     """x to the nearest integer, ties to even."""
     return libdevice.float2int_rn(x)
+
+
+@triton.jit
+def to_nearest(a, b, base):
+    """a · b + base, rounded once; where `base` is 1.5 · 2^23 and a little, the lower 22 bits are an integer."""
+    return as_bits(tl.fma(a, b, base))
+
+
+@triton.jit
+def fma_down(a, b, c):
+    """a · b + c rounded down; libdevice's takes denormal numbers for zeros."""
+    return tl.inline_asm_elementwise(
+        "fma.rm.f32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def downwards(a, b, base):
+    """`to_nearest`, rounded down."""
+    return as_bits(fma_down(a, b, base))
+
+
+@triton.jit
+def lies_below(noise, width, x0, x):
+    """1 where x0 + noise · width < x, exactly, as x is itself what the left may be rounded down to; else 0."""
+    return (as_bits(fma_down(noise, width, x0) - x).to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def inverse(x):
+    """1 / x of a normal x, correctly rounded: as the hardware's library does it, without its branch for other x."""
+    near = fast_reciprocal(x)
+    return tl.fma(near, tl.fma(near, x * -1.0, 1.0), near)
+
+
+@triton.jit
+def linear(code, unit, minus, step, low):
+    """low + floor((code · unit + minus) · step / 2^32), in two instructions where the compiler makes four."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 index; mad.lo.u32 index, $1, $2, $3; mad.hi.u32 $0, index, $4, $5; }",
+        "=r,r,r,r,r,r", [code, unit, minus, step, low], dtype=tl.uint32, is_pure=True, pack=1,
+    )
+
+
+@triton.jit
+def chosen_bits(x, y, which):
+    """The bits of x where those of `which` are set, elsewhere those of y."""
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xE2;", "=r,r,r,r", [x, which, y], dtype=tl.int32, is_pure=True, pack=1
+    )
 ''',
     "interpreter": '''
 @triton.jit
@@ -22,6 +73,43 @@ def nearest(x):
     """x ≥ 0 to the nearest integer, ties to even; from 2^23 on every float is one. Of x < 0 nothing is used."""
     x = tl.maximum(x, 0.0)
     return tl.where(x < 8388608.0, (x + 8388608.0) - 8388608.0, x).to(tl.int32)
+
+
+@triton.jit
+def to_nearest(a, b, base):
+    """The bits of a · b + base, rounded once: the product is exact in FP64."""
+    sum = a.to(tl.float64) * b.to(tl.float64) + (base - 12582912.0)
+    return ((sum + 6755399441055744.0) - 6755399441055744.0).to(tl.int32) + 0x4B400000
+
+
+@triton.jit
+def downwards(a, b, base):
+    """`to_nearest`, rounded down."""
+    return tl.floor(a.to(tl.float64) * b.to(tl.float64) + (base - 12582912.0)).to(tl.int32) + 0x4B400000
+
+
+@triton.jit
+def lies_below(noise, width, x0, x):
+    """1 where x0 + noise · width < x, else 0: in FP64 that is exact."""
+    return (noise.to(tl.float64) * width.to(tl.float64) + x0.to(tl.float64) < x.to(tl.float64)).to(tl.int32)
+
+
+@triton.jit
+def inverse(x):
+    """1 / x, correctly rounded."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def linear(code, unit, minus, step, low):
+    """low + floor((code · unit + minus) · step / 2^32)."""
+    return tl.umulhi((code * unit + minus).to(tl.uint32, bitcast=True), step) + low.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def chosen_bits(x, y, which):
+    """The bits of x where those of `which` are set, elsewhere those of y."""
+    return (x & which) | (y & ~which)
 ''',
 }
 
@@ -51,12 +139,12 @@ def mix(h):
 
 
 @triton.jit
-def random_bits(position, counter, stream):
-    """16 random bits for each position (uint32): halves of 32, which two neighbours share."""
-    h = (position >> 1) * 0x9E3779B1 + mix(counter.to(tl.uint32, bitcast=True) * 2 + stream)
+def random_bits(pair, odd, counter, stream):
+    """16 random bits for each position: halves of 32, which two neighbours share."""
+    h = pair * 0x9E3779B1 + mix(counter.to(tl.uint32, bitcast=True) * 2 + stream)
     h = (h ^ (h >> 15)) * 0x85EBCA6B
     h = h ^ (h >> 16)
-    return tl.where((position & 1) != 0, h >> 16, h & 0xFFFF).to(tl.int32)
+    return tl.where(odd, h >> 16, h & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -71,12 +159,11 @@ def ends(x, POSITIVE: tl.constexpr):
         high = tl.where(high < 0, 0x7FC00000, high)
         low = tl.min((bits - 1).to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True) + 1
         return bits, bits, low, high, high * 0
-    magnitude = bits & 0x7FFFFFFF
-    high = tl.max(magnitude, 1, keep_dims=True)
-    before = (magnitude - 1).to(tl.uint32, bitcast=True)  # of zero the greatest there is
-    low = tl.min(before, 1, keep_dims=True).to(tl.int32, bitcast=True) + 1
+    twice = (bits * 2).to(tl.uint32, bitcast=True)  # no sign
+    high = (tl.max(twice, 1, keep_dims=True) >> 1).to(tl.int32, bitcast=True)
+    low = ((tl.min(twice - 1, 1, keep_dims=True) + 1) >> 1).to(tl.int32, bitcast=True)  # of zero, less one is most
     signed = (tl.min(bits, 1, keep_dims=True) < 0).to(tl.int32)
-    return bits, magnitude, low, high, signed
+    return bits, bits & 0x7FFFFFFF, low, high, signed
 
 
 @triton.jit
@@ -84,54 +171,55 @@ def side_of(least, greatest):
     """Both ends of each group (bits of FP32) in one 64-bit word, which a little-endian memory has in this order."""
     word = (greatest.to(tl.int64) << 32) | (least.to(tl.int64) & 0xFFFFFFFF)
     return tl.reshape(word, [least.shape[0]])
+'''
+
+APPROXIMATIONS = '''
+@triton.jit
+def fast_sqrt(x):
+    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def finished(code, bits, magnitude, high, POSITIVE: tl.constexpr):
-    """The byte of a code: with its sign, zero for zero (but in a group that is not finite, which has none)."""
-    code = tl.where(magnitude == 0, (high >= 0x7F800000).to(tl.int32), code)
-    if not POSITIVE:
-        code = code | ((bits >> 24) & 128)
-    return code.to(tl.uint8)
+def fast_reciprocal(x):
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 '''
 
 STOCHASTIC = '''
 @triton.jit
-def goes_up(magnitude, below, above, position, counter):
-    """Whether a value is rounded up: with the probability that makes the mean of what is read the value itself."""
-    noise = as_float((random_bits(position, counter, 0) << 7) | 0x3F800040) - 1.0
-    x0 = as_float(below)
-    return (noise * (as_float(above) - x0) < as_float(magnitude) - x0).to(tl.int32)
+def noise_of(pair, odd, counter):
+    """Odd multiples of 2^-17 in (0, 1): 16 bits under the 7 of 2^23, scaled and shifted, both exactly."""
+    return tl.fma(as_float(random_bits(pair, odd, counter, 0) | 0x4B000000), 1.52587890625e-05, -127.99999237060547)
 
 
 @triton.jit
-def below_of(t):
-    """The position below in the lower 22 bits: t - 1/2 to nearest."""
-    return as_bits((t - 0.5) + 12582912.0)
+def goes_up(magnitude, below, above, pair, odd, counter):
+    """1 where a value is rounded up, else 0: with the probability that makes the mean of what is read the value itself."""
+    x0 = as_float(below)
+    return lies_below(noise_of(pair, odd, counter), as_float(above) - x0, x0, as_float(magnitude))
 '''
 
 PARAMETER = '''
 @triton.jit
-def round_parameter(x, position, counter):
-    """FP32 to BF16, up with the probability that makes the mean x."""
-    noise = random_bits(position, counter, 1)
+def round_parameter(x, pair, odd, counter):
+    """FP32 to numbers of BF16, up with the probability that makes the mean x."""
+    noise = random_bits(pair, odd, counter, 1)
     bits = as_bits(x)
     rounded = as_float((bits + noise) & -0x10000)
-    return tl.where((bits & 0x7FFFFFFF) < 0x7F800000, rounded, x).to(tl.bfloat16)
+    return tl.where((bits & 0x7FFFFFFF) < 0x7F800000, rounded, x)
 '''
 
 SPLIT = '''
 @triton.jit
-def missing_bits(x, high):
+def missing_bits(x):
     """The 16 bits of x that its BF16 rounding lacks."""
-    missing = as_bits(x) - as_bits(high.to(tl.float32))
+    missing = as_bits(x) - as_bits(x.to(tl.bfloat16).to(tl.float32))
     missing = tl.minimum(tl.maximum(missing, -0x8000), 0x7FFF)
-    return tl.where((as_bits(x) & 0x7FFFFFFF) < 0x7F800000, missing, 0).to(tl.int16)
+    return tl.where((as_bits(x) & 0x7FFFFFFF) < 0x7F800000, missing, 0)
 
 
 @triton.jit
 def joined(high, low):
-    return as_float(as_bits(high.to(tl.float32)) + low.to(tl.int32))
+    return as_float(as_bits(high) + low)
 '''
 
 
@@ -155,24 +243,10 @@ def helpers_of(how: StateFormat) -> str:
 def encoder_of(how: StateFormat) -> str:
     """The function encode_<name>, or encode_<name>_randomly where the format is stochastic."""
     name = name_of(how)
-    is_log = how.code == "log"
-    given = "x, position, counter" if how.stochastic else "x"
-    head = f"encode_{name}{'_randomly' if how.stochastic else ''}({given}, POSITIVE: tl.constexpr)"
-    lines = ["bits, magnitude, low, high, signed = ends(x, POSITIVE)"]
-    lines.append(f"t = position_{name}(magnitude, low, high, signed)")
-    offset = "" if is_log else " - 0x4B400000"  # the bits of 1.5 · 2^23: none of them is in the byte of a code
-    if how.stochastic:
-        lines += [f"k = below_of(t){offset}", f"below, above = neighbours_{name}(k, low, high, signed)"]
-        lines.append("index = k + goes_up(magnitude, below, above, position, counter)")
-    else:
-        lines.append(f"index = as_bits(t + 12582912.0){offset}")
-    if is_log:  # a position lies in [0, steps]: there is nothing to clamp
-        lines.append("index = index + 1")
-    else:
-        lines.append(f"index = tl.minimum(tl.maximum(index, {int(not how.linear)}), {MINIFLOATS[how.code].top})")
-    least = "low * 0" if how.linear else "low | (signed << 31)"
-    lines.append(f"return finished(index, bits, magnitude, high, POSITIVE), side_of({least}, high)")
-    body = "\n".join(f"    {line}" for line in lines)
+    lines = _log_encoder(how.stochastic) if how.code == "log" else _minifloat_encoder(how, name)
+    given = "x, pair, odd, counter" if how.stochastic else "x"
+    head = f"encode_{name}{'_randomly' if how.stochastic else ''}({given}, POSITIVE: tl.constexpr, FULL: tl.constexpr)"
+    body = "\n".join(f"    {line}" for line in ("bits, magnitude, low, high, signed = ends(x, POSITIVE)", *lines))
     return f'''
 @triton.jit
 def {head}:
@@ -181,10 +255,51 @@ def {head}:
 '''
 
 
+def _log_encoder(stochastic: bool) -> list[str]:
+    """A code is a position and one. Zeros get one more than there is, which has no bits in the byte."""
+    lines = ["step, fraction = step_log(low, high, signed)", "unit = unit_log(fraction)"]
+    if stochastic:
+        lines += [
+            "distance = tl.minimum((magnitude - low).to(tl.uint32, bitcast=True), beyond_log(unit, step, signed, True))",
+            "per_bit = as_float((fraction + 127) << 23) * inverse(step.to(tl.float32))",
+            f"code = downwards(distance.to(tl.float32), per_bit, {ONE})",
+            "below, above = neighbours_log(code, unit, step, fraction, low, high)",
+            "code = code + goes_up(magnitude, below, above, pair, odd, counter)",
+        ]
+    else:
+        lines += [
+            "middle = magnitude * 2 + (1 - low * 2)  # in half bits, of which there are up to 2^32",
+            "beyond = beyond_log(unit, step, signed, False) * 2 + 1",
+            "middle = tl.minimum(middle.to(tl.uint32, bitcast=True), beyond)",
+            f"per_half_bit = as_float((fraction + 126) << 23) * {LOG_LESS!r} * inverse(step.to(tl.float32))",
+            f"code = to_nearest(middle.to(tl.float32), per_half_bit, {ONE})",
+        ]
+    return [
+        *lines,
+        "code = packed(code, FULL)",
+        "if not POSITIVE:",
+        "    code = chosen_bits(code, packed_high(bits, FULL), kept_log(signed))",
+        "return code, side_of(low | (signed << 31), high)",
+    ]
+
+
+def _minifloat_encoder(how: StateFormat, name: str) -> list[str]:
+    lines = [f"t = position_{name}(magnitude, low, high, signed)"]
+    if how.stochastic:
+        lines += ["k = tl.floor(t).to(tl.int32)"]
+        lines += [f"below, above = bits_{name}(k, low, high, signed), bits_{name}(k + 1, low, high, signed)"]
+        lines += ["code = k + goes_up(magnitude, below, above, pair, odd, counter)"]
+    else:
+        lines += [f"code = as_bits(t + {ZERO}) - 0x4B400000"]
+    lines += [f"code = tl.minimum(tl.maximum(code, {int(not how.linear)}), {MINIFLOATS[how.code].top})"]
+    lines += ["code = tl.where(magnitude == 0, 0, code)", "if not POSITIVE:", "    code = code | ((bits >> 24) & 128)"]
+    least = "low * 0" if how.linear else "low | (signed << 31)"
+    return [*lines, f"return packed(code, FULL), side_of({least}, high)"]
+
+
 def _log() -> str:
     few, many = LOG_STEPS
     bits = LOG_FRACTION
-    units = {how: 1 << (32 - fraction) for how, fraction in bits.items()}
     return f"""
 @triton.jit
 def chosen(span, signed, narrow, few, many):
@@ -193,7 +308,7 @@ def chosen(span, signed, narrow, few, many):
 
 @triton.jit
 def step_log(low, high, signed):
-    '''A step in bits of FP32, in fixed point; its bits of fraction; and the unit of codes.'''
+    '''A step in bits of FP32, in fixed point; and its bits of fraction.'''
     span = high - low
     fraction = chosen(span, signed, {bits["narrow"]}, {bits["signed"]}, {bits["unsigned"]})
     per_bit = tl.where(signed != 0, {1 / few!r}, {1 / many!r}) * as_float((fraction + 127) << 23)
@@ -203,32 +318,31 @@ def step_log(low, high, signed):
 
 
 @triton.jit
-def unit_log(low, high, signed):
-    '''What a code is in fixed point, and minus that: chosen apart, so that the compiler keeps a · b + c together.'''
-    unit = chosen(high - low, signed, {units["narrow"]}, {units["signed"]}, {units["unsigned"]})
-    minus = chosen(high - low, signed, -{units["narrow"]}, -{units["signed"]}, -{units["unsigned"]})
-    return unit, minus
+def unit_log(fraction):
+    '''What a code is in fixed point.'''
+    return tl.full(fraction.shape, 1, tl.int32) << (32 - fraction)
 
 
 @triton.jit
-def steps_log(units, step):
-    return tl.umulhi(units.to(tl.uint32, bitcast=True), step).to(tl.int32, bitcast=True)
+def kept_log(signed):
+    '''Which bits of four bytes are a code: all but signs.'''
+    return tl.where(signed != 0, 0x7F7F7F7F, -1)
 
 
 @triton.jit
-def position_log(magnitude, low, high, signed):
-    step, fraction = step_log(low, high, signed)
-    per_half_bit = tl.div_rn(as_float((fraction + 126) << 23), step.to(tl.float32))
-    middle = magnitude * 2 + (1 - low * 2)  # in half bits, of which there are up to 2^32
-    return middle.to(tl.uint32, bitcast=True).to(tl.float32) * per_half_bit
+def beyond_log(unit, step, signed, HALF: tl.constexpr):
+    '''How many bits above the least a step beyond the greatest is, or half a step more.'''
+    steps = tl.where(signed != 0, {few + 1}, {many + 1}) * unit
+    if HALF:
+        steps += unit >> 1
+    return tl.umulhi(steps.to(tl.uint32, bitcast=True), step)
 
 
 @triton.jit
-def neighbours_log(k, low, high, signed):
-    step, fraction = step_log(low, high, signed)
-    unit, minus = unit_log(low, high, signed)
-    below = low + steps_log(k * unit, step)
-    return below, tl.minimum(below + (step >> fraction.to(tl.uint32)).to(tl.int32, bitcast=True), high)
+def neighbours_log(code, unit, step, fraction, low, high):
+    below = linear(code, unit, -unit, step, low)
+    above = tl.minimum(below + (step >> fraction.to(tl.uint32)), high.to(tl.uint32, bitcast=True))
+    return below, above
 """
 
 
@@ -265,10 +379,6 @@ def bits_{name}(code, low, high, signed):
     offset = (bits_of_code_{name}(code) - {of.low_bits}).to(tl.float32) * per_bit
     return tl.minimum(low + nearest(offset), high)
 
-
-@triton.jit
-def neighbours_{name}(k, low, high, signed):
-    return bits_{name}(k, low, high, signed), bits_{name}(k + 1, low, high, signed)
 """
 
 
@@ -291,10 +401,6 @@ def position_{name}(magnitude, low, high, signed):
 def bits_{name}(code, low, high, signed):
     return tl.minimum(as_bits(as_float(bits_of_code_{name}(code)) * scale_{name}(high)), high)
 
-
-@triton.jit
-def neighbours_{name}(k, low, high, signed):
-    return bits_{name}(k, low, high, signed), bits_{name}(k + 1, low, high, signed)
 """
 
 
@@ -303,9 +409,9 @@ def _decode(how: StateFormat, name: str) -> str:
         return _DECODE_LOG
     return f'''
 @triton.jit
-def decode_{name}(payload, side, POSITIVE: tl.constexpr):
+def decode_{name}(payload, side, POSITIVE: tl.constexpr, FULL: tl.constexpr):
     """The values of a tile of codes; nan where a group was not finite."""
-    code = payload.to(tl.int32)
+    code = unpacked(payload, FULL)
     magnitude = code & 127
     low, high = side.to(tl.int32), (side >> 32).to(tl.int32)
     nan = tl.where(high >= 0x7F800000, 0x7FC00000, 0)
@@ -316,12 +422,11 @@ def decode_{name}(payload, side, POSITIVE: tl.constexpr):
 
 _DECODE_LOG = '''
 @triton.jit
-def decode_log(payload, side, POSITIVE: tl.constexpr):
-    """The values of a tile of codes; nan where a group was not finite, which has no code 0.
+def decode_log(payload, side, POSITIVE: tl.constexpr, FULL: tl.constexpr):
+    """The values of a tile of codes; nan where a group was not finite.
 
     POSITIVE: no group has signs; one that has some all the same is nan.
     """
-    code = payload.to(tl.int32)
     low, high = side.to(tl.int32), (side >> 32).to(tl.int32)
     signed = (low < 0).to(tl.int32)
     low = low & 0x7FFFFFFF
@@ -332,12 +437,13 @@ def decode_log(payload, side, POSITIVE: tl.constexpr):
     low = tl.where(is_finite, low, 0x7FC00000)
     high = tl.where(is_finite, high, 0x7FC00000)
     step, fraction = step_log(low, high, signed)
-    unit, minus = unit_log(low, high, signed)
-    magnitude = code
+    unit = unit_log(fraction)
+    code = unpacked(payload if POSITIVE else payload & kept_log(signed), FULL)
+    bits = tl.minimum(linear(code, unit, -unit, step, low), high.to(tl.uint32, bitcast=True))
+    # 0 of code 0, else at least as much as any bits are
+    bound = (code * 0x7FFFFFFF - tl.where(is_finite, 0, 1)).to(tl.uint32, bitcast=True)
+    bits = tl.minimum(bits, bound).to(tl.int32, bitcast=True)
     if not POSITIVE:
-        magnitude = code & (255 - (signed << 7))
-    bits = tl.where(magnitude == 0, 0, tl.minimum(low + steps_log(magnitude * unit + minus, step), high))
-    if not POSITIVE:
-        bits = bits | ((code << 24) & (0 - (signed << 31)))
+        bits = chosen_bits(bits, unpacked_high(payload, FULL), kept_log(signed) | 0x7FFFFFFF)
     return as_float(bits)
 '''

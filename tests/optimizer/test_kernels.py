@@ -111,8 +111,9 @@ def test_addresses_that_changed_are_sent_again():
 def test_offsets_are_32_bit_and_addresses_64():
     source = update_launch.file_source(adam("log", "log"), SCHEDULE, "cuda")
     load = source[source.index("def load(") : source.index("def finish(")]
-    assert "int64" not in load.replace("first_group", "")
-    assert "+ start + offset, mask=inside" in load
+    assert "int64" not in load
+    assert "tl.load(x0 + offset, mask=inside" in load
+    assert "multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.float32)), 16) + start" in source
 
 
 def test_every_kernel_compiles_for_hopper(tmp_path):
