@@ -33,11 +33,20 @@ TILE = "offset, word, inside, FULL"
 
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """How many groups of 128 make a tile, how many tiles a program takes, and with how many warps."""
+    """How many groups of 128 make a tile, how many tiles a program takes, and with how many warps.
+
+    registers: how many a thread has at most. Left alone, the compiler takes 170: a quarter of the warps less would run.
+    """
 
     groups: int = 16
     warps: int = 4
     tiles: int = 16
+    registers: int = 128
+
+    def options(self, target: str) -> dict[str, int | bool]:
+        """What Triton is given beside the arguments. Codes agree only where no product and sum are contracted."""
+        more = {"maxnreg": self.registers, "enable_fp_fusion": False} if target == "cuda" else {}
+        return {"num_warps": self.warps} | more
 
 
 def columns(update: Update) -> dict[tuple[int, str], int]:
@@ -255,7 +264,9 @@ class _Emitter:
 
 def _fused_quotients(update: Update, coded: set[int]) -> dict[int, int]:
     """Sums to which a quotient is added that nothing else uses: sum → quotient."""
-    used = Counter(a for value in update.values for a in value.args) + Counter(update.slots[i].stored for i in update.stored)
+    used = Counter(a for value in update.values for a in value.args) + Counter(
+        update.slots[i].stored for i in update.stored
+    )
     found: dict[int, int] = {}
     for i, value in enumerate(update.values):
         quotients = [a for a in value.args if update.values[a].op == "div" and used[a] == 1]

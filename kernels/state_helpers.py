@@ -173,7 +173,7 @@ def side_of(least, greatest):
     return tl.reshape(word, [least.shape[0]])
 '''
 
-APPROXIMATIONS = '''
+APPROXIMATIONS = """
 @triton.jit
 def fast_sqrt(x):
     return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -182,7 +182,7 @@ def fast_sqrt(x):
 @triton.jit
 def fast_reciprocal(x):
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-'''
+"""
 
 STOCHASTIC = '''
 @triton.jit
@@ -193,7 +193,7 @@ def noise_of(pair, odd, counter):
 
 @triton.jit
 def goes_up(magnitude, below, above, pair, odd, counter):
-    """1 where a value is rounded up, else 0: with the probability that makes the mean of what is read the value itself."""
+    """1 where a value is rounded up, with the probability that makes the mean of what is read the value; else 0."""
     x0 = as_float(below)
     return lies_below(noise_of(pair, odd, counter), as_float(above) - x0, x0, as_float(magnitude))
 '''
@@ -260,7 +260,8 @@ def _log_encoder(stochastic: bool) -> list[str]:
     lines = ["step, fraction = step_log(low, high, signed)", "unit = unit_log(fraction)"]
     if stochastic:
         lines += [
-            "distance = tl.minimum((magnitude - low).to(tl.uint32, bitcast=True), beyond_log(unit, step, signed, True))",
+            "beyond = beyond_log(unit, step, signed, True)",
+            "distance = tl.minimum((magnitude - low).to(tl.uint32, bitcast=True), beyond)",
             "per_bit = as_float((fraction + 127) << 23) * inverse(step.to(tl.float32))",
             f"code = downwards(distance.to(tl.float32), per_bit, {ONE})",
             "below, above = neighbours_log(code, unit, step, fraction, low, high)",

@@ -153,7 +153,7 @@ def to_fp16(x, FULL: tl.constexpr):
 '''
 
 PACKING = {
-    "cuda": '''
+    "cuda": """
 @triton.jit
 def word_of_bytes(a, b, c, d):
     return tl.inline_asm_elementwise(
@@ -177,8 +177,8 @@ def bf16_pair(a, b):
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
-''',
-    "interpreter": '''
+""",
+    "interpreter": """
 @triton.jit
 def word_of_bytes(a, b, c, d):
     return (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
@@ -193,5 +193,5 @@ def word_of_high_bytes(a, b, c, d):
 def bf16_pair(a, b):
     low, high = a.to(tl.bfloat16).to(tl.int16, bitcast=True), b.to(tl.bfloat16).to(tl.int16, bitcast=True)
     return (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
-''',
+""",
 }

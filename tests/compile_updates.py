@@ -40,8 +40,7 @@ def assembly(update: Update, schedule: UpdateSchedule) -> dict[str, bytes | str]
     """PTX and machine code of the kernel for sm_90."""
     widths = {"TENSORS": len(columns(update)), "NUMBERS": len(update.scalars)}
     source = ASTSource(update_launch.kernel_of(update, schedule, "cuda"), SIGNATURE, widths, ALIGNED)
-    options = {"num_warps": schedule.warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=HOPPER, options=options).asm
+    return triton.compile(source, target=HOPPER, options=schedule.options("cuda")).asm
 
 
 def main(verbose: bool) -> None:
