@@ -6,10 +6,10 @@ rounded FP32 operation (kernels are launched without contraction to fused multip
 
 from __future__ import annotations
 
-from fp8compile.kernels.state_reference import LOG_FRACTION, LOG_LESS, LOG_NARROW, LOG_STEPS
+from fp8compile.kernels import log_helpers
 from fp8compile.state_formats import MINIFLOATS, Minifloat, StateFormat
 
-ZERO, ONE = 12582912.0, 12582913.0  # whose bits are 0x4B400000 and one more
+ZERO = 12582912.0  # whose bits are 0x4B400000, and those of what is up to 2^22 more as many more
 ROUNDING = {
     "cuda": '''
 @triton.jit
@@ -49,6 +49,14 @@ def inverse(x):
     """1 / x of a normal x, correctly rounded: as the hardware's library does it, without its branch for other x."""
     near = fast_reciprocal(x)
     return tl.fma(near, tl.fma(near, x * -1.0, 1.0), near)
+
+
+@triton.jit
+def scaled(x, factor, more):
+    """x · factor + more, in one instruction also where the compiler knows the factor to be a power of two."""
+    return tl.inline_asm_elementwise(
+        "mad.lo.u32 $0, $1, $2, $3;", "=r,r,r,r", [x, factor, more], dtype=tl.uint32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -101,9 +109,15 @@ def inverse(x):
 
 
 @triton.jit
+def scaled(x, factor, more):
+    """x · factor + more."""
+    return (x * factor + more).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def linear(code, unit, minus, step, low):
     """low + floor((code · unit + minus) · step / 2^32)."""
-    return tl.umulhi((code * unit + minus).to(tl.uint32, bitcast=True), step) + low.to(tl.uint32, bitcast=True)
+    return tl.umulhi(scaled(code, unit, minus), step) + low.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -159,11 +173,12 @@ def ends(x, POSITIVE: tl.constexpr):
         high = tl.where(high < 0, 0x7FC00000, high)
         low = tl.min((bits - 1).to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True) + 1
         return bits, bits, low, high, high * 0
-    twice = (bits * 2).to(tl.uint32, bitcast=True)  # no sign
-    high = (tl.max(twice, 1, keep_dims=True) >> 1).to(tl.int32, bitcast=True)
-    low = ((tl.min(twice - 1, 1, keep_dims=True) + 1) >> 1).to(tl.int32, bitcast=True)  # of zero, less one is most
+    magnitude = bits & 0x7FFFFFFF
+    high = tl.max(magnitude, 1, keep_dims=True)
+    before = (magnitude - 1).to(tl.uint32, bitcast=True)  # of zero the greatest there is
+    low = tl.min(before, 1, keep_dims=True).to(tl.int32, bitcast=True) + 1
     signed = (tl.min(bits, 1, keep_dims=True) < 0).to(tl.int32)
-    return bits, bits & 0x7FFFFFFF, low, high, signed
+    return bits, magnitude, low, high, signed
 
 
 @triton.jit
@@ -232,18 +247,15 @@ def helpers_of(how: StateFormat) -> str:
     """The functions encode_<name>[_randomly] and decode_<name> of a format."""
     name = name_of(how)
     if how.code == "log":
-        body = _log()
-    elif how.linear:
-        body = _minifloat(name, MINIFLOATS[how.code]) + _linear(name, MINIFLOATS[how.code])
-    else:
-        body = _minifloat(name, MINIFLOATS[how.code]) + _expanded(name, MINIFLOATS[how.code])
-    return body + _decode(how, name)
+        return log_helpers.COMMON + log_helpers.DECODE
+    of = MINIFLOATS[how.code]
+    return _minifloat(name, of) + (_linear(name, of) if how.linear else _expanded(name, of)) + _decode(name)
 
 
 def encoder_of(how: StateFormat) -> str:
     """The function encode_<name>, or encode_<name>_randomly where the format is stochastic."""
     name = name_of(how)
-    lines = _log_encoder(how.stochastic) if how.code == "log" else _minifloat_encoder(how, name)
+    lines = log_helpers.encoder(how.stochastic) if how.code == "log" else _minifloat_encoder(how, name)
     given = "x, pair, odd, counter" if how.stochastic else "x"
     head = f"encode_{name}{'_randomly' if how.stochastic else ''}({given}, POSITIVE: tl.constexpr, FULL: tl.constexpr)"
     body = "\n".join(f"    {line}" for line in ("bits, magnitude, low, high, signed = ends(x, POSITIVE)", *lines))
@@ -253,35 +265,6 @@ def {head}:
     """Codes of a tile, and the side data of its groups."""
 {body}
 '''
-
-
-def _log_encoder(stochastic: bool) -> list[str]:
-    """A code is a position and one. Zeros get one more than there is, which has no bits in the byte."""
-    lines = ["step, fraction = step_log(low, high, signed)", "unit = unit_log(fraction)"]
-    if stochastic:
-        lines += [
-            "beyond = beyond_log(unit, step, signed, True)",
-            "distance = tl.minimum((magnitude - low).to(tl.uint32, bitcast=True), beyond)",
-            "per_bit = as_float((fraction + 127) << 23) * inverse(step.to(tl.float32))",
-            f"code = downwards(distance.to(tl.float32), per_bit, {ONE})",
-            "below, above = neighbours_log(code, unit, step, fraction, low, high)",
-            "code = code + goes_up(magnitude, below, above, pair, odd, counter)",
-        ]
-    else:
-        lines += [
-            "middle = magnitude * 2 + (1 - low * 2)  # in half bits, of which there are up to 2^32",
-            "beyond = beyond_log(unit, step, signed, False) * 2 + 1",
-            "middle = tl.minimum(middle.to(tl.uint32, bitcast=True), beyond)",
-            f"per_half_bit = as_float((fraction + 126) << 23) * {LOG_LESS!r} * inverse(step.to(tl.float32))",
-            f"code = to_nearest(middle.to(tl.float32), per_half_bit, {ONE})",
-        ]
-    return [
-        *lines,
-        "code = packed(code, FULL)",
-        "if not POSITIVE:",
-        "    code = chosen_bits(code, packed_high(bits, FULL), kept_log(signed))",
-        "return code, side_of(low | (signed << 31), high)",
-    ]
 
 
 def _minifloat_encoder(how: StateFormat, name: str) -> list[str]:
@@ -296,55 +279,6 @@ def _minifloat_encoder(how: StateFormat, name: str) -> list[str]:
     lines += ["code = tl.where(magnitude == 0, 0, code)", "if not POSITIVE:", "    code = code | ((bits >> 24) & 128)"]
     least = "low * 0" if how.linear else "low | (signed << 31)"
     return [*lines, f"return packed(code, FULL), side_of({least}, high)"]
-
-
-def _log() -> str:
-    few, many = LOG_STEPS
-    bits = LOG_FRACTION
-    return f"""
-@triton.jit
-def chosen(span, signed, narrow, few, many):
-    return tl.where(span < {LOG_NARROW}, narrow, tl.where(signed != 0, few, many))
-
-
-@triton.jit
-def step_log(low, high, signed):
-    '''A step in bits of FP32, in fixed point; and its bits of fraction.'''
-    span = high - low
-    fraction = chosen(span, signed, {bits["narrow"]}, {bits["signed"]}, {bits["unsigned"]})
-    per_bit = tl.where(signed != 0, {1 / few!r}, {1 / many!r}) * as_float((fraction + 127) << 23)
-    exact = as_float(as_bits(span.to(tl.float32) * per_bit) + 4)
-    step = tl.maximum(exact.to(tl.uint32) + 1, (1 << fraction).to(tl.uint32))
-    return step, fraction
-
-
-@triton.jit
-def unit_log(fraction):
-    '''What a code is in fixed point.'''
-    return tl.full(fraction.shape, 1, tl.int32) << (32 - fraction)
-
-
-@triton.jit
-def kept_log(signed):
-    '''Which bits of four bytes are a code: all but signs.'''
-    return tl.where(signed != 0, 0x7F7F7F7F, -1)
-
-
-@triton.jit
-def beyond_log(unit, step, signed, HALF: tl.constexpr):
-    '''How many bits above the least a step beyond the greatest is, or half a step more.'''
-    steps = tl.where(signed != 0, {few + 1}, {many + 1}) * unit
-    if HALF:
-        steps += unit >> 1
-    return tl.umulhi(steps.to(tl.uint32, bitcast=True), step)
-
-
-@triton.jit
-def neighbours_log(code, unit, step, fraction, low, high):
-    below = linear(code, unit, -unit, step, low)
-    above = tl.minimum(below + (step >> fraction.to(tl.uint32)), high.to(tl.uint32, bitcast=True))
-    return below, above
-"""
 
 
 def _minifloat(name: str, of: Minifloat) -> str:
@@ -405,9 +339,7 @@ def bits_{name}(code, low, high, signed):
 """
 
 
-def _decode(how: StateFormat, name: str) -> str:
-    if how.code == "log":
-        return _DECODE_LOG
+def _decode(name: str) -> str:
     return f'''
 @triton.jit
 def decode_{name}(payload, side, POSITIVE: tl.constexpr, FULL: tl.constexpr):
@@ -418,33 +350,4 @@ def decode_{name}(payload, side, POSITIVE: tl.constexpr, FULL: tl.constexpr):
     nan = tl.where(high >= 0x7F800000, 0x7FC00000, 0)
     bits = bits_{name}(magnitude, low & 0x7FFFFFFF, high, 0)
     return as_float(tl.where(magnitude == 0, 0, bits) | ((code & 128) << 24) | nan)
-'''
-
-
-_DECODE_LOG = '''
-@triton.jit
-def decode_log(payload, side, POSITIVE: tl.constexpr, FULL: tl.constexpr):
-    """The values of a tile of codes; nan where a group was not finite.
-
-    POSITIVE: no group has signs; one that has some all the same is nan.
-    """
-    low, high = side.to(tl.int32), (side >> 32).to(tl.int32)
-    signed = (low < 0).to(tl.int32)
-    low = low & 0x7FFFFFFF
-    is_finite = high < 0x7F800000
-    if POSITIVE:
-        is_finite = is_finite & (signed == 0)
-        signed = signed * 0
-    low = tl.where(is_finite, low, 0x7FC00000)
-    high = tl.where(is_finite, high, 0x7FC00000)
-    step, fraction = step_log(low, high, signed)
-    unit = unit_log(fraction)
-    code = unpacked(payload if POSITIVE else payload & kept_log(signed), FULL)
-    bits = tl.minimum(linear(code, unit, -unit, step, low), high.to(tl.uint32, bitcast=True))
-    # 0 of code 0, else at least as much as any bits are
-    bound = (code * 0x7FFFFFFF - tl.where(is_finite, 0, 1)).to(tl.uint32, bitcast=True)
-    bits = tl.minimum(bits, bound).to(tl.int32, bitcast=True)
-    if not POSITIVE:
-        bits = chosen_bits(bits, unpacked_high(payload, FULL), kept_log(signed) | 0x7FFFFFFF)
-    return as_float(bits)
 '''

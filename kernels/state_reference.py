@@ -126,14 +126,16 @@ def _positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, s
 def _log_positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, signed: Tensor) -> Tensor:
     """A product of two FP32 numbers, exact: it is rounded once, to a code.
 
-    Codes are read rounded down to a bit: the nearest is found for its middle, in half bits; the one below for itself.
-    Where a step is one bit, middles lie halfway between codes: a little less belongs to the lower.
+    Codes are read rounded down to a bit. Where a step is a few bits, the nearest is found for the middle of one. Where
+    it is one bit, middles lie halfway between codes: a little less belongs to the lower.
     """
     step = _LogStep(low, high, signed)
     distance = magnitude.long() - low
     if how.stochastic:
         return distance.float().double() * step.per_bit.double()
-    return (2 * distance + 1).float().double() * (step.per_bit / 2 * LOG_LESS).double()
+    parts = torch.where(high - low < LOG_NARROW, 2, 1)
+    distance = distance * parts + (parts - 1)
+    return distance.float().double() * (step.per_bit / parts * LOG_LESS).double()
 
 
 def _position(y: Tensor, to: Minifloat) -> Tensor:
