@@ -10,15 +10,12 @@ from pathlib import Path
 import interpreter
 import pytest
 import torch
-from torch import Tensor
-from updates import Data, adam, data_for
+from updates import Data, adam, data_for, hard
 
-from fp8compile.kernels import state_reference, update_launch
 from fp8compile.kernels import update as reference
+from fp8compile.kernels import update_launch
 from fp8compile.kernels.emit_update import UpdateSchedule
-from fp8compile.kernels.spec import Value
-from fp8compile.kernels.update_spec import PLAIN, STATE, Slot, Update
-from fp8compile.state_formats import GROUP
+from fp8compile.kernels.update_spec import Update
 
 FORMATS = ["log", "e4m3", "e5m2", "e4m3/linear", "e5m2/linear"]
 SCHEDULE = UpdateSchedule(groups=16)
@@ -64,33 +61,11 @@ def test_parameters_bit_for_bit(parameter):
     assert_equal(update, *both(update))
 
 
-def hard_groups() -> Tensor:
-    """Full tiles of groups that are wide, narrow to a bit, tiny, huge, of one sign, and with zeros of both signs."""
-    g = torch.Generator().manual_seed(0)
-    groups = [torch.zeros(GROUP), torch.full((GROUP,), -1.5e-45), torch.full((GROUP,), 3.4e38)]
-    for width in (1, 2, 3, 100, 126, 127, 128, 253, 254, 255, 300, 508, 2047, 2048, 5000, 1 << 20, 1 << 27):
-        for least in (1, 0x00800000, 0x3F800000):
-            bits = least + torch.randint(0, width + 1, (GROUP,), generator=g)
-            bits[:2] = torch.tensor([least, least + width])
-            groups.append(bits.int().view(torch.float32))
-    groups.append(torch.tensor([1e-45, 3.4e38]).repeat(GROUP // 2))
-    x = torch.stack(groups)
-    sparse = x.where(torch.rand(x.shape, generator=g) < 0.7, 0.0)
-    signed = sparse * torch.where(torch.rand(x.shape, generator=g) < 0.5, 1.0, -1.0)
-    return torch.cat([x, sparse, signed, -x]).reshape(-1)
-
-
 @pytest.mark.parametrize("noise", ["", "/stochastic"])
 @pytest.mark.parametrize("positive", [False, True])
 def test_hard_groups_bit_for_bit(positive, noise):
-    """A state that becomes x, or |x|, and a parameter that becomes the old state."""
-    values = (Value("load", (), (1,)), Value("load", (), (2,)), Value("abs", (1,)))
-    state = Slot(STATE, f"log{noise}", 2 if positive else 1, counter=bool(noise))
-    update = Update((Slot(PLAIN, "float32", 0), state, Slot(PLAIN, "float32")), values)
-    x = hard_groups()
-    old = state_reference.encode(x.abs() if positive else x, "log")
-    counter = [torch.tensor([9], dtype=torch.int32)] if noise else []
-    mine, theirs = (Data([torch.zeros(len(x)), *(t.clone() for t in (*old, *counter))], [x.clone()]) for _ in range(2))
+    update, mine = hard(f"log{noise}", positive)
+    theirs = mine.clone()
     update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
     reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
     assert_equal(update, mine, theirs)
