@@ -44,6 +44,7 @@ CAUSAL: dict[str, Make] = {
     "least number": lambda n, x: torch.full((n, n), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[
         None, None
     ],
+    "cuDNN's": lambda n, x: torch.full((n, n), -65504.0, dtype=x.dtype, device=x.device).triu(1).bfloat16().to(x.dtype),
     "wide window": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril().triu(-n),
     "packed": packed,
     "each head": lambda n, x: torch.ones(HEADS, n, n, dtype=torch.bool, device=x.device).tril()[None],
@@ -57,6 +58,7 @@ KEPT: dict[str, Make] = {
     "later": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril(1),
     "positions added": alibi,
     "half": lambda n, x: torch.full((n, n), -0.5, dtype=x.dtype, device=x.device).triu(1),
+    "not never": lambda n, x: torch.full((n, n), -1e4, dtype=x.dtype, device=x.device).triu(1),
     "heads apart": heads_apart,
     "of the batch": lambda n, x: (x[:, None, :, :1] < 99) & torch.ones(n, n, dtype=torch.bool, device=x.device).tril(),
     "random": lambda n, x: (
