@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def numbers(given: str) -> list[int]:
-    if not all(part.strip().isdigit() for part in given.split(",")):
+    if not all(part.strip().isdecimal() for part in given.split(",")):
         raise ValueError(f"{given!r} is no list of whole numbers with commas between them")
     return [int(part) for part in given.split(",")]
 

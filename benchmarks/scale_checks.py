@@ -1,6 +1,6 @@
 """The scale model beside everything that was measured, and the tables of docs/scale.md.
 
-    python benchmarks/scale_checks.py             print them
+    python benchmarks/scale_checks.py             print them, and what a fit gives: inputs of scale_inputs.py
     python benchmarks/scale_checks.py --write     put them into docs/scale.md; a test says when that is not up to date
 
 A page has `<!-- scale: name -->` and `<!-- end of scale -->` around each table.

@@ -43,7 +43,7 @@ class Machine:
     memory: float = given(2.6, "TB/s", "measured: `fp8compile/devices.py`, casts within a compiled step")
     adamw_fp32: float = given(3.47, "TB/s", "measured: docs/optimizer.md, fused, FP32 states: 28 bytes, 7.03 ms")
     adamw_bf16: float = given(2.76, "TB/s", "measured: docs/optimizer.md, fused, BF16 states: 14 bytes, 4.43 ms")
-    adamw_8bit: float = given(2.71, "TB/s", "measured: docs/optimizer.md, 8-bit states: 10.25 bytes, 3.3 ms")
+    adamw_8bit: float = given(3.36, "TB/s", "measured: docs/optimizer.md, 8-bit states: 10.25 bytes, 2.66 ms")
     nvlink: float = given(360, "GB/s", "assumed: 80 % of the vendor's 450 a direction and GPU")
     infiniband: float = given(50, "GB/s", "assumed: 400 Gb/s a GPU")
     hop_nvlink: float = given(3.4, "µs", "NCCL, src/graph/tuning.cc: a step of a ring, protocol Simple")
