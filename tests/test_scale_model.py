@@ -83,6 +83,20 @@ def test_peak_at_the_loss() -> None:
     assert head_bytes(job, OURS) == 4 * 25_600_000 + 2 * 2048 * 100_000  # chunks of 2048 rows, and an FP32 sum
 
 
+def test_peak_at_the_loss_on_two_gpus() -> None:
+    """The head's gathered weight and its gradient, in BF16, stand beside that."""
+    model = replace(SMALL, vocabulary=100_000)
+    at_rest = 12 * model.parameters / 2
+    head = 2 * 2 * 25_600_000
+    assert peak(Job(model, 2, 8, 1024), BF16_COMPILE) == at_rest + 2 * 8192 * 7192 + 6 * 8192 * 100_000 + head
+
+
+def test_peak_at_the_end_of_backward() -> None:
+    """Few tokens and a large vocabulary: the embedding's gradient in BF16, and its FP32 buffer."""
+    model = replace(SMALL, vocabulary=100_000)
+    assert peak(Job(model, 2, 1, 128), BF16_COMPILE) == 16 * model.parameters / 2 + 6 * 25_600_000
+
+
 def test_states_and_parameters_in_bf16() -> None:
     job = Job(SMALL, 8, parameter=BF16)
     assert [s.state(job) for s in (BF16_COMPILE, OURS, OURS_ALL)] == [4, 4, 2.125]
@@ -164,6 +178,19 @@ def test_slow_links_leave_bytes_over_rate(gpus: int, rate: float, system: System
     moved = layer_bytes * 32 * LLAMA.layer + 8 * 2 * LLAMA.table
     seconds = predict(Job(LLAMA, gpus), system, machine).seconds
     assert seconds == pytest.approx(moved * (gpus - 1) / gpus / rate)
+
+
+def test_a_tied_table_is_gathered_and_reduced_once() -> None:
+    machine = replace(H200, **{**NO_COMPUTE, "hop_nvlink": 0, "hop_network": 0, "overlap": 1})
+    model = MODELS["llama-1b"]
+    assert predict(Job(model, 8), OURS, machine).seconds == pytest.approx(8 * model.parameters * 7 / 8 / 360e9)
+
+
+def test_logits_alone_are_moved_in_sixteen_bytes() -> None:
+    only = replace(H200, **{**NO_LINKS, **NO_COMPUTE, "memory": 1.0})
+    more = replace(LLAMA, vocabulary=LLAMA.vocabulary + 1000)
+    moved = predict(Job(more, 1), OURS, only).seconds - predict(Job(LLAMA, 1), OURS, only).seconds
+    assert moved == pytest.approx(16 * 8192 * 1000 / 1e12, rel=1e-6)
 
 
 def test_hybrid_sharding_reduces_shards_between_hosts() -> None:
