@@ -72,7 +72,8 @@ def _is_literal(node: fx.Node) -> bool:
 
 
 def _literal(node: fx.Node) -> Any:
-    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+    module = node.graph.owning_module
+    return operator.attrgetter(str(node.target))(module) if module is not None else None
 
 
 def _is_pure(node: fx.Node) -> bool:
