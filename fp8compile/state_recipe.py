@@ -12,7 +12,7 @@
 state of a parameter carries them, so an optimizer without states cannot have them.
 
 The defaults are what measured best (`benchmarks/optimizer_states.py`): over 2000 steps of real training the mean of
-v̂ / v is 0.9998, and m / √v has 2 % of the error of plain FP8. The rule what is small asks for the size of the global
+v̂ / v is 0.9995, and m / √v has 2 % of the error of plain FP8. The rule what is small asks for the size of the global
 parameter, so sharding changes no format.
 """
 

@@ -10,7 +10,8 @@ What holds, for every format of `fp8compile/state_formats.py` (tests/optimizer/t
   between them lands within a small part of a step of where it came from.
 - Stochastic rounding is unbiased: the mean of what is read is x, not that of its logarithm (to within an FP32 ULP).
 - A group with an inf or a nan decodes to nan.
-- Every operation is an integer's or one correctly rounded FP32 operation: a kernel must agree bit for bit.
+- Every operation is an integer's, or of FP32 and rounded once, as by a fused multiply-add (here, by way of FP64): a
+  kernel must agree bit for bit.
 
 `log` counts its steps in fixed point, since a kernel that decodes by integers alone does it in half the instructions:
 bits = low + floor(code · step), where a step has 7 bits of fraction (8 without a sign).
@@ -30,6 +31,7 @@ from fp8compile.state_formats import GROUP, MINIFLOATS, Minifloat, StateFormat, 
 LOG_STEPS = 126, 254  # with a sign and without
 LOG_FRACTION = {"signed": 7, "unsigned": 8, "narrow": 20}  # bits of a step's fraction: 32 hold a code and it
 LOG_NARROW = 2048  # bits of FP32 between least and greatest, below which a step needs more fraction
+LOG_LESS = 1 - 2.0**-22
 SIGN, MAGNITUDE = 0x80, 0x7F
 INF_BITS = 0x7F800000
 MASK = 0xFFFFFFFF
@@ -73,15 +75,15 @@ def encode(x: Tensor, format: StateFormat | str, counter: Tensor | None = None) 
     low = torch.where(magnitude == 0, 0x7FFFFFFF, magnitude).amin(1, keepdim=True).minimum(high)
     signed = negative.any(1, keepdim=True)
     position, top = _positions(how, magnitude, low, high, signed)
+    first = int(how.code == "log")  # code 0 is zero; the least of a minifloat above it
     if how.stochastic:
         index = _round_randomly(position, magnitude, _neighbours(how, low, high, signed), _noise(x, counter))
     else:
-        index = position.round().int()
-    code = index.clamp(0 if how.linear or how.code == "log" else 1).minimum(top) + int(how.code == "log")
+        index = (position + first).round().int() - first
+    code = index.clamp(0 if how.linear or first else 1).minimum(top) + first
     if how.linear:
         low, signed = torch.zeros_like(low), torch.zeros_like(signed)
-    code = torch.where(magnitude == 0, (high >= INF_BITS).int(), code)  # no zeros where all decodes to nan
-    code = code | negative.int() * SIGN
+    code = torch.where(magnitude == 0, 0, code) | negative.int() * SIGN
     side = torch.cat([low | (signed.int() << 31), high], 1).view(torch.float32)
     return code.reshape(-1)[: x.numel()].to(torch.uint8).view(x.shape), side
 
@@ -101,17 +103,16 @@ def _noise(x: Tensor, counter: Tensor | None) -> Tensor:
 
 def _round_randomly(position: Tensor, magnitude: Tensor, neighbours: Neighbours, noise: Tensor) -> Tensor:
     """The position below, or the next with the probability that makes the mean of what is read the value itself."""
-    below = (position - 0.5).round().int()  # of a whole position this may be one less: then x is x1, and goes up
+    below = position.floor().int()  # of what was stored this may be one less: then x is x1, and always goes up
     x, x0, x1 = (b.view(torch.float32) for b in (magnitude, *neighbours(below)))
-    return below + (noise * (x1 - x0) < x - x0).int()
+    return below + (noise.double() * (x1 - x0).double() + x0.double() < x.double()).int()
 
 
 def _positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
     """Where each magnitude lies between codes (in `log` from 0: code 0 is zero, code 1 the least), and the greatest."""
     span = (high - low).clamp_min(1)
     if how.code == "log":
-        middle = 2 * (magnitude.long() - low) + 1  # codes are rounded down to a bit: its middle, in half bits
-        return middle.float() * _LogStep(low, high, signed).per_half_bit, torch.where(signed, *LOG_STEPS).int()
+        return _log_positions(how, magnitude, low, high, signed), torch.where(signed, *LOG_STEPS).int()
     to = MINIFLOATS[how.code]
     top = torch.full_like(high, to.top)
     if how.linear:
@@ -120,6 +121,21 @@ def _positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, s
     per_bit = torch.full_like(span, to.span, dtype=torch.float32) / span.float()
     stretched = ((magnitude - low).float() * per_bit).round().int().clamp(0, to.span) + to.low_bits
     return _position(stretched, to), top
+
+
+def _log_positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, signed: Tensor) -> Tensor:
+    """A product of two FP32 numbers, exact: it is rounded once, to a code.
+
+    Codes are read rounded down to a bit. Where a step is a few bits, the nearest is found for the middle of one. Where
+    it is one bit, middles lie halfway between codes: a little less belongs to the lower.
+    """
+    step = _LogStep(low, high, signed)
+    distance = magnitude.long() - low
+    if how.stochastic:
+        return distance.float().double() * step.per_bit.double()
+    parts = torch.where(high - low < LOG_NARROW, 2, 1)
+    distance = distance * parts + (parts - 1)
+    return distance.float().double() * (step.per_bit / parts * LOG_LESS).double()
 
 
 def _position(y: Tensor, to: Minifloat) -> Tensor:
@@ -197,7 +213,7 @@ class _LogStep:
         fraction = torch.where(span < LOG_NARROW, narrow, torch.where(signed, few, many))
         per_bit = torch.where(signed, 1 / LOG_STEPS[0], 1 / LOG_STEPS[1]) * torch.exp2(fraction.float())
         self.step = (_up(span.float() * per_bit).long() + 1).maximum(1 << fraction)
-        self.per_half_bit = torch.exp2(fraction.float() - 1) / self.step.float()  # steps in half a bit
+        self.per_bit = torch.exp2(fraction.float()) / self.step.float()  # steps in a bit
         self.unit = 1 << (32 - fraction)
         self.whole = (self.step >> fraction).int()
 

@@ -102,10 +102,11 @@ def launch(
     if not len(tables.blocks):
         return
     numbers = _packed(scalars, stored[0].device)
-    options = {"num_warps": schedule.warps} | ({"enable_fp_fusion": False} if target == "cuda" else {})
     kernel = kernel_of(update, schedule, target)
     widths = len(columns(update)), len(update.scalars)
-    kernel[(len(tables.blocks),)](tables.table, tables.sizes, tables.blocks, numbers, *widths, **options)
+    kernel[(len(tables.blocks),)](
+        tables.table, tables.sizes, tables.blocks, numbers, *widths, **schedule.options(target)
+    )
     for original, x in zip(originals, stored, strict=True):
         if original is not x:
             original.copy_(x)

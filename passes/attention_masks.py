@@ -31,6 +31,7 @@ from fp8compile.plan import Mask
 
 CAUSAL, EVERYTHING = "causal", "everything"
 LARGEST = 2**31  # bytes in memory of a tensor that is computed while compiling
+NEVER = -65504.0  # what torch makes of False for cuDNN, the least of FP16; softmax makes exact zeros of it and below
 MASKS = ("attn_mask", "attn_bias")
 
 
@@ -177,8 +178,8 @@ def _allowed(mask: Tensor) -> Tensor | None:
         return mask
     if not mask.is_floating_point():
         return None
-    allowed, never = mask == 0, mask <= torch.finfo(mask.dtype).min / 2  # softmax makes exact zeros of these
-    return allowed if bool((allowed | never).all()) else None
+    allowed = mask == 0
+    return allowed if bool((allowed | (mask <= NEVER)).all()) else None
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

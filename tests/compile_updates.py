@@ -1,4 +1,4 @@
-"""Compile optimizer kernels for Hopper, without a GPU; prints how many instructions each has.
+"""Compile optimizer kernels for Hopper, without a GPU; prints how many machine instructions each has an element.
 
     python tests/compile_updates.py [--verbose]
 
@@ -8,7 +8,11 @@ A process of its own, as Triton is either interpreted or compiled in one.
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -40,19 +44,36 @@ def assembly(update: Update, schedule: UpdateSchedule) -> dict[str, bytes | str]
     """PTX and machine code of the kernel for sm_90."""
     widths = {"TENSORS": len(columns(update)), "NUMBERS": len(update.scalars)}
     source = ASTSource(update_launch.kernel_of(update, schedule, "cuda"), SIGNATURE, widths, ALIGNED)
-    options = {"num_warps": schedule.warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=HOPPER, options=options).asm
+    return triton.compile(source, target=HOPPER, options=schedule.options("cuda")).asm
+
+
+def instructions_in_loop(cubin: bytes) -> int:
+    """Machine instructions of the longest loop: of a tile of a thread."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    labels: dict[str, int] = {}
+    longest = count = 0
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/\s", line):
+            count += 1
+            if branch := re.search(r"\bBRA\b.*?(\.L_x_\d+)", line):
+                longest = max(longest, count - labels.get(branch[1], count))
+    return longest
 
 
 def main(verbose: bool) -> None:
+    schedule = update_launch.SCHEDULE
     for update in UPDATES:
-        asm = assembly(update, update_launch.SCHEDULE)
-        assert len(asm["cubin"]) > 0
+        cubin = assembly(update, schedule)["cubin"]
+        assert isinstance(cubin, bytes)
         if verbose:
-            ptx = str(asm["ptx"])
-            lines = [line for line in ptx.splitlines() if line.startswith("\t") and line.strip()[:1].isalpha()]
-            per = update_launch.SCHEDULE.groups * 128 / (32 * update_launch.SCHEDULE.warps)
-            print(update_launch.kernel_name(update, update_launch.SCHEDULE), len(lines), len(lines) / per)
+            elements = schedule.groups * 128 / (32 * schedule.warps)  # of a tile of a thread
+            print(f"{instructions_in_loop(cubin) / elements:6.1f} {update_launch.kernel_name(update, schedule)}")
     print(f"{len(UPDATES)} compiled")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8compile.kernels import state_reference
 from fp8compile.kernels.spec import Value
 from fp8compile.kernels.update_spec import PLAIN, SCALAR, SPLIT, STATE, Slot, Update
+from fp8compile.state_formats import GROUP
 
 SIZES = (1, 127, 128, 129, 5000, 0, 2048)
 
@@ -102,3 +103,31 @@ def _slot(update: Update, i: int, x: Tensor, salt: int) -> list[Tensor]:
     else:
         parts = (x.to(getattr(torch, slot.type)),)
     return [*parts, *(counter if slot.counter else [])]
+
+
+def hard(format: str, positive: bool) -> tuple[Update, Data]:
+    """A state of `format` that becomes x, or |x|, of `_hard_groups`, and a parameter that becomes the old state."""
+    values = (Value("load", (), (1,)), Value("load", (), (2,)), Value("abs", (1,)))
+    noise = "stochastic" in format
+    state = Slot(STATE, format, 2 if positive else 1, counter=noise)
+    x = _hard_groups()
+    old = state_reference.encode(x.abs() if positive else x, "log")
+    counter = [torch.tensor([9], dtype=torch.int32)] if noise else []
+    update = Update((Slot(PLAIN, "float32", 0), state, Slot(PLAIN, "float32")), values)
+    return update, Data([torch.zeros(len(x)), *old, *counter], [x])
+
+
+def _hard_groups() -> Tensor:
+    """Full tiles of groups that are wide, narrow to a bit, tiny, huge, of one sign, and with zeros of both signs."""
+    g = torch.Generator().manual_seed(0)
+    groups = [torch.zeros(GROUP), torch.full((GROUP,), -1.5e-45), torch.full((GROUP,), 3.4e38)]
+    for width in (1, 2, 3, 100, 126, 127, 128, 253, 254, 255, 300, 508, 2047, 2048, 5000, 1 << 20, 1 << 27):
+        for least in (1, 0x00800000, 0x3F800000):
+            bits = least + torch.randint(0, width + 1, (GROUP,), generator=g)
+            bits[:2] = torch.tensor([least, least + width])
+            groups.append(bits.int().view(torch.float32))
+    groups.append(torch.tensor([1e-45, 3.4e38]).repeat(GROUP // 2))
+    x = torch.stack(groups)
+    sparse = x.where(torch.rand(x.shape, generator=g) < 0.7, 0.0)
+    signed = sparse * torch.where(torch.rand(x.shape, generator=g) < 0.5, 1.0, -1.0)
+    return torch.cat([x, sparse, signed, -x]).reshape(-1)

@@ -11,7 +11,7 @@ import torch
 from optimizers import OPTIMIZERS, make_parameters, set_gradients
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from updates import SIZES, Data, adam, data_for
+from updates import SIZES, Data, adam, data_for, hard
 
 import fp8compile
 from fp8compile.kernels import update as reference
@@ -46,6 +46,17 @@ def assert_equal(update: Update, mine: Data, theirs: Data) -> None:
 def test_codes_bit_for_bit(name: str, noise: str, schedule: tuple[int, int]) -> None:
     update = adam(f"{name}{noise}", f"{name}{noise}", root="abs", quotient="mul")
     assert_equal(update, *both(update, UpdateSchedule(*schedule)))
+
+
+@pytest.mark.parametrize("noise", ["", "/stochastic"])
+@pytest.mark.parametrize("positive", [False, True])
+def test_hard_groups_bit_for_bit(positive: bool, noise: str) -> None:
+    """Wide, narrow, tiny and huge ones, with zeros."""
+    update, theirs = hard(f"log{noise}", positive)
+    mine = Data(*([x.cuda() for x in xs] for xs in (theirs.stored, theirs.read, theirs.scalars)))
+    update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars)
+    reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
+    assert_equal(update, mine, theirs)
 
 
 @pytest.mark.parametrize("parameter", ["float32", "bfloat16", "stochastic", "split"])

@@ -60,6 +60,8 @@ CAUSAL: dict[str, Make] = {
     "least number": lambda n, x: torch.full((n, n), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[
         None, None
     ],
+    "cuDNN's": lambda n, x: torch.full((n, n), -65504.0, dtype=x.dtype, device=x.device).triu(1).bfloat16().to(x.dtype),
+    "large": lambda n, x: torch.full((n, n), -1e9, dtype=x.dtype, device=x.device).triu(1),
     "wide window": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril().triu(-n),
     "packed": packed,
     "written": written,
@@ -80,8 +82,8 @@ KEPT: dict[str, Make] = {
     "positions added": alibi,
     "chunks": in_chunks(8),
     "prefix": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril() | (torch.arange(n) < 4),
-    "large": lambda n, x: torch.full((n, n), -1e9, dtype=x.dtype, device=x.device).triu(1),  # in FP32 not all
     "half": lambda n, x: torch.full((n, n), -0.5, dtype=x.dtype, device=x.device).triu(1),
+    "not never": lambda n, x: torch.full((n, n), -1e4, dtype=x.dtype, device=x.device).triu(1),
     "heads apart": heads_apart,
     "of the batch": lambda n, x: (x[:, None, :, :1] < 99) & torch.ones(n, n, dtype=torch.bool, device=x.device).tril(),
     "random": lambda n, x: (
