@@ -9,24 +9,28 @@ value is known when the graph is compiled: it is computed here, once, and compar
 knows: causal, and everything. Its kernels then skip what is masked and read nothing for it, and neither the mask nor
 the bias is made or kept.
 
-Sound because the value is compared element by element. Nothing is assumed of a mask with symbolic sizes, of inputs,
-buffers or random numbers.
+Sound because the value is compared element by element. Nothing is assumed of a mask with symbolic sizes (but for those
+it is expanded to), of inputs, buffers or random numbers, or of what other libraries' operators give: these may know
+more than their arguments.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # passes run under the fake mode of the graph
+from torch.utils._pytree import tree_leaves
 
-from fp8compile.passes.compilation import Compilation, value
+from fp8compile.passes.compilation import Compilation, aten, value
 from fp8compile.passes.origin import module_path, source_line
 from fp8compile.plan import Mask
 
 CAUSAL, EVERYTHING = "causal", "everything"
-LARGEST = 2**30  # elements of a mask that is computed while compiling
+LARGEST = 2**31  # bytes in memory of a tensor that is computed while compiling
 NEVER = -65504.0  # what torch makes of False for cuDNN, the least of FP16; softmax makes exact zeros of it and below
 MASKS = ("attn_mask", "attn_bias")
 
@@ -38,7 +42,7 @@ def run(c: Compilation) -> None:
     constants = _constants(c.graph)
     kinds: dict[int, str | None] = {}
     for node in list(c.graph.nodes):
-        mask = _argument(node, *MASKS) if _takes_mask(node) else None
+        mask = _unexpanded(_argument(node, *MASKS)) if _takes_mask(node) else None
         if isinstance(mask, fx.Node) and mask in constants and not _argument(node, "is_causal"):
             number = constants[mask]
             kind = kinds[number] = kinds[number] if number in kinds else _kind(mask)
@@ -54,21 +58,47 @@ def _constants(graph: fx.Graph) -> dict[fx.Node, int]:
     found: dict[fx.Node, int] = {}
     numbers: dict[tuple[str, ...], int] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and _is_pure(node) and all(n in found for n in node.all_input_nodes):
+        if _is_literal(node) or (_is_pure(node) and all(n in found for n in node.all_input_nodes)):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: ("node", found[n]))  # type: ignore[misc]
             what = (str(node.target), repr(args), repr(kwargs))
             found[node] = numbers.setdefault(what, len(numbers))
     return found
 
 
-def _is_pure(node: fx.Node) -> bool:
-    """Whether a node gives one tensor of known sizes, the same each time, and changes none."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+def _is_literal(node: fx.Node) -> bool:
+    """Whether a node is what was written as a number or a list in the program: the -inf of `mask[i < j] = -inf`."""
+    if node.op != "get_attr" or any(u.target is not aten.lift_fresh_copy.default for u in node.users):
         return False
-    result = node.meta.get("val")
-    known = isinstance(result, Tensor) and all(isinstance(n, int) for n in (*result.shape, *result.stride()))
-    return known and torch.Tag.nondeterministic_seeded not in target.tags and result.numel() <= LARGEST  # type: ignore[union-attr]
+    return type(_literal(node)) is Tensor  # not a fake one
+
+
+def _literal(node: fx.Node) -> Any:
+    module = node.graph.owning_module
+    return operator.attrgetter(str(node.target))(module) if module is not None else None
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node gives tensors of known sizes, the same each time, and changes none."""
+    if node.op != "call_function":
+        return False
+    target, results = node.target, tree_leaves(node.meta.get("val"))
+    if not results or not all(isinstance(x, Tensor) and _has_known_sizes(x) for x in results):
+        return False
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    return not target._schema.is_mutable and not random and sum(map(_bytes, results)) <= LARGEST
+
+
+def _has_known_sizes(x: Tensor) -> bool:
+    return all(isinstance(n, int) for n in (*x.shape, *x.stride()))
+
+
+def _bytes(x: Tensor) -> int:
+    """Bytes in memory: of what is expanded, once."""
+    return x.itemsize * math.prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step)
 
 
 def _computed(node: fx.Node) -> Tensor:
@@ -76,8 +106,11 @@ def _computed(node: fx.Node) -> Tensor:
     wanted = value(node).device
     device = wanted if wanted.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
     order, readers = _ancestors(node)
-    known: dict[fx.Node, Tensor] = {}
+    known: dict[fx.Node, Any] = {}
     for n in order:
+        if n.op == "get_attr":
+            known[n] = _literal(n)
+            continue
         args, kwargs = fx.map_arg((n.args, n.kwargs), known.__getitem__)  # type: ignore[arg-type]
         args, kwargs = _on(device, args), {name: _on(device, x) for name, x in kwargs.items()}
         known[n] = n.target(*args, **kwargs)  # type: ignore[operator]
@@ -115,7 +148,7 @@ def _kind(mask: fx.Node) -> str | None:
     with unset_fake_temporarily(), torch.no_grad():
         try:
             allowed = _allowed(_once(_computed(mask)))
-        except torch.OutOfMemoryError:
+        except (RuntimeError, IndexError):  # too little memory; or not here, or not while results must be deterministic
             return None
         if allowed is None:
             return None
@@ -123,6 +156,13 @@ def _kind(mask: fx.Node) -> str | None:
             return EVERYTHING
         causal = torch.ones(queries, keys, dtype=torch.bool, device=allowed.device).tril()
         return CAUSAL if queries == keys and bool((allowed == causal).all()) else None
+
+
+def _unexpanded(mask: Any) -> Any:
+    """What a mask is expanded from, to batches and heads of any number: that has the same to say."""
+    while isinstance(mask, fx.Node) and mask.target is aten.expand.default:
+        mask = mask.args[0]
+    return mask
 
 
 def _once(mask: Tensor) -> Tensor:

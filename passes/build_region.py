@@ -35,6 +35,7 @@ from fp8compile.passes.iteration import (
 )  # fmt: skip
 
 LOADABLE = {*fusible.FLOATS, torch.bool, *FP8_DTYPES}
+DEEPEST = 100  # operators one after another that a region computes: each is a few calls of Python deep
 DIVISORS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 
@@ -100,6 +101,7 @@ class Builder:
         self._values: list[Value] = []
         self._bools: set[int] = set()
         self._known: dict[Any, int] = {}
+        self._depth = 0
         self.everything = whole(self.rows, self.cols)
         self.each_row = of_rows(self.rows, self.cols)
 
@@ -210,12 +212,15 @@ class Builder:
         return self._known[key]
 
     def _evaluate(self, node: fx.Node, access: Access) -> int:
-        if self.is_leaf(node) or not fusible.is_fusible(node):
+        if self._depth == DEEPEST or self.is_leaf(node) or not fusible.is_fusible(node):
             return self._load(node, access)
+        self._depth += 1
         try:
             i = self._compute(node, access)
         except NoAccessError:
             return self._load(node, access)  # whoever computes it, it is not this region
+        finally:
+            self._depth -= 1
         self.interior.add(node)
         return i
 

@@ -301,6 +301,7 @@ def _replaced(
         index[new] = index.pop(item)
     for node in nodes:
         editor.graph.erase_node(node)
+    editor.settle(call)
     return call
 
 

@@ -57,8 +57,14 @@ class GraphEditor:
             node = self.graph.call_function(target, args)
         node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
         update_value(node)
-        self.order[node] = self.order[before] - 0.5
+        self.order[node] = (self.order.get(node.prev, self.order[before] - 1) + self.order[before]) / 2
         return node
+
+    def settle(self, node: fx.Node) -> None:
+        """Put the graph in order again if `node` stands before what it reads: `waits_for_itself` goes by order."""
+        if any(i > node for i in node.all_input_nodes):
+            sort_topologically(self.graph)
+            self.number()
 
     def place(self, users: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> fx.Node:
         """Before which node to compute something: its first user; or, where it only leaves the graph, what follows its
@@ -101,6 +107,7 @@ class GraphEditor:
             node.replace_all_uses_with(result, delete_user_cb=lambda user, some=some: user in some)
         for node in nodes:
             self._erase_dead(node)
+        self.settle(call)
         return call
 
     def _erase_dead(self, node: fx.Node) -> None:

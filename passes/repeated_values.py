@@ -28,7 +28,7 @@ def is_repeated(node: fx.Node) -> bool:
     sizes = value(node).shape
     if not all(isinstance(n, int) for n in sizes) or sum(n > 1 for n in sizes) < 2 or sizes[-1] == 1:
         return False  # a program computes what its rows or columns share once
-    return _is_made_of_slow(node) and any(_copies(user, node) >= LEAST_COPIES for user in _readers(node))
+    return any(_copies(user, node) >= LEAST_COPIES for user in _readers(node)) and _is_made_of_slow(node)
 
 
 def _is_made_of_slow(node: fx.Node) -> bool:

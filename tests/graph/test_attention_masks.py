@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.errors import OptionError
+from fp8compile.passes import attention_masks
 from fp8compile.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")  # masks are all that these tests are for
@@ -37,6 +38,21 @@ def heads_apart(n: int, x: Tensor) -> Tensor:
     return torch.stack([causal, torch.ones_like(causal).tril(2)])[None]
 
 
+def written(n: int, x: Tensor) -> Tensor:
+    """Of zeros, in place: the -inf is a tensor of the graph."""
+    mask = torch.zeros(n, n, dtype=x.dtype, device=x.device)
+    mask[torch.arange(n)[None, :] > torch.arange(n)[:, None]] = -torch.inf
+    return mask
+
+
+def in_chunks(size: int) -> Make:
+    def make(n: int, x: Tensor) -> Tensor:
+        i = torch.arange(n, device=x.device)
+        return (i[:, None] >= i[None, :]) & (i[:, None] // size == i[None, :] // size)
+
+    return make
+
+
 CAUSAL: dict[str, Make] = {
     "positions": lambda n, x: torch.arange(n, device=x.device)[:, None] >= torch.arange(n, device=x.device)[None, :],
     "tril": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril(),
@@ -45,8 +61,15 @@ CAUSAL: dict[str, Make] = {
         None, None
     ],
     "cuDNN's": lambda n, x: torch.full((n, n), -65504.0, dtype=x.dtype, device=x.device).triu(1).bfloat16().to(x.dtype),
+    "large": lambda n, x: torch.full((n, n), -1e9, dtype=x.dtype, device=x.device).triu(1),
     "wide window": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril().triu(-n),
     "packed": packed,
+    "written": written,
+    "list": lambda n, x: torch.tensor([[j <= i for j in range(n)] for i in range(n)]),
+    "sorted": lambda n, x: (
+        torch.arange(n).flip(0).sort().values[:, None] >= torch.ones(n).cumsum(0).long()[None, :] - 1
+    ),
+    "one chunk": in_chunks(LENGTH),
     "each head": lambda n, x: torch.ones(HEADS, n, n, dtype=torch.bool, device=x.device).tril()[None],
 }
 EVERYTHING: dict[str, Make] = {
@@ -57,6 +80,8 @@ KEPT: dict[str, Make] = {
     "window": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril().triu(-4),
     "later": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril(1),
     "positions added": alibi,
+    "chunks": in_chunks(8),
+    "prefix": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril() | (torch.arange(n) < 4),
     "half": lambda n, x: torch.full((n, n), -0.5, dtype=x.dtype, device=x.device).triu(1),
     "not never": lambda n, x: torch.full((n, n), -1e4, dtype=x.dtype, device=x.device).triu(1),
     "heads apart": heads_apart,
@@ -145,6 +170,72 @@ def test_a_buffer_may_change():
 
     plan = compiled(Buffered())
     assert not plan.masks
+
+
+def test_a_list_may_change():
+    """What the program has written out is a constant as long as it is the same program."""
+    seen = [[j <= i for j in range(LENGTH)] for i in range(LENGTH)]
+    model = Attention(lambda n, x: torch.tensor(seen))
+    run = torch.compile(model, backend="fp8", options={"executor": "eager", "skip": ["*"], "strict": True})
+    for kinds in (["causal"], []):
+        for got, expected in zip(step(run, []), step(model, []), strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+        assert [m.kind for m in fp8compile.last_compile().masks] == kinds
+        seen[3][5] = True
+
+
+def test_operators_of_others_may_know_more():
+    """Nothing of a schema says that an operator gives the same each time."""
+    allowed = {"later": False}
+
+    @torch.library.custom_op("attention_masks::made_elsewhere", mutates_args=())
+    def made(n: int) -> Tensor:
+        return torch.ones(n, n, dtype=torch.bool).tril(1 if allowed["later"] else 0)
+
+    made.register_fake(lambda n: torch.empty(n, n, dtype=torch.bool))
+    model = Attention(lambda n, x: made(n))
+    run = torch.compile(model, backend="fp8", options={"executor": "eager", "skip": ["*"], "strict": True})
+    for allowed["later"] in (False, True):
+        torch.testing.assert_close(step(run, []), step(model, []), rtol=2e-5, atol=2e-5)
+    assert not fp8compile.last_compile().masks
+
+
+def test_what_is_expanded_counts_once(monkeypatch: pytest.MonkeyPatch):
+    """As for attention on a GPU, which takes a bias of all batches and heads. On the way lie positions, INT64."""
+    monkeypatch.setattr(attention_masks, "LARGEST", 8 * LENGTH * LENGTH)
+    plan = compiled(Attention(lambda n, x: CAUSAL["bias"](n, x).expand(len(x), HEADS, n, n)))
+    assert [m.kind for m in plan.masks] == ["causal"]
+    plan = compiled(Attention(lambda n, x: CAUSAL["bias"](n, x).repeat(len(x), HEADS, 1, 1)))
+    assert not plan.masks
+
+
+def test_batches_of_any_size():
+    model = Attention(lambda n, x: CAUSAL["bias"](n, x).expand(len(x), HEADS, n, n))
+    run = torch.compile(model, backend="fp8", options={"executor": "eager", "skip": ["*"], "strict": True})
+    for batch in (2, 5):
+        x = torch.randn(batch, LENGTH, WIDTH)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(run(x), model(x), rtol=2e-5, atol=2e-5)
+    (mask,) = fp8compile.last_compile().masks
+    assert (mask.kind, mask.shape) == ("causal", (LENGTH, LENGTH))
+
+
+@pytest.mark.parametrize("x", [torch.nan, torch.inf, -1.0])
+def test_one_number_makes_it_another_mask(x: float):
+    mask = torch.full((3, 3), -torch.inf).triu(1)
+    assert attention_masks._allowed(mask).tolist() == torch.ones(3, 3).tril().bool().tolist()
+    mask[1, 0] = x
+    assert attention_masks._allowed(mask) is None
+
+
+def test_what_cannot_be_computed_is_read(monkeypatch: pytest.MonkeyPatch):
+    """For want of memory, or because an operator has no deterministic kernel where these are asked for."""
+
+    def fail(node: object) -> Tensor:
+        raise RuntimeError("no deterministic implementation")
+
+    monkeypatch.setattr(attention_masks, "_computed", fail)
+    assert not compiled(Attention(CAUSAL["tril"])).masks
 
 
 def test_the_option():

@@ -303,6 +303,19 @@ def test_a_refused_cast_has_its_reason(name: str) -> None:
     assert formed.left()
 
 
+def test_a_long_chain_is_cut() -> None:
+    """Regions are built by recursion, which Python allows only so deep."""
+
+    def chain(x: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(150):
+            x = (x + 0.01) * 0.99
+        return cast(x)
+
+    formed = Formed(chain, noise(R, C))
+    assert formed.reasons == []
+    assert "quantize" not in formed.left()
+
+
 def test_an_empty_tensor_is_refused() -> None:
     graph = make_fx(lambda x: cast(x), tracing_mode="fake")(noise(0, C)).graph
     assert [reason.partition(": ")[2] for reason in form_regions(graph)] == ["it is empty"]
