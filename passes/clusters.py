@@ -77,7 +77,8 @@ def find_clusters(graph: fx.Graph, levels: dict[fx.Node, int], reasons: list[str
     for group in by_space.values():  # transposed stores go with others of their level where no row is reduced
         plain = [k for k in group if not reduces_rows(k, levels)]
         joined += _connected(plain) + [k for k in group if k not in plain]
-    return [k for k in joined if _is_worth_a_kernel(k, levels)]
+    casts = any(s.target in ops.CASTS for k in joined for s in k.sinks)
+    return [k for k in joined if _is_worth_a_kernel(k, levels) or (casts and any(map(is_repeated, k.sinks)))]
 
 
 def _single(node: fx.Node, levels: dict[fx.Node, int], reasons: list[str]) -> Cluster | None:
@@ -229,7 +230,7 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 def _is_worth_a_kernel(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
-    if any(s.target in ops.CASTS or is_repeated(s) for s in cluster.sinks):
+    if any(s.target in ops.CASTS for s in cluster.sinks):
         return True
     return reduces_rows(cluster, levels) and any(fusible.is_col_sum(s) for s in cluster.sinks)
 

@@ -3,8 +3,9 @@
     %cos [1, s, d] = convert(mul(cos(%angle), 1.0), bf16)        read by mul(%q [b, h, s, d], %cos)
 
 A region computes again what it reads from lower levels, which costs nothing as a rule: it waits for memory. A rotary
-embedding would so compute its cosines b·h times, and each takes some 40 instructions, with slow paths for large angles.
-What follows them and is as small (here the scaling and the conversion) is computed with them.
+embedding would so compute its cosines b·h times, and each is a routine of its own, with a slow path for large angles.
+What follows them and is as small (here the scaling and the conversion) is computed with them. Where nothing is cast,
+Inductor has all of it.
 """
 
 from __future__ import annotations

@@ -146,3 +146,11 @@ def test_angles_are_computed_once(kind: type[Rotated], tmp_path: Path) -> None:
 def test_repeated_values_among_others(kind: type[Rotated]) -> None:
     torch.manual_seed(0)
     compare(kind().bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
+def test_without_casts_it_is_left_to_inductor() -> None:
+    model, x = Rotated().bfloat16(), torch.randn(4, LENGTH, WIDTH).bfloat16()
+    options = {"executor": "eager", "skip": ["*"], "strict": True}
+    torch.compile(model, backend="fp8", dynamic=False, options=options)(x).sum().backward()
+    assert not fp8compile.last_compile().kernels
