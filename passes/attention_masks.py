@@ -31,9 +31,7 @@ from fp8compile.plan import Mask
 
 CAUSAL, EVERYTHING = "causal", "everything"
 LARGEST = 2**31  # bytes in memory of a tensor that is computed while compiling
-NEVER = (
-    -65504.0
-)  # what torch makes of False for cuDNN, the least of FP16; exact zeros in softmax, but for logits as far apart
+NEVER = -65504.0  # what torch makes of False for cuDNN: zero in softmax, unless logits are as far apart
 MASKS = ("attn_mask", "attn_bias")
 
 

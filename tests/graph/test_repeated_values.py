@@ -13,6 +13,8 @@ from fake_quantized import sqnr
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fp8compile
+
 HEADS, WIDTH, LENGTH, LAYERS = 4, 64, 32, 2
 
 
