@@ -98,6 +98,28 @@ def over_columns(sums, place, kept, value):
     tl.store(sums + place, tl.sum(value, 0, keep_dims=True), mask=kept)
 
 
+@triton.jit
+def of_line(exact, lost, of_all, of_row, of_128, of_16, N: tl.constexpr):  # noqa: N803
+    """What sum number N of `cast_losses.LINE` adds up."""
+    if N == 0:
+        value = lost * lost
+    elif N == 1:
+        value = noise(exact, of_all, False)
+    elif N == 2:
+        value = noise(exact, of_row, False)
+    elif N == 3:
+        value = noise(exact, of_128, False)
+    elif N == 4:
+        value = noise(exact, of_16, False)
+    elif N == 5:
+        value = noise(exact, of_all, True)
+    elif N == 6:
+        value = noise(exact, of_row, True)
+    else:
+        value = exact * exact
+    return value
+
+
 @triton.jit(do_not_specialize=SIZES)
 def add_lines(
     x,
@@ -147,23 +169,8 @@ def add_lines(
 
     at_row = tile_column.to(tl.int64) * OF_ROW * batches * rows + batch * rows + row
     at_column = tile_row.to(tl.int64) * OF_LINE * batches * columns + batch * columns + column
-    for n in tl.static_range(OF_LINE):  # in the order of LINE
-        if n == 0:
-            value = lost * lost
-        elif n == 1:
-            value = noise(exact, of_all, False)
-        elif n == 2:
-            value = noise(exact, of_row, False)
-        elif n == 3:
-            value = noise(exact, of_128, False)
-        elif n == 4:
-            value = noise(exact, of_16, False)
-        elif n == 5:
-            value = noise(exact, of_all, True)
-        elif n == 6:
-            value = noise(exact, of_row, True)
-        else:
-            value = exact * exact
+    for n in tl.static_range(OF_LINE):
+        value = of_line(exact, lost, of_all, of_row, of_128, of_16, n)
         over_rows(row_sums, at_row + n * batches * rows, row < rows, value)
         over_columns(column_sums, at_column + n * batches * columns, column < columns, value)
     at_row += OF_LINE * batches * rows

@@ -28,11 +28,14 @@ from fp8compile import ops
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import ELEMENT, ROW_REDUCTIONS, Region
 from fp8compile.passes import fusible
-from fp8compile.passes.build_region import Builder, RefusedError
-from fp8compile.passes.clusters import Cluster, delayed, find_clusters, find_levels, leaves_of, reduces_rows
+from fp8compile.passes.borders import find_levels
+from fp8compile.passes.build_region import Builder
+from fp8compile.passes.cluster_loads import delayed, leaves_of
+from fp8compile.passes.clusters import Cluster, find_clusters, reduces_rows
 from fp8compile.passes.compilation import is_tensor, value
 from fp8compile.passes.iteration import NoAccessError
 from fp8compile.passes.origin import source_line
+from fp8compile.passes.part_values import RefusedError
 from fp8compile.passes.region_graph import GraphEditor, put_in_order
 from fp8compile.passes.region_stores import sink_of, store_value
 
@@ -85,7 +88,7 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
         return [*reasons, f"%{builder.sinks[0].node.name}: it is made of constants alone"]
     if any(v.op in ROW_REDUCTIONS for v in part.values) and not _fits(part):
         return [*reasons, f"%{builder.sinks[0].node.name}: rows of {cluster.cols} are too long for column sums"]
-    strides = tuple(tuple(builder.number(s) for s in value(t).stride()) for t in tensors)
+    strides = tuple(tuple(builder.values.number(s) for s in value(t).stride()) for t in tensors)
     region = Region((part,), tuple(s.buffer for s in builder.sinks), _origins(builder), strides)
     if editor.waits_for_itself(tensors, [s.node for s in builder.sinks]):
         late = [s for s in cluster.sinks if _waits(editor, s, cluster, levels)]
@@ -99,7 +102,8 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
         list(s.node.users) if s.node in own else _outside(s.node, builder.interior | others) for s in builder.sinks
     ]
     try:
-        sizes = [builder.sizes[int(name[1:])] for name in region.sizes]  # without those of values that were given up
+        named = builder.values.sizes  # with those of values that were given up
+        sizes = [named[int(name[1:])] for name in region.sizes]
         editor.insert(region, tensors, sizes, [s.node for s in builder.sinks], users)
     except RefusedError as why:
         reasons.append(f"%{builder.sinks[0].node.name}: {why}")

@@ -21,7 +21,6 @@ from fp8compile.kernels import generated
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import Region
 from fp8compile.passes import fusible
-from fp8compile.passes.build_region import RefusedError
 from fp8compile.passes.compilation import (
     INHERITED,
     aten,
@@ -32,6 +31,7 @@ from fp8compile.passes.compilation import (
     value,
 )  # fmt: skip
 from fp8compile.passes.iteration import same
+from fp8compile.passes.part_values import RefusedError
 
 
 class GraphEditor:
@@ -211,3 +211,13 @@ def regions_of(graph: fx.Graph) -> list[fx.Node]:
 def spec_of(node: fx.Node) -> tuple[Region, schedules.Schedule]:
     """Spec and schedule of a region node."""
     return generated.parse(node.args[2], node.args[3])  # type: ignore[arg-type]
+
+
+def rewrite(node: fx.Node, tensors: Sequence[fx.Node], region: Region) -> None:
+    """Make `node` another region, of other tensors."""
+    node.args = (list(tensors), node.args[1], region.to_json(), schedules.choose(region).to_json())
+
+
+def is_from_region(node: Any) -> bool:
+    """Whether `node` is a buffer that a region fills."""
+    return isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0].target is ops.region  # type: ignore[union-attr]

@@ -9,10 +9,12 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.spec import Buffer, Store
 from fp8compile.passes import fusible
-from fp8compile.passes.build_region import Builder, CastLayout, RefusedError, Sink
+from fp8compile.passes.build_region import Builder, Sink
+from fp8compile.passes.cast_layout import CastLayout
 from fp8compile.passes.clusters import is_value
 from fp8compile.passes.compilation import value
 from fp8compile.passes.iteration import contiguous, same
+from fp8compile.passes.part_values import RefusedError
 
 
 def sink_of(builder: Builder, node: fx.Node) -> Sink:
@@ -23,27 +25,27 @@ def sink_of(builder: Builder, node: fx.Node) -> Sink:
         return store_value(builder, node)
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     if fusible.is_col_sum(node):
-        i = builder.op("col_sum", builder.evaluate(source, builder.everything))
+        i = builder.values.op("col_sum", builder.evaluate(source, builder.everything))
         return Sink(node, Store(0, i), Buffer(("row_programs0", builder.cols), "float32"))
     if node.args[1] == "tensor":
         if source.target is ops.amax:
             stats = builder.stat_access(source.args[0], CastLayout.of(source))  # type: ignore[arg-type]
-            i = builder.op("all_amax", builder.evaluate(source, stats))
+            i = builder.values.op("all_amax", builder.evaluate(source, stats))
         else:
-            i = builder.op("all_amax", builder.evaluate(source, builder.everything))
+            i = builder.values.op("all_amax", builder.evaluate(source, builder.everything))
         return Sink(node, Store(0, i), Buffer(("programs0",), "float32"))
-    i = builder.op("col_amax", builder.evaluate(source, builder.everything))
+    i = builder.values.op("col_amax", builder.evaluate(source, builder.everything))
     return Sink(node, Store(0, i), Buffer(("row_programs0", builder.cols), "float32"))
 
 
 def _payload(builder: Builder, node: fx.Node) -> Sink:
     source, scale, fmt = node.args[:3]
     layout = CastLayout.of(node)
-    x = builder.stored(builder.evaluate(source, builder.everything))  # type: ignore[arg-type]
+    x = builder.values.stored(builder.evaluate(source, builder.everything))  # type: ignore[arg-type]
     where = builder.stat_access(source, layout)  # type: ignore[arg-type]
     s = builder.evaluate(scale, where)  # type: ignore[arg-type]
-    i = builder.op("quantize", x, s, params=(fmt,))
-    rows, cols = builder.number(builder.rows), builder.cols
+    i = builder.values.op("quantize", x, s, params=(fmt,))
+    rows, cols = builder.values.number(builder.rows), builder.cols
     across, down = layout.col_multiple, layout.row_multiple
     if layout.transpose:
         across, down = down, across
@@ -60,23 +62,23 @@ def _payload(builder: Builder, node: fx.Node) -> Sink:
 def _padded(builder: Builder, multiple: int) -> Any:
     """Rows rounded up, as a size that the kernel is given."""
     rows = builder.rows if multiple == 1 else -(-builder.rows // multiple) * multiple
-    return builder.number(rows)
+    return builder.values.number(rows)
 
 
 def store_value(builder: Builder, node: fx.Node) -> Sink:
     """The store of a value on the way that others need."""
     x = value(node)
-    buffer = Buffer(tuple(map(builder.number, x.shape)), str(x.dtype).removeprefix("torch."))
+    buffer = Buffer(tuple(map(builder.values.number, x.shape)), str(x.dtype).removeprefix("torch."))
     if not all(same(a, b) or same(n, 1) for a, b, n in zip(x.stride(), contiguous(x.shape), x.shape, strict=True)):
         raise RefusedError("its strides are not row-major")
     if node.target in (ops.amax, ops.scale):
         return _statistic(builder, node)
     total = fusible.elements(node)
     if same(total, builder.rows * builder.cols):
-        i = builder.stored(builder.evaluate(node, builder.everything))
+        i = builder.values.stored(builder.evaluate(node, builder.everything))
         return Sink(node, Store(0, i, builder.cols), buffer)
     if same(total, builder.rows):
-        i = builder.stored(builder.evaluate(node, builder.each_row), cols=1)
+        i = builder.values.stored(builder.evaluate(node, builder.each_row), cols=1)
         return Sink(node, Store(0, i), buffer)
     raise RefusedError("it is neither of the region's size nor of its rows")
 
@@ -94,7 +96,7 @@ def _statistic(builder: Builder, node: fx.Node) -> Sink:
     layout = CastLayout.of(marker)
     i = builder.evaluate(node, builder.stat_access(marker.args[0], layout))  # type: ignore[arg-type]
     kind, size = layout.granularity.kind, layout.granularity.size
-    rows, cols = builder.number(builder.rows), builder.cols
+    rows, cols = builder.values.number(builder.rows), builder.cols
     if kind == "row":
         if layout.transpose:
             raise RefusedError("a scale of columns")
