@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from columns import MISSING, markdown
 from scale_inputs import (
@@ -38,6 +41,8 @@ from scale_inputs import (
     System,
 )
 from scale_model import largest_batch, optimizer, predict
+
+from configs import CONFIGS
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "scale.md"
@@ -245,8 +250,27 @@ def links() -> str:
     return markdown(["GB/s a GPU between hosts", "BF16", "ours", OURS_ALL.name, "ours, hybrid sharding"], lines)
 
 
+def configurations() -> str:
+    """What the configurations of examples/pretrain.py should take."""
+    lines = []
+    for name, c in CONFIGS.items():
+        if name == "tiny":
+            continue
+        model = Model(c.width, c.layers, c.heads, c.kv_heads, c.inner, c.vocabulary)
+        checkpoint = "full" if c.checkpoint else "none"
+        job = Job(model, c.gpus, c.batch, c.sequence, checkpoint=checkpoint)
+        system = OURS_ALL if c.gather else OURS_EIGHT_BIT
+        where = f"{c.batch} × {c.sequence}{', checkpointed' * c.checkpoint}{', FP8 gather' * c.gather}"
+        fits = [str(largest_batch(job, system, gib)) for gib in (80, 141)]
+        lines.append(
+            [f"`{name}`", str(c.gpus), where, f"{c.global_batch / 2**20:g} Mi", cell(job, system), " · ".join(fits)]
+        )
+    head = ["configuration", "GPUs", "a GPU's batch", "global batch, tokens", "tokens/s of a GPU · step · peak"]
+    return markdown([*head, "largest batch in 80 · 141 GiB"], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (inputs, blocks, steps, published, predictions, batch, links)
+    f.__name__: f for f in (inputs, blocks, steps, published, predictions, batch, links, configurations)
 }
 
 
