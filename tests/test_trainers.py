@@ -88,6 +88,24 @@ def test_accelerate(capsys):
 
 
 @pytest.mark.slow
+def test_accelerate_compiles_blocks_one_by_one():
+    module = example("accelerate_loop", "accelerate")
+    options = module.OPTIONS | {"strict": True}
+    plugin = module.TorchDynamoPlugin(
+        backend=fp8compile.register_backend(), options=options, use_regional_compilation=True
+    )
+    accelerator = module.Accelerator(mixed_precision="bf16", dynamo_plugin=plugin, cpu=True)
+    model = accelerator.prepare(module.make(64, 2, False))
+    tokens = batches(module)[0][0][:2]
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    block, head = (plan.matmuls for plan in fp8compile.compiles() if plan.matmuls)
+    assert len(block) == 3 * 7, "one graph for both blocks"
+    assert len(head) == 3, "by itself, where nothing says that it is a head"
+    assert {m.decision for m in (*block, *head)} == {"fp8"}
+    assert 256 in (head[0].m, head[0].n)
+
+
+@pytest.mark.slow
 def test_lightning(capsys):
     module = example("lightning_module", "lightning")
     found = module.main(["--steps", str(STEPS)])
