@@ -40,6 +40,7 @@ from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan import Kernel, Loss, Lowered, Mask, Matmul, Plan, Saved  # noqa: E402
 from fp8compile.plans import compiles, last_compile  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
+from fp8compile.registration import register_backend  # noqa: E402
 from fp8compile.schedule_options import Schedule  # noqa: E402
 from fp8compile.scheduled import scheduled_plan, schedules  # noqa: E402
 from fp8compile.state_recipe import StateRecipe  # noqa: E402
@@ -85,6 +86,7 @@ __all__ = [
     "plain_state_dict",
     "prepare_fsdp",
     "prepare_optimizer",
+    "register_backend",
     "scheduled_plan",
     "schedules",
     "watch",
