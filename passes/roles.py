@@ -43,8 +43,8 @@ FOREIGN = {
     "_scaled_mm_v2": "scaled matmul",
     "_scaled_grouped_mm": "scaled grouped matmul",
     "_scaled_grouped_mm_v2": "scaled grouped matmul",
-    "grouped_mm_fallback": "loop over experts",  # transformers', for weights that are not BF16
-    "grouped_mm_fallback_backward": "loop over experts",
+    "grouped_mm_fallback": "loop over experts, whose weights are not BF16",  # transformers'
+    "grouped_mm_fallback_backward": "loop over experts, whose weights are not BF16",
     "_int_mm": "integer matmul",
     "_addmm_activation": "matmul with activation",
 }

@@ -140,7 +140,7 @@ def test_transformers_loop_over_experts_says_what_it_is():
         fc=nn.Linear(64, 64).bfloat16(),
         w=nn.Parameter(torch.randn(4, 64, 32).bfloat16()),
     )
-    assert reasons(run(model), role="other") == {"loop over experts: left as it is"}
+    assert reasons(run(model), role="other") == {"loop over experts, whose weights are not BF16: left as it is"}
 
 
 # --- the cost model
