@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from experts import GROUPS, Experts, ends
 from fake_quantized import fake_quantized, sqnr
-from train.test_experts import LEAST, losses, mixtral, qwen3_moe, step
+from models import unsettled
+from train.test_experts import LEAST, NEAR, losses, mixtral, qwen3_moe, step
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = pytest.mark.gpu
@@ -214,11 +215,11 @@ def test_cuda_graphs() -> None:
 @pytest.mark.parametrize("build", [mixtral, qwen3_moe])
 def test_models_of_transformers_train_as_in_bf16(build: Any) -> None:
     torch.manual_seed(0)
-    first, second = (build().bfloat16().cuda() for _ in range(2))
+    first, second = (unsettled(build()).cuda() for _ in range(2))
     second.load_state_dict(first.state_dict())
     bf16 = losses(first, first)
     fp8 = losses(second, compiled(second, skip=["*.gate"]))
-    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.08
+    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < NEAR
     assert sum(m.kind == "grouped" for m in fp8compile.last_compile().converted) == 8
 
 

@@ -27,6 +27,8 @@ SAME = 45.0
 FUSED = 28.0
 # Of two casts to E4M3, 31 dB each, in each of up to three matmuls that a gradient has passed: 31 - 10 log10(6) = 23.
 LEAST = 22.0
+# Nats between losses of six steps: 0.003 and 0.008 were seen, and 0.03 at least where all tokens met the first expert.
+NEAR = 0.02
 
 Step = dict[str, Tensor]
 
@@ -223,8 +225,7 @@ def test_models_of_transformers_train_as_in_bf16(build):
     bf16 = losses(models[0], models[0])
     fp8 = losses(models[1], compiled(models[1], skip=["*.gate"]))
     assert bf16[-1] < bf16[0] - 1  # it learns
-    # Measured: 0.003 to 0.02 nats apart over six steps from 5.6; a wrong expert or scale shows as more than 0.3.
-    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.08
+    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < NEAR
     experts = [m for m in fp8compile.last_compile().matmuls if m.path.endswith("experts")]
     assert sorted((m.role, m.decision) for m in experts) == sorted(
         2 * LAYERS * [("output", "fp8"), ("grad_input", "fp8"), ("grad_weight", "bf16")]
