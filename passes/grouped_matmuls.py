@@ -12,6 +12,7 @@ other ranks' experts end up), and a scale of the whole tensor would be made of w
 
 grad_weight stays as it is: FP8 units read what they contract in pieces of 16, so each group would have to begin at a
 multiple of 16 tokens and none could be empty. Only the data knows, and the kernel stops the program where it is not so.
+(All this is what torch's source says, aten/src/ATen/native/cuda/GroupMMCommon.cuh; tests/gpu/test_grouped.py tries it.)
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ RAGGED = "contracts groups of tokens: FP8 needs multiples of 16, and only the da
 def role_of(site: Site, recipe: Recipe) -> Role | None:
     """How `recipe` runs the matmul; None: in its precision. A grouped one by rows, in what else the recipe says."""
     role = recipe.role(site.role) if site.role != "other" else None
-    return (
-        replace(role, left=_by_rows(role.left), right=_by_rows(role.right)) if role and site.kind == GROUPED else role
-    )
+    if role is None or site.kind != GROUPED:
+        return role
+    return replace(role, left=_by_rows(role.left), right=_by_rows(role.right))
 
 
 def _by_rows(cast: Cast) -> Cast:
