@@ -3,8 +3,8 @@
 Rates in TFLOP/s on random data at Llama-8B shapes (`benchmarks/casts_and_matmuls.py`). `casts` in TB/s (bytes read +
 written) by which casts, compiled by Inductor into the kernels around them, lengthen a training step: 2.9 in two
 Llama-8B blocks, 3.0 in the SwiGLU of a 120 M model, less a margin. `launch` in microseconds for one more kernel in a
-compiled graph. H200: measured with torch 2.11. Where `measured` is False the figures are scaled from the vendor's
-peaks, to be replaced by a measurement.
+compiled graph. `grouped`: whether torch's grouped FP8 matmul runs there; it is written for Hopper. H200: measured with
+torch 2.11. Where `measured` is False the figures are scaled from the vendor's peaks, to be replaced by a measurement.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Device:
     casts: float = 0.0
     launch: float = 0.0
     blockwise: bool = False
+    grouped: bool = False
     measured: bool = False
     why_not: str = ""
 
@@ -39,9 +40,9 @@ class Device:
 
 
 TABLE = {
-    "H200": Device("H200", True, False, 680, 1210, 1180, 1050, 2.6, 4.0, blockwise=True, measured=True),
-    "H100": Device("H100", True, False, 700, 1190, 1140, 1000, 1.8, 4.0, blockwise=True),
-    "H20": Device("H20", True, False, 135, 270, 260, 230, 2.1, 4.0, blockwise=True),
+    "H200": Device("H200", True, False, 680, 1210, 1180, 1050, 2.6, 4.0, blockwise=True, grouped=True, measured=True),
+    "H100": Device("H100", True, False, 700, 1190, 1140, 1000, 1.8, 4.0, blockwise=True, grouped=True),
+    "H20": Device("H20", True, False, 135, 270, 260, 230, 2.1, 4.0, blockwise=True, grouped=True),
     "B200": Device("B200", True, False, 1600, 3000, 2800, 2600, 4.0, 4.0),
     "L40S": Device("L40S", True, False, 300, 580, 560, 500, 0.5, 4.0),
     "L4": Device("L4", True, False, 90, 180, 170, 160, 0.2, 4.0),

@@ -6,6 +6,7 @@ Decides only; `fp8compile/scheduled.py` measures and recompiles. A matmul stands
 
 It moves to the first rung on which both operands keep what the settings demand, and only where it does not keep that
 now. It returns to a cheaper rung, never below home, which would keep `margin` more at `patience` looks in a row.
+A grouped matmul has two rungs, home (rows) and BF16.
 A saved tensor has two rungs: FP8 as the compiler would keep it, and its own dtype, where it then stays: kept as it is
 it has no cast to measure.
 
@@ -108,7 +109,7 @@ class Ladders:
         activations = [sides["right"]] if row.role == "grad_weight" else list(sides.values())
         product = row.role != "grad_input" and any(m.trait == "product" for m in activations)
         more = self.settings.edges if edge or product else 0.0
-        ladder = self._ladder(home, product)
+        ladder = [*dict.fromkeys((home, Rung()))] if row.kind == "grouped" else self._ladder(home, product)
         place = ladder.index(now) if now in ladder else len(ladder)
         worst = _worst(now, sides, self.settings, more)
         if now.left is not None and worst is not None:

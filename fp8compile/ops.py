@@ -4,7 +4,8 @@
     fp8::scale(amax, format, power_of_two)          -> FP32, same shape
     fp8::quantize(x, scale, format, granularity, …) -> data, contiguous along the contracted dimension
     fp8::dequantize(data, scale, granularity, dtype)
-    fp8::scaled_mm(a, scale_a, …, b, scale_b, …)    -> (a · scale_a) @ (b · scale_b)ᵀ + bias
+    fp8::scaled_mm(a, scale_a, …, b, scale_b, …)    -> (a · scale_a) @ (b · scale_b)ᵀ + bias; with `offs` grouped: rows
+                                                       of a, in groups that end there, each times its own matrix of b
     fp8::delayed_scale(amax, key, …)                -> scale from the history kept under `key` (`fp8compile.delayed`)
     fp8::observe(scale, tensors, …)                 -> the scale; measures the cast (`fp8compile.statistics`)
     fp8::probe(x, …)                                -> x; measures what casts of it would lose, where there is none
@@ -41,7 +42,7 @@ SCHEMAS = {
     "quantize": f"(Tensor x, Tensor scale, str format, str granularity, {_LAYOUT}) -> Tensor",
     "dequantize": "(Tensor data, Tensor scale, str granularity, ScalarType dtype) -> Tensor",
     "scaled_mm": "(Tensor a, Tensor scale_a, str granularity_a, Tensor b, Tensor scale_b, str granularity_b, "
-    "Tensor? bias, ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
+    "Tensor? bias, ScalarType out_dtype, bool fast_accumulation=False, Tensor? offs=None) -> Tensor",
     "delayed_scale": "(Tensor amax, str key, str format, int history, int margin, bool power_of_two=False) -> Tensor",
     "observe": "(Tensor scale, Tensor[] tensors, str cast, bool transpose, str name, str key) -> Tensor",
     "probe": "(Tensor x, bool transpose, str name, str key) -> Tensor",
@@ -94,6 +95,7 @@ def _fake_scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
+    offs: Tensor | None = None,
 ) -> Tensor:
     return a.new_empty([*a.shape[:-1], b.shape[-2]], dtype=out_dtype)
 

@@ -39,9 +39,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Matmul:
-    """One matmul [batch ×] M×K · K×N of the graph.
+    """One matmul [batch ×] M×K · K×N of the graph; a grouped one multiplies each of `groups` groups of rows (of M; of K
+    in grad_weight) by itself, and has M·N·K products like another.
 
-    path: module path in the user's model; source: the user's line; kind: mm, bmm, convolution, …
+    path: module path in the user's model; source: the user's line; kind: mm, bmm, grouped, convolution, …
     role: output, grad_input, grad_weight, or other (no weight on either side).
     decision: "fp8" or "bf16" (left in the precision that the user gave it); reason: why.
     left, right: the casts of an FP8 matmul; merged: paths of the matmuls that this one took in.
@@ -68,6 +69,7 @@ class Matmul:
     padded: tuple[str, ...] = ()
     milliseconds_bf16: float | None = None
     milliseconds_fp8: float | None = None
+    groups: int | str = 1
 
 
 @dataclass(frozen=True)

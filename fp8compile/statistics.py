@@ -219,7 +219,8 @@ def _improved(row: Matmul, sides: Sequence[Row | None], minimum: float) -> Matmu
         if measured is None or measured.sqnr is None or measured.sqnr >= minimum:
             operands.append(operand)
             continue
-        better = [c for c in RUNNABLE if (measured.what_if.get(c) or -200.0) >= minimum]
+        casts = () if row.kind == "grouped" else RUNNABLE  # which takes rows alone, and has them
+        better = [c for c in casts if (measured.what_if.get(c) or -200.0) >= minimum]
         if not better:
             worst = f"{measured.side} operand at {measured.sqnr:.1f} dB"
             return replace(row, decision=BF16, reason=f"measured: {worst}", left=None, right=None)

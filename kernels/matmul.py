@@ -9,6 +9,7 @@ kernel has no output in the dtype asked for, its BF16 result is converted.
 | tensor × tensor | cuBLAS, one scale each | BF16, FP16, FP32 |
 | row × row, row × tensor, tensor × row | row-wise; tensor scales repeated | as above on Hopper, CUDA ≥ 12.9 |
 | group(128) or block(128) × the same, not both block | cuBLAS block-wise (Hopper only) | BF16 |
+| row × row in groups of rows (a mixture's experts) | CUTLASS grouped (Hopper only), no copy to the host | BF16 |
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
+    offs: Tensor | None = None,
 ) -> Tensor:
-    """Same contract as `reference.scaled_mm`; batches run one after the other."""
+    """Same contract as `reference.scaled_mm`; batches run one after the other, groups in one launch."""
+    if offs is not None:
+        return _grouped(a, scale_a, b, scale_b, offs, out_dtype, fast_accumulation)
     if a.dim() == 2:
         return _scaled_mm_2d(a, scale_a, granularity_a, b, scale_b, granularity_b, bias, out_dtype, fast_accumulation)
     outs = [
@@ -46,6 +50,19 @@ def scaled_mm(
         for i in range(a.shape[0])
     ]  # fmt: skip
     return torch.stack(outs)
+
+
+def _grouped(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """Rows of a in groups of any size, each with its matrix of b. The kernel wants scales [M] and [E, N]."""
+    if a.shape[0] == 0:
+        return a.new_empty(0, b.shape[1], dtype=out_dtype)
+    out = torch._scaled_grouped_mm(
+        a, b.transpose(-1, -2), scale_a.squeeze(-1), scale_b.squeeze(-1), offs,
+        out_dtype=torch.bfloat16, use_fast_accum=fast,
+    )  # fmt: skip
+    return out.to(out_dtype)
 
 
 def _of_batch(scale: Tensor, i: int) -> Tensor:

@@ -141,12 +141,26 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
+    offs: Tensor | None = None,
 ) -> Tensor:
     """(a · scale_a) @ (b · scale_b)ᵀ + bias, accumulated in FP32.
 
     a [..., M, K] and b [..., N, K] hold FP8 data, both contiguous along the contracted K; bias [N].
     Returns [..., M, N] in `out_dtype`. `fast_accumulation` changes nothing here: it allows a GPU to accumulate in less.
+
+    Grouped, with offs [E] (int32, ascending): a [M, K], b [E, N, K], both with row scales. Rows offs[e - 1] to offs[e]
+    of a are multiplied with b[e]; rows behind the last group give zeros (a GPU leaves them as they are).
     """
+    if offs is not None:
+        out = a.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
+        start = 0
+        for e, end in enumerate(offs.tolist()):
+            rows = slice(start, end)
+            out[rows] = scaled_mm(
+                a[rows], scale_a[rows], granularity_a, b[e], scale_b[e], granularity_b, bias, out_dtype
+            )
+            start = end
+        return out
     coarse = ("tensor", "row")
     if granularity_a in coarse and granularity_b in coarse:
         out = a.float() @ b.float().transpose(-1, -2)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from fp8compile.passes.compilation import Compilation
 from fp8compile.passes.gathered_weights import gathered, why_not_taken
+from fp8compile.passes.grouped_matmuls import role_of
 from fp8compile.passes.roles import Site
 from fp8compile.plan import CAST_AGAIN, FP8, Matmul, Operand
 from fp8compile.recipe import Cast
@@ -28,7 +29,7 @@ def run(c: Compilation) -> None:
 
 def _with_casts(row: Matmul, c: Compilation) -> Matmul:
     edit = c.edits.get(row.node)
-    role = (edit.role if edit is not None else None) or c.options.recipe.role(row.role)
+    role = (edit.role if edit is not None else None) or role_of(c.sites[row.node], c.options.recipe)
     if role is None:
         return row
     left, right = _operand(role.left, c.is_training), _operand(role.right, c.is_training)

@@ -81,7 +81,7 @@ def _rewrite(c: Compilation, row: Matmul, site: Site, key: str) -> None:
     bias = site.bias if fits else None
     out = c.emit(
         ops.scaled_mm, *left, row.left.granularity, *right, row.right.granularity, bias,
-        value(node).dtype, row.fast_accumulation, like=node,
+        value(node).dtype, row.fast_accumulation, *([] if site.offs is None else [site.offs]), like=node,
     )  # fmt: skip
     for dim, multiple, size in ((-1, n_rows, site.n), (-2, m_rows, site.m)):
         if multiple > 1:

@@ -3,6 +3,8 @@
     output       activation @ weight, in the forward half
     grad_input   gradient @ weight              } in the backward half, of a matmul that is found in the forward half
     grad_weight  gradientᵀ @ activation         }
+    The matmuls of a mixture's experts have the same roles: grouped ones, E weights for E groups of tokens, where a
+    plain one is one weight for all (`passes/grouped_matmuls.py`).
     other        no weight on either side (attention, state-space scans), or an operator that is no plain matmul
 
 A weight is what is computed from parameters (and buffers and constants) alone: a parameter, its cast, its transpose,
@@ -32,13 +34,17 @@ from fp8compile.passes.compilation import (
 )
 from fp8compile.passes.origin import module_path, source_line
 
-MATMULS = {aten.mm.default: "mm", aten.addmm.default: "addmm", aten.bmm.default: "bmm"}
+GROUPED = aten._grouped_mm.default
+MATMULS = {aten.mm.default: "mm", aten.addmm.default: "addmm", aten.bmm.default: "bmm", GROUPED: "grouped"}
 CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 SIZES = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 FOREIGN = {
-    "_grouped_mm": "grouped matmul",
     "_scaled_mm": "scaled matmul",
     "_scaled_mm_v2": "scaled matmul",
+    "_scaled_grouped_mm": "scaled grouped matmul",
+    "_scaled_grouped_mm_v2": "scaled grouped matmul",
+    "grouped_mm_fallback": "loop over experts, whose weights are not BF16",  # transformers'
+    "grouped_mm_fallback_backward": "loop over experts, whose weights are not BF16",
     "_int_mm": "integer matmul",
     "_addmm_activation": "matmul with activation",
 }
@@ -46,7 +52,10 @@ FOREIGN = {
 
 @dataclass
 class Site:
-    """A matmul of the graph: left [.., M, K] @ right [.., K, N], or a convolution in those terms."""
+    """A matmul of the graph: left [.., M, K] @ right [.., K, N], or a convolution in those terms.
+
+    offs: where the groups of a grouped matmul end; groups: how many it has.
+    """
 
     node: fx.Node
     key: str
@@ -58,6 +67,8 @@ class Site:
     n: Any
     k: Any
     batch: Any = 1
+    offs: fx.Node | None = None
+    groups: Any = 1
     role: str = "other"
     weight_on_left: bool = False
     forward: Site | None = None
@@ -122,7 +133,7 @@ def _sites_of(node: fx.Node) -> list[Site]:
     if node.op != "call_function":
         return []
     if node.target in MATMULS:
-        return [_matmul_site(node)]
+        return [_grouped_site(node) if node.target is GROUPED else _matmul_site(node)]
     if node.target is aten.convolution.default:
         return [_convolution_site(node)]
     if node.target is aten.convolution_backward.default:
@@ -142,6 +153,19 @@ def _matmul_site(node: fx.Node) -> Site:
     site = Site(node, node.name, kind, left, right, bias, m, n, k, batch[0] if batch else 1)  # type: ignore[arg-type]
     if node.kwargs:
         site.why_other = "addmm with alpha or beta other than 1"
+    return site
+
+
+def _grouped_site(node: fx.Node) -> Site:
+    left, right, *rest = node.args
+    offs = rest[0] if rest else node.kwargs.get("offs")
+    *_, m, k = value(left).shape  # type: ignore[arg-type]
+    n = value(right).shape[-1]  # type: ignore[arg-type]
+    site = Site(node, node.name, "grouped", left, right, None, m, n, k, offs=offs)  # type: ignore[arg-type]
+    if offs is None or value(left).dim() != 2:  # type: ignore[arg-type]
+        site.why_other = "grouped matmul whose rows are not what is grouped: left as it is"
+    else:
+        site.groups = value(offs).shape[0]  # type: ignore[arg-type]
     return site
 
 
@@ -269,7 +293,7 @@ def _matching(site: Site, plain: fx.Node, forward: dict[fx.Node, list[Site]]) ->
     found = [
         f
         for f in forward.get(base(plain), [])
-        if sorted(map(str, (f.m, f.n, f.k))) == sizes and str(f.batch) == str(site.batch)
+        if sorted(map(str, (f.m, f.n, f.k))) == sizes and same_sizes((f.batch, f.groups), (site.batch, site.groups))
     ]
     number = site.node.meta.get("seq_nr")
     exact = [f for f in found if number is not None and f.node.meta.get("seq_nr") == number]

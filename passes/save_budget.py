@@ -30,6 +30,7 @@ from fp8compile.devices import TABLE, Device
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import is_tensor, value
 from fp8compile.passes.plan_saved import Halves, Prices, may_be_computed_again, plan_saved, saved_bytes
+from fp8compile.passes.roles import GROUPED
 from fp8compile.passes.saved_forms import as_it_is, count, is_random, made_at, memory_of
 
 STEPS = 7  # of a bisection over prices: to a factor of two
@@ -214,7 +215,10 @@ def _seconds(node: fx.Node, device: Device) -> float:
 def _operations(node: fx.Node) -> float:
     if node.target is ops.scaled_mm:
         a, b = value(node.args[0]), value(node.args[3])  # type: ignore[arg-type]
-        return 2.0 * count(a.shape) * count(b.shape[:-1])
+        return 2.0 * count(a.shape) * count(b.shape[-2:-1])
+    if node.target is GROUPED:  # torch's table has none; whatever its groups, a row meets one matrix
+        left, right = (value(n) for n in node.args[:2])  # type: ignore[arg-type]
+        return 2.0 * count(left.shape) * count(right.shape[-1:])
     assert isinstance(node.target, torch._ops.OpOverload)
     if "attention" in str(node.target):
         return _of_attention(*(value(n) for n in node.args[:3]))  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 Decides only: the graph stays as it is, the plan gets one row a matmul. The rules stand in RULES, in order; the first
 that objects gives the reason. The last one is the cost model (`fp8compile.devices` has its constants):
 
-    BF16:  2·M·N·K / bf16 rate
+    BF16:  2·M·N·K / bf16 rate                                                         (grouped: as if all were one)
     FP8:   2·M'·N'·K' / fp8 rate + bytes of the casts / cast rate + two launches      (M', N', K' padded)
 
 where an operand's cast is shared by the matmuls of the same role that read it (q, k, v), and reads it twice: once for
@@ -26,7 +26,8 @@ from fp8compile.errors import OptionError
 from fp8compile.formats import ALIGNMENT, round_up
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, is_tangent, value
 from fp8compile.passes.gathered_weights import gathered
-from fp8compile.passes.roles import Site, find_sites
+from fp8compile.passes.grouped_matmuls import GROUPED, remark, role_of, why_not_grouped
+from fp8compile.passes.roles import MATMULS, Site, find_sites
 from fp8compile.plan import BF16, FP8, READ_ROUNDED, Matmul
 from fp8compile.recipe import Role
 
@@ -66,7 +67,7 @@ def run(c: Compilation) -> None:
     c.edits = edits.decisions(c.options.plan, rows, c.plan.graph)
     for site, row in zip(sites, rows, strict=True):
         is_head = site in heads or (site.forward is not None and site.forward in heads)
-        role = c.options.recipe.role(site.role) if site.role != "other" else None
+        role = role_of(site, c.options.recipe)
         candidate = Candidate(site, role, is_head, dtypes, sharing, row)
         sizes = (site.m, site.n, site.k, site.batch)
         c.plan.hints.update({str(s): _hint(s) for s in sizes if not isinstance(s, int)})
@@ -74,9 +75,9 @@ def run(c: Compilation) -> None:
 
 
 def _row(site: Site) -> Matmul:
-    m, n, k, batch = map(_plain, (site.m, site.n, site.k, site.batch))
+    m, n, k, batch, groups = map(_plain, (site.m, site.n, site.k, site.batch, site.groups))
     dtype = str(_dtype(site)).removeprefix("torch.")
-    return Matmul(site.key, site.path, site.source, site.kind, site.role, m, n, k, batch, dtype)
+    return Matmul(site.key, site.path, site.source, site.kind, site.role, m, n, k, batch, dtype, groups=groups)
 
 
 def _plain(size: Any) -> int | str:
@@ -112,7 +113,7 @@ def _impossible(x: Candidate, c: Compilation) -> str:
         return _has_weight(x, c) or f"{_in_recipe(x, c)}, and the plan names no casts"
     if _dtype(x.site) not in FLOATS:
         return _has_dtype(x, c)
-    return _has_work(x, c) or ("" if c.device.emulated else _has_units(x, c))
+    return _has_work(x, c) or _can_be_grouped(x, c) or ("" if c.device.emulated else _has_units(x, c))
 
 
 def _decide(candidate: Candidate, c: Compilation) -> Matmul:
@@ -128,6 +129,7 @@ def _decide(candidate: Candidate, c: Compilation) -> Matmul:
     why = "every matmul that can run" if c.options.select == "all" else "faster by the cost model"
     if _is_gathered(candidate.site):
         why = "its weight is gathered in FP8"
+    why += remark(candidate.site, c.options.recipe)
     return replace(candidate.row, decision=FP8, reason=why)
 
 
@@ -181,6 +183,10 @@ def _has_units(x: Candidate, c: Compilation) -> str:
     return f"{c.device.why_not}{hint}"
 
 
+def _can_be_grouped(x: Candidate, c: Compilation) -> str:
+    return why_not_grouped(x.site, x.role, c.device) if x.site.kind == GROUPED else ""
+
+
 def _has_work(x: Candidate, c: Compilation) -> str:
     sizes = (x.site.m, x.site.n, x.site.k)
     return "a matmul without elements" if any(isinstance(s, int) and s == 0 for s in sizes) else ""
@@ -211,7 +217,8 @@ def _milliseconds(x: Candidate, c: Compilation) -> tuple[float, float]:
     rate = d.rate("block" if x.role.left.granularity.size else coarser)
     work = 2 * batch * 1e-9  # FLOPs / TFLOP/s = 1e-12 s = 1e-9 ms
     moved = 0.0
-    for operand, rows in ((x.site.left, m), (x.site.right, np_)):
+    weights = _hint(x.site.groups) if value(x.site.right).dim() == 3 and x.site.kind == GROUPED else 1
+    for operand, rows in ((x.site.left, m), (x.site.right, np_ * weights)):
         moved += batch * rows * kp * (2 * value(operand).element_size() + 1) / x.sharing[base(operand), x.site.role]
     casts = moved / (d.casts * 1e9) + 2 * d.launch * 1e-3
     return work * m * n * k / d.bf16, work * m * np_ * kp / rate + casts
@@ -235,6 +242,7 @@ RULES: tuple[Callable[[Candidate, Compilation], str], ...] = (
     _is_not_skipped,
     _is_not_head,
     _has_units,
+    _can_be_grouped,
     _has_work,
     _pays,
 )
@@ -290,5 +298,5 @@ def _feeds_loss(node: fx.Node) -> bool:
         seen.update(frontier)
         if any(u.target in (aten.gather.default, aten.nll_loss_forward.default) for u in frontier):
             return True
-        frontier = [u for u in frontier if u.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default)]
+        frontier = [u for u in frontier if u.target not in MATMULS]
     return False

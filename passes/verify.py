@@ -6,6 +6,7 @@
 - FP8 data comes from fp8.quantize (or views and concatenations of such data), or from outside; it is contiguous along
   the contracted dimension where a matmul reads it, and its contracted dimension is a multiple of 16
 - FP8 data is read only by fp8.scaled_mm and fp8.dequantize (or passes through views, concatenations, graph outputs)
+- the groups of a grouped matmul are int32 numbers, one for each matrix of its right operand, and its scales are rows'
 - data meets the scale it was made with, or arrived with, in the granularity it was made in, and the scale has the shape
   of that
 
@@ -128,7 +129,7 @@ def _evaluate(node: fx.Node) -> torch.Tensor:
 
 
 def _wrong_scaled_mm(node: fx.Node) -> str:
-    a, scale_a, how_a, b, scale_b, how_b, *_ = node.args
+    a, scale_a, how_a, b, scale_b, how_b, *rest = node.args
     why = _wrong_operand(a, scale_a, how_a) or _wrong_operand(b, scale_b, how_b)  # type: ignore[arg-type]
     if why:
         return why
@@ -137,7 +138,16 @@ def _wrong_scaled_mm(node: fx.Node) -> str:
         return f"contracts {k_a} with {k_b} elements"
     if not divides(ALIGNMENT, k_a) or not divides(ALIGNMENT, value(b).shape[-2]):  # type: ignore[arg-type]
         return f"K {k_a} or N {value(b).shape[-2]} is not a multiple of {ALIGNMENT}"  # type: ignore[arg-type]
-    return ""
+    offs = rest[3] if len(rest) > 3 else None
+    return "" if offs is None else _wrong_groups(value(a), value(b), value(offs), {how_a, how_b})  # type: ignore[arg-type]
+
+
+def _wrong_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, how: set[str]) -> str:
+    if (a.dim(), b.dim(), offs.dim()) != (2, 3, 1) or not same_sizes(offs.shape, b.shape[:1]):
+        return f"groups {list(offs.shape)} of {list(a.shape)} for {list(b.shape)}"
+    if offs.dtype != torch.int32:
+        return f"its groups end at {offs.dtype} numbers, not int32"
+    return "" if how == {"row"} else f"its groups have scales of {' and '.join(sorted(how))}, not of rows"
 
 
 def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:

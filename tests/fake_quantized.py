@@ -5,7 +5,8 @@
     grad_weight = Q(gᵀ, rows of m) @ Q(xᵀ, rows of m)ᵀ           Q = dequantize(quantize(·)), in FP32
 
 Inside `fake_quantized(recipe)` every matmul with a weight that eager PyTorch runs is replaced: F.linear (nn.Linear,
-nn.MultiheadAttention), torch.addmm (transformers' Conv1D), weight @ x, and convolutions whose patches do not overlap.
+nn.MultiheadAttention), torch.addmm (transformers' Conv1D), weight @ x, convolutions whose patches do not overlap, and
+F.grouped_mm (experts): in rows whatever the recipe, its grad_weight as it is.
 Nothing here comes from fp8compile: the formats' maxima, the scales and the recipes are written down again.
 """
 
@@ -104,7 +105,7 @@ def fake_quantized(recipe: str, leave: Collection[nn.Parameter] = (), headroom: 
     left = {id(p) for p in leave}
     seen: list[str] = []
 
-    def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def linear(x: Tensor, w: Tensor, b: Tensor | None, recipe: str = recipe) -> Tensor:
         seen.append(f"{list(x.shape)} @ {list(w.shape)}")
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -168,6 +169,18 @@ def _make_convolution(original: Op, linear: Op, is_weight: IsWeight) -> Op:
     return replaced
 
 
+def _make_grouped(original: Op, linear: Op, is_weight: IsWeight) -> Op:
+    def replaced(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
+        owner = w if w._base is None else w._base
+        if isinstance(owner, nn.Parameter) and not is_weight(owner):  # it may be a BF16 copy, too
+            return original(x, w, offs=offs)
+        ends = offs.tolist()
+        groups = zip([0, *ends], ends, w, strict=False)
+        return torch.cat([linear(x[start:end], of.t(), None, "rowwise_with_gw_hp") for start, end, of in groups])
+
+    return replaced
+
+
 def _each(value: int | Sequence[int], kernel: list[int]) -> list[int]:
     return [value] * len(kernel) if isinstance(value, int) else list(value)
 
@@ -177,4 +190,5 @@ _REPLACED: tuple[tuple[Any, str, Make], ...] = (
     (torch, "addmm", _make_addmm),
     (torch.Tensor, "__matmul__", _make_matmul),
     (F, "conv2d", _make_convolution),
+    (F, "grouped_mm", _make_grouped),
 )

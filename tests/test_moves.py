@@ -71,6 +71,20 @@ def test_the_first_rung_that_keeps_enough(row, left, right, wanted):
     assert all(m.step == 7 and m.after == wanted for m in moves)
 
 
+@pytest.mark.parametrize("kept", [GROUP, TENSOR])
+def test_a_grouped_matmul_has_rows_or_bf16(kept):
+    row = replace(matmul(right=ROW), kind="grouped")
+    assert look(row, {kept: FINE}, EVERYTHING)[0] == "bf16"
+    assert look(row, {ROW: FINE}, EVERYTHING)[0] == f"{ROW} × {ROW}"
+    moved = replace(row, decision="bf16", left=None, right=None)
+    ladders = Ladders(Schedule(patience=2), grouped=True)
+    ladders.settle(Plan(matmuls=[row, *AROUND]))
+    for _ in range(2):
+        measurements = [measured(moved, side, EVERYTHING) for side in ("left", "right")]
+        plan, _ = ladders.look(Plan(matmuls=[moved, *AROUND]), measurements, 7)
+    assert (str(plan.matmuls[0].left), str(plan.matmuls[0].right)) == (ROW, ROW)  # and back
+
+
 def test_without_matmuls_of_groups_the_next_rung_is_bf16():
     assert look(matmul(), {GROUP: FINE}, EVERYTHING, grouped=False)[0] == "bf16"
 

@@ -83,7 +83,8 @@ def _matmul_key(m: Matmul) -> Hashable:
     casts = (m.left, m.right, m.fast_accumulation, len(m.merged), m.padded)
     times = tuple(None if t is None else round(t, 6) for t in (m.milliseconds_bf16, m.milliseconds_fp8))
     # addmm is mm with a bias: the backward half has no addmm, and no reader needs the difference
-    return (m.role, m.kind.removeprefix("add"), m.batch, m.m, m.n, m.k, m.dtype, m.decision, m.reason, casts, times)
+    sizes = (m.batch, m.groups, m.m, m.n, m.k)
+    return (m.role, m.kind.removeprefix("add"), sizes, m.dtype, m.decision, m.reason, casts, times)
 
 
 def _saved_key(row: Saved) -> Hashable:

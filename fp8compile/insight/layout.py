@@ -14,7 +14,7 @@ import networkx as nx
 
 LINE = re.compile(r"^%(?P<name>\S+): (?P<type>.*?) = (?P<op>[^(\[]+)(?P<rest>.*)$")
 VIEWS = ("view", "_unsafe_view", "permute", "t", "transpose", "squeeze", "unsqueeze", "expand", "alias", "detach")
-MATMULS = ("mm", "addmm", "bmm", "convolution", "convolution_backward")
+MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "convolution", "convolution_backward")
 LIMIT = 1500  # nodes that are drawn: the first ones of a longer graph
 
 

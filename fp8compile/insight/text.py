@@ -138,9 +138,10 @@ def _heading(group: Layers) -> str:
 
 
 def shape(row: Matmul) -> str:
-    """ "4·64×128×256": batch, M, N, K."""
+    """ "4·64×128×256": batch, M, N, K; "64×128×256 in 4": of a matmul in 4 groups."""
     batch = "" if row.batch == 1 else f"{row.batch}·"
-    return f"{batch}{row.m}×{row.n}×{row.k}" if 0 not in (row.m, row.n, row.k) else "?"
+    groups = "" if row.groups == 1 and row.kind != "grouped" else f" in {row.groups}"
+    return f"{batch}{row.m}×{row.n}×{row.k}{groups}" if 0 not in (row.m, row.n, row.k) else "?"
 
 
 def casts(row: Matmul) -> str:

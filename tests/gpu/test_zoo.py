@@ -28,6 +28,7 @@ pytestmark = pytest.mark.gpu
 
 RECIPES = ("mixed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
 BOUNDS = LEAST | {"rowwise_with_gw_hp": LEAST["rowwise"]}
+ASKED = ("aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_scaled_grouped_mm")
 FP8_KERNEL = re.compile(r"sm90_q[qr]t|sm90_qr?q|e4m3|e5m2|f8f8|fp8", re.IGNORECASE)
 
 
@@ -52,7 +53,7 @@ def profiled(case: Case, run: Any) -> tuple[dict[str, torch.Tensor], list[str], 
         torch.cuda.synchronize()
     events = recorded.events() or []
     kernels = [e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA and FP8_KERNEL.search(e.name)]
-    asked = sum(e.name in ("aten::_scaled_mm", "aten::_scaled_mm_v2") for e in events)
+    asked = sum(e.name in ASKED for e in events)
     return got, kernels, asked
 
 

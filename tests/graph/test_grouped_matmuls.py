@@ -1,0 +1,331 @@
+"""Grouped matmuls in a graph and its plan: roles, casts, every reason, the cost model, edits, verification."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from experts import GROUPS, Experts, ends
+from test_select import DEVICE, EAGER, module, reasons
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp8compile
+from fp8compile import devices, ops
+from fp8compile.errors import VerificationError
+from fp8compile.options import Options
+from fp8compile.passes import canonicalize, grouped_matmuls, quantize_matmuls, roles, save_budget, select_matmuls
+from fp8compile.passes.compilation import Compilation, Input
+from fp8compile.passes.verify import verify
+from fp8compile.plan import Matmul, Plan
+
+RAGGED = "contracts groups of tokens: FP8 needs multiples of 16, and only the data knows"
+ALL = "every matmul that can run"
+SIZES = GROUPS["empty"]
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are rows of a table here, and tensors on a CPU: there is no kernel to try."""
+    monkeypatch.setattr(grouped_matmuls, "why_it_fails", lambda device: "")
+
+
+def run(model: nn.Module, sizes: list[int] = SIZES, **options: Any) -> Plan:
+    """The plan of a training step of `model`, whose input of 96 tokens needs its gradient."""
+    x = torch.randn(96, 64, dtype=torch.bfloat16, requires_grad=True)
+    out = torch.compile(model, backend="fp8", options={**EAGER, **options})(x, ends(sizes))
+    out.float().square().mean().backward()
+    return fp8compile.last_compile()
+
+
+# --- roles and casts
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_each_of_the_six_matmuls_of_two_experts_layers_has_its_role(flipped):
+    plan = run(Experts(4, flipped=flipped))
+    sizes = {(m.role, m.m, m.n, m.k) for m in plan.matmuls}
+    weight = [(64, 128), (128, 64)] if flipped else [(128, 64), (64, 128)]  # that of up, and that of down
+    assert sizes == {
+        ("output", 96, 128, 64), ("output", 96, 64, 128), ("grad_input", 96, 128, 64), ("grad_input", 96, 64, 128),
+        *(("grad_weight", *rows_and_columns, 96) for rows_and_columns in weight),
+    }  # fmt: skip
+    assert {(m.kind, m.groups, m.batch, m.dtype) for m in plan.matmuls} == {("grouped", 4, 1, "bfloat16")}
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("recipe", ["mixed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_every_recipe_means_rows(recipe, flipped):
+    plan = run(Experts(4, flipped=flipped), recipe=recipe)
+    assert {(m.role, str(m.left), str(m.right)) for m in plan.converted} == {
+        ("output", "e4m3 row", "e4m3 row"), ("grad_input", "e4m3 row", "e4m3 row")
+    }  # fmt: skip
+    why = ALL if recipe.startswith("rowwise") else f"{ALL}; grouped FP8 takes rows alone"
+    assert {m.reason for m in plan.converted} == {why}
+    kept = "recipe 'rowwise_with_gw_hp' keeps grad_weight in BF16" if recipe == "rowwise_with_gw_hp" else RAGGED
+    assert reasons(plan, role="grad_weight") == {kept}
+
+
+def test_what_a_recipe_says_beside_granularities_holds():
+    rows = {"left": {"power_of_two": True, "delayed": {"history": 4}}, "fast_accumulation": False}
+    plan = run(
+        Experts(4), recipe={"base": "mixed", "output": rows | {"left": {"granularity": "tensor", **rows["left"]}}}
+    )
+    (up, down) = [m for m in plan.converted if m.role == "output"]
+    assert str(up.left) == str(down.left) == "e4m3 row^2"
+    assert not up.fast_accumulation
+
+
+def test_the_graph_holds_one_marker_with_its_groups():
+    plan = run(Experts(4))
+    assert all(m.node.startswith("scaled_mm") for m in plan.converted)
+
+
+# --- refusals, each with its reason
+
+
+@pytest.mark.parametrize("name", ["B200", "L40S", "RTX 4090"])
+def test_a_device_without_grouped_fp8_says_so(monkeypatch, name):
+    monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE[name])
+    model = module(
+        lambda self, x, offs: self.fc(self.experts(x, offs)), experts=Experts(4), fc=nn.Linear(64, 64).bfloat16()
+    )
+    plan = run(model)
+    assert reasons(plan, role="output") == {f"{name} has no grouped FP8 matmul", ALL}
+    assert {m.kind for m in plan.converted} == {"mm", "addmm"}
+
+
+@pytest.mark.parametrize("name", ["H100", "H200", "H20"])
+def test_hopper_has_it(monkeypatch, name):
+    monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE[name])
+    assert {m.role for m in run(Experts(4)).converted} == {"output", "grad_input"}
+
+
+def test_a_kernel_that_was_tried_and_failed_is_not_used(monkeypatch):
+    monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE["H200"])
+    monkeypatch.setattr(grouped_matmuls, "why_it_fails", lambda device: f"it fails on {device}")
+    plan = run(Experts(4))
+    assert not plan.converted
+    assert {m.reason for m in plan.matmuls if m.role != "grad_weight"} == {"it fails on cpu"}
+
+
+@pytest.mark.parametrize("experts", [1023, 1024])
+def test_more_groups_than_the_kernel_takes(experts):
+    (row,) = decide(2**20, 4096, 4096, experts, select="all")
+    assert row.decision == ("fp8" if experts == 1023 else "bf16")
+    assert experts == 1023 or row.reason == "1024 groups: grouped FP8 units take 1023"
+
+
+def test_a_skipped_module_stays():
+    model = module(lambda self, x, offs: self.b(self.a(x, offs), offs), a=Experts(4), b=Experts(4))
+    plan = run(model, skip=["b"])
+    assert reasons(plan, "b") == {"skip='b'"}
+    assert {m.role for m in plan.matmuls if m.path == "a" and m.decision == "fp8"} == {"output", "grad_input"}
+
+
+def test_operations_count_it_as_linear():
+    plan = run(Experts(4), operations=["batched"])
+    assert "operations=batched: this one is linear" in reasons(plan)
+
+
+def test_groups_of_columns_are_no_rows():
+    """3-D × 2-D, which no mixture has, and 3-D × 3-D, which is a batch."""
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        columns = torch._grouped_mm(self.w, self.fc(x).mT, offs=offs)
+        return torch._grouped_mm(self.w, self.w.mT).square().sum() + columns.square().sum()
+
+    model = module(forward, fc=nn.Linear(64, 64).bfloat16(), w=nn.Parameter(torch.randn(4, 32, 64).bfloat16()))
+    plan = run(model)
+    why = "grouped matmul whose rows are not what is grouped: left as it is"
+    assert why in reasons(plan, role="other")
+    assert {m.kind for m in plan.converted if m.role == "output"} == {"addmm"}
+
+
+def test_transformers_loop_over_experts_says_what_it_is():
+    import transformers.integrations.moe  # noqa: F401  (it registers the operator)
+
+    model = module(
+        lambda self, x, offs: torch.ops.transformers.grouped_mm_fallback(self.fc(x), self.w, offs),
+        fc=nn.Linear(64, 64).bfloat16(),
+        w=nn.Parameter(torch.randn(4, 64, 32).bfloat16()),
+    )
+    assert reasons(run(model), role="other") == {"loop over experts, whose weights are not BF16: left as it is"}
+
+
+# --- the cost model
+
+
+def decide(
+    tokens: int, n: int, k: int, experts: int, recipe: str = "mixed", select: str = "profitable"
+) -> list[Matmul]:
+    """The plan's rows for BF16 tokens [tokens, k] and weights [experts, n, k], of which nothing is allocated."""
+    with FakeTensorMode():
+        shapes = ((tokens, k), torch.bfloat16), ((experts, n, k), torch.bfloat16), ((experts,), torch.int32)
+        inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        graph = make_fx(lambda x, w, offs: torch._grouped_mm(x, w.mT, offs=offs))(*inputs).graph
+    x, w, offs = (node.name for node in graph.find_nodes(op="placeholder"))
+    device = dataclasses.replace(DEVICE, grouped=True)
+    c = Compilation(graph, Options.parse({"recipe": recipe, "select": select}), device, Plan())
+    c.inputs = {x: Input(False), w: Input(True, "w"), offs: Input(False)}
+    canonicalize.run(c)
+    select_matmuls.run(c)
+    return c.plan.matmuls
+
+
+def test_the_estimate_counts_every_token_once_and_every_experts_weight():
+    tokens, n, k, experts = 16384, 14336, 4096, 8
+    (row,) = decide(tokens, n, k, experts)
+    casts = (tokens + experts * n) * k * (2 * 2 + 1)  # two reads in BF16 (amax, data), one write in FP8
+    work = 2 * tokens * n * k
+    assert row.milliseconds_bf16 == pytest.approx(work / (DEVICE.bf16 * 1e12) * 1e3)
+    launches = 2 * DEVICE.launch * 1e-3
+    fp8 = work / (DEVICE.fp8_row * 1e12) * 1e3 + casts / (DEVICE.casts * 1e12) * 1e3 + launches
+    assert row.milliseconds_fp8 == pytest.approx(fp8)
+
+
+@pytest.mark.parametrize("recipe", ["mixed", "tensorwise", "blockwise"])
+def test_the_rate_is_that_of_rows_whatever_the_recipe(recipe):
+    assert decide(65536, 4096, 4096, 8, recipe=recipe) == [
+        dataclasses.replace(decide(65536, 4096, 4096, 8, recipe="rowwise")[0], reason=reason(recipe))
+    ]
+
+
+def reason(recipe: str) -> str:
+    return "faster by the cost model" + ("" if recipe == "rowwise" else "; grouped FP8 takes rows alone")
+
+
+def test_few_tokens_for_many_weights_do_not_pay():
+    assert [decide(tokens, 4096, 4096, 64)[0].decision for tokens in (2**12, 2**20)] == ["bf16", "fp8"]
+    (row,) = decide(2**12, 4096, 4096, 64)
+    assert row.reason == "too small: casts would cost more than the FP8 matmul saves"
+
+
+def test_sizes_that_are_no_multiples_of_16_may_not_pay():
+    (row,) = decide(512, 1000, 1048, 4)
+    assert row.reason == "N = 1000 and K = 1048: not a multiple of 16, and padding does not pay"
+
+
+def test_a_budget_counts_operations_of_a_token_once():
+    shapes = ((96, 64), (4, 64, 32), (4,))
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(name) for name in "xwo"]
+    for node, shape in zip(nodes, shapes, strict=True):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    call = graph.call_function(roles.GROUPED, tuple(nodes))
+    assert save_budget._operations(call) == 2 * 96 * 64 * 32
+    marker = graph.call_function(ops.scaled_mm, (nodes[0], nodes[2], "row", nodes[1], nodes[2], "row", None))
+    nodes[1].meta["val"] = torch.empty(4, 32, 64, device="meta")
+    assert save_budget._operations(marker) == 2 * 96 * 64 * 32
+
+
+# --- text, JSON, edits
+
+
+def test_the_plan_says_how_many_groups():
+    text = str(run(Experts(4)))
+    assert "96×128×64 in 4  fp8   e4m3 row × e4m3 row  every matmul that can run; grouped FP8 takes rows alone" in text
+    assert f"128×64×96 in 4  bf16  {RAGGED}" in text
+    assert "FP8       4 of 6 matmuls, 66.7% of" in text
+
+
+def test_json_keeps_groups_and_reads_plans_that_have_none():
+    plan = run(Experts(4))
+    assert Plan.from_json(plan.to_json()) == plan
+    data = json.loads(plan.to_json())
+    for row in data["matmuls"]:
+        del row["groups"]
+    assert {m.groups for m in Plan.from_json(json.dumps(data)).matmuls} == {1}
+
+
+def test_an_edited_plan_is_carried_out():
+    plan = run(Experts(4))
+    rows = [dataclasses.replace(m, decision="bf16") if m.role == "grad_input" else m for m in plan.matmuls]
+    torch.compiler.reset()
+    again = run(Experts(4), plan=dataclasses.replace(plan, matmuls=rows))
+    assert {m.role for m in again.converted} == {"output"}
+    assert reasons(again, role="grad_input") == {"the plan says so"}
+
+
+@pytest.mark.parametrize(
+    ("role", "casts", "why"),
+    [
+        (
+            "output",
+            {"left": "tensor", "right": "tensor"},
+            "grouped FP8 units take E4M3 by rows, not e4m3 tensor × e4m3 t",
+        ),
+        (
+            "output",
+            {"left": "row", "right": "tensor"},
+            "grouped FP8 units take E4M3 by rows, not e4m3 row × e4m3 tensor",
+        ),
+        ("grad_weight", {"left": "row", "right": "row"}, RAGGED),
+    ],
+)
+def test_a_plan_that_wants_what_no_unit_can_do_is_refused(role, casts, why):
+    plan = run(Experts(4))
+    operands = {side: fp8compile.plan.Operand("e4m3", how) for side, how in casts.items()}
+    rows = [dataclasses.replace(m, decision="fp8", **operands) if m.role == role else m for m in plan.matmuls]
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=f"the plan wants .*{role} in FP8, which cannot be: {why}"):
+        run(Experts(4), plan=dataclasses.replace(plan, matmuls=rows))
+
+
+# --- verification
+
+
+def rewritten() -> Compilation:
+    """A compilation whose one grouped matmul has become a marker."""
+    with FakeTensorMode():
+        inputs = (
+            torch.empty(96, 64, dtype=torch.bfloat16), torch.empty(4, 32, 64, dtype=torch.bfloat16),
+            torch.empty(4, dtype=torch.int32), torch.empty(5, dtype=torch.int32), torch.empty(4, dtype=torch.int64),
+        )  # fmt: skip
+        graph = make_fx(lambda x, w, offs, *_: torch._grouped_mm(x, w.mT, offs=offs))(*inputs).graph
+    x, w, *others = (node.name for node in graph.find_nodes(op="placeholder"))
+    c = Compilation(graph, Options.parse({"select": "all"}), dataclasses.replace(DEVICE, grouped=True), Plan())
+    c.inputs = {x: Input(False), w: Input(True, "w"), **{o: Input(False) for o in others}}
+    from fp8compile.passes import assign_scales
+
+    for step in (canonicalize, select_matmuls, assign_scales, quantize_matmuls):
+        step.run(c)
+    c.graph.eliminate_dead_code()
+    verify(c.graph, "test")
+    return c
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({9: 3}, r"groups \[5\] of \[96, 64\] for \[4, 32, 64\]"),
+        ({9: 4}, "its groups end at torch.int64 numbers, not int32"),
+    ],
+)
+def test_broken_groups_are_found(change, rule):
+    c = rewritten()
+    marker = next(n for n in c.graph.nodes if n.target is ops.scaled_mm)
+    inputs = c.graph.find_nodes(op="placeholder")
+    for argument, which in change.items():
+        marker.update_arg(argument, inputs[which])
+    with pytest.raises(VerificationError, match=rule):
+        verify(c.graph, "test")
+
+
+def test_scales_that_are_not_of_rows_are_found():
+    c = rewritten()
+    marker = next(n for n in c.graph.nodes if n.target is ops.scaled_mm)
+    quantize = marker.args[3]
+    amax = quantize.args[1].args[0]
+    for node, argument in ((amax, 1), (quantize, 3), (marker, 5)):
+        node.update_arg(argument, "tensor")
+    from fp8compile.passes.compilation import update_value
+
+    update_value(amax)
+    update_value(quantize.args[1])
+    with pytest.raises(VerificationError, match="its groups have scales of row and tensor, not of rows"):
+        verify(c.graph, "test")

@@ -1,0 +1,61 @@
+"""The trial of torch's grouped matmul: it takes the right product, and no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8compile.kernels import grouped_trial
+
+CPU = torch.device("cpu")
+
+
+def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, **how: Any) -> Tensor:
+    """What torch documents of `_scaled_grouped_mm`, by a loop: a [M, K], b [E, K, N], scales [M] and [E, N]."""
+    assert b.stride(-2) == 1, "each matrix is column-major"
+    out, start = torch.full((a.shape[0], b.shape[-1]), float("nan"), dtype=how["out_dtype"]), 0
+    for e, end in enumerate(offs.tolist()):
+        rows = (a[start:end].double() * scale_a[start:end, None].double()) @ (b[e].double() * scale_b[e].double())
+        out[start:end], start = rows.to(how["out_dtype"]), end
+    return out
+
+
+def shifted(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, **how: Any) -> Tensor:
+    return product(a, b.roll(1, 0).mT.contiguous().mT, scale_a, scale_b, offs, **how)
+
+
+def unscaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, **how: Any) -> Tensor:
+    return product(a, b, scale_a, scale_b.mean(1, keepdim=True).expand_as(scale_b), offs, **how)
+
+
+def unwritten(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, **how: Any) -> Tensor:
+    out = product(a, b, scale_a, scale_b, offs, **how)
+    out[3] = float("nan")
+    return out
+
+
+def raising(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("Only sm90\nmore")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    grouped_trial.why_it_fails.cache_clear()
+    yield
+    grouped_trial.why_it_fails.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [(product, ""), (shifted, "wrong"), (unscaled, "wrong"), (unwritten, "wrong"), (raising, "run here (Only sm90)")],
+)  # fmt: skip
+def test_what_is_taken(monkeypatch: pytest.MonkeyPatch, kernel: Any, why: str) -> None:
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", kernel)
+    with FakeTensorMode():  # as passes find it
+        found = grouped_trial.why_it_fails(CPU)
+    assert why in found
+    assert bool(found) == bool(why)
