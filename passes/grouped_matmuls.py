@@ -56,7 +56,7 @@ def why_not_grouped(site: Site, role: Role | None, device: Device) -> str:
         return ""
     if not device.grouped:
         return f"{device.name} has no grouped FP8 matmul"
-    return why_it_fails(value(site.left).device)
+    return why_it_fails(value(site.left).device)  # type: ignore[arg-type]
 
 
 def remark(site: Site, recipe: Recipe) -> str:
