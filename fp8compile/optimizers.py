@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # the restart that keeps what was learned of scalars
+from torch._dynamo.source import AttrSource  # a part of what has a source
 from torch._dynamo.symbolic_convert import InstructionTranslator  # knows the frame under trace
 from torch.optim import Optimizer
 
 from fp8compile import optim
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
-from fp8compile.passes import refuse_view_writes, spread_scalars, states_once
+from fp8compile.passes import open_states, refuse_view_writes, spread_scalars, states_once
 from fp8compile.plan import MergedUpdate, Plan
 
 
@@ -64,6 +65,8 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, options: Options) -> Plan:
     refuse_view_writes.run(gm)
     spread_scalars.run(gm)
     states_once.run(gm)
+    sources = gm.__dict__.get("_param_name_to_source", {})  # AOTAutograd asks where each buffer comes from
+    sources |= {name: AttrSource(sources[state], part) for name, (state, part) in open_states.run(gm).items()}
     return Plan("optimizer", states=optim.state_rows(opt))
 
 
