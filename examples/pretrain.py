@@ -106,7 +106,7 @@ def parallel(config: Pretraining, device: str, **how: Any) -> Decoder:
 
 
 def batches(config: Pretraining, start: int, steps: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's tokens and targets of each step from `start` on: the same data on any number of ranks."""
+    """This rank's tokens and targets of each step from `start` on: random windows of the text."""
     text = load_corpus(None, config.sequence).train
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(start, steps):

@@ -1,4 +1,4 @@
-"""examples/pretrain.py on two processes: it learns as BF16 does, and goes on where it was stopped."""
+"""examples/pretrain.py on two processes: it learns, and goes on where it was stopped."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ def losses(*arguments: str) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_it_learns_as_bf16_does_and_resumes(tmp_path: Path) -> None:
+def test_it_learns_and_resumes(tmp_path: Path) -> None:
     steps = ("--steps", "6")
     whole = losses(*steps, "--checkpoints", str(tmp_path), "--every", "4")
     shutil.rmtree(tmp_path / "step-00000006")
     (tmp_path / "step-00000005").mkdir()  # one that was not finished: it has no metadata
     assert losses(*steps, "--checkpoints", str(tmp_path)) == {6: whole[6]}
-    bf16 = losses(*steps, "--backend", "eager")
     assert whole[6] < whole[1] - 1
-    assert whole[6] == pytest.approx(bf16[6], rel=0.02)
