@@ -167,7 +167,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    torch.manual_seed(0)
+    torch.manual_seed(0 if device == "cuda" else dist.get_rank())  # on CPUs DTensor draws the same for every shard
 
     emulated: dict[str, Any] = {"executor": "eager", "select": "all"} if fp8 and device == "cpu" else {}
     model = parallel(config, device, backend=args.backend, options=emulated)

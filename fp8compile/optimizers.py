@@ -65,8 +65,9 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, options: Options) -> Plan:
     refuse_view_writes.run(gm)
     spread_scalars.run(gm)
     states_once.run(gm)
-    sources = gm.__dict__.get("_param_name_to_source", {})  # AOTAutograd asks where each buffer comes from
-    sources |= {name: AttrSource(sources[state], part) for name, (state, part) in open_states.run(gm).items()}
+    opened = open_states.run(gm)
+    if (sources := gm.__dict__.get("_param_name_to_source")) is not None:  # AOTAutograd asks where a buffer comes from
+        sources |= {name: AttrSource(sources[state], part) for name, (state, part) in opened.items()}
     return Plan("optimizer", states=optim.state_rows(opt))
 
 
