@@ -65,11 +65,12 @@ CAUSAL: dict[str, Make] = {
     "wide window": lambda n, x: torch.ones(n, n, dtype=torch.bool, device=x.device).tril().triu(-n),
     "packed": packed,
     "written": written,
-    "list": lambda n, x: torch.tensor([[j <= i for j in range(n)] for i in range(n)]),
+    "list": lambda n, x: torch.tensor([[j <= i for j in range(n)] for i in range(n)], device=x.device),
     "sorted": lambda n, x: (
-        torch.arange(n).flip(0).sort().values[:, None] >= torch.ones(n).cumsum(0).long()[None, :] - 1
+        torch.arange(n, device=x.device).flip(0).sort().values[:, None]
+        >= torch.ones(n, device=x.device).cumsum(0).long()[None, :] - 1
     ),
-    "one chunk": in_chunks(LENGTH),
+    "one chunk": lambda n, x: in_chunks(n)(n, x),
     "each head": lambda n, x: torch.ones(HEADS, n, n, dtype=torch.bool, device=x.device).tril()[None],
 }
 EVERYTHING: dict[str, Make] = {
