@@ -60,11 +60,13 @@ def scaled(x, factor, more):
 
 @triton.jit
 def linear(code, unit, minus, step, low):
-    """low + floor((code · unit + minus) · step / 2^32), in two instructions where the compiler makes four."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 index; mad.lo.u32 index, $1, $2, $3; mad.hi.u32 $0, index, $4, $5; }",
-        "=r,r,r,r,r,r", [code, unit, minus, step, low], dtype=tl.uint32, is_pure=True, pack=1,
+    """low + floor((code · unit + minus) · step / 2^32)."""
+    high = tl.inline_asm_elementwise(
+        "{ .reg .b32 index, lower; .reg .b64 both; mad.lo.u32 index, $1, $2, $3; mul.wide.u32 both, index, $4;"
+        " mov.b64 {lower, $0}, both; }",
+        "=r,r,r,r,r", [code, unit, minus, step], dtype=tl.uint32, is_pure=True, pack=1,
     )
+    return high + low.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -152,12 +154,12 @@ def mix(h):
 
 
 @triton.jit
-def random_bits(pair, odd, counter, stream):
-    """16 random bits for each position: halves of 32, which two neighbours share."""
+def random_bits(pair, odd, counter, stream, ABOVE: tl.constexpr):
+    """16 random bits for each position, below those of ABOVE: halves of 32, which two neighbours share."""
     h = pair * 0x9E3779B1 + mix(counter.to(tl.uint32, bitcast=True) * 2 + stream)
     h = (h ^ (h >> 15)) * 0x85EBCA6B
-    h = h ^ (h >> 16)
-    return tl.where(odd, h >> 16, h & 0xFFFF).to(tl.int32)
+    high = (h >> 16) + (ABOVE << 16)
+    return tl.where(odd, high, high ^ (h & 0xFFFF)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -202,7 +204,7 @@ STOCHASTIC = '''
 @triton.jit
 def noise_of(pair, odd, counter):
     """Odd multiples of 2^-17 in (0, 1): 16 bits under the 7 of 2^23, scaled and shifted, both exactly."""
-    return tl.fma(as_float(random_bits(pair, odd, counter, 0) | 0x4B000000), 1.52587890625e-05, -127.99999237060547)
+    return tl.fma(as_float(random_bits(pair, odd, counter, 0, 0x4B00)), 1.52587890625e-05, -127.99999237060547)
 
 
 @triton.jit
@@ -216,7 +218,7 @@ PARAMETER = '''
 @triton.jit
 def round_parameter(x, pair, odd, counter):
     """FP32 to numbers of BF16, up with the probability that makes the mean x."""
-    noise = random_bits(pair, odd, counter, 1)
+    noise = random_bits(pair, odd, counter, 1, 0)
     bits = as_bits(x)
     rounded = as_float((bits + noise) & -0x10000)
     return tl.where((bits & 0x7FFFFFFF) < 0x7F800000, rounded, x)
