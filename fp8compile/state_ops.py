@@ -3,11 +3,14 @@
     fp8::load_state(payload, side, format, dtype)               -> the state, in `dtype`
     fp8::store_state(x, counter, low, format, parameter)        -> (payload, side)
     fp8::update_parameters(stored, read, scalars, spec)         -> nothing; writes what is `stored`
+    fp8::stack(numbers)                                         -> one vector of them
+    fp8::add_in_place(numbers, by)                              -> nothing; adds `by` to each
 
 The first two are what an `FP8State` does when an optimizer reads it or writes to it. `counter`, `low` and `parameter`
 change nothing of what is stored but its random bits: they tell the passes how the parameter is to be rounded
-(`fp8compile/state_recipe.py`). The last is what the passes make of the updates of many parameters: one launch
-(`kernels/update_spec.py`).
+(`fp8compile/state_recipe.py`). The third is what the passes make of the updates of many parameters: one launch
+(`kernels/update_spec.py`); `scalars` are 0-d tensors, parameter by parameter, or one matrix with a row a parameter.
+The last two are one launch each, for which Inductor would write a kernel a number.
 """
 
 from __future__ import annotations
@@ -43,6 +46,18 @@ def _fake_update(stored: list[Tensor], read: list[Tensor], scalars: list[Tensor]
     return None
 
 
+def _stack(numbers: list[Tensor]) -> Tensor:
+    return torch.stack(numbers)
+
+
+def _add_in_place(numbers: list[Tensor], by: float) -> None:
+    torch._foreach_add_(numbers, by)
+
+
+def _fake_add(numbers: list[Tensor], by: float) -> None:
+    return None
+
+
 _library = torch.library.Library("fp8", "FRAGMENT")  # lives as long as the process
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
 _library.define("load_state(Tensor payload, Tensor side, str format, ScalarType dtype) -> Tensor", tags=_TAGS)
@@ -53,13 +68,26 @@ _library.define(
     "update_parameters(Tensor(a!)[] stored, Tensor[] read, Tensor[] scalars, str spec) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define("stack(Tensor[] numbers) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("add_in_place(Tensor(a!)[] numbers, Scalar by) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("load_state", _load, "CompositeExplicitAutograd")
 _library.impl("store_state", _store, "CompositeExplicitAutograd")
 _library.impl("update_parameters", update.run, "CompositeExplicitAutograd")
 _library.impl("update_parameters", update.run_on_gpu, "CUDA")
-for _name, _fake in (("load_state", _fake_load), ("store_state", _fake_store), ("update_parameters", _fake_update)):
+_library.impl("stack", _stack, "CompositeExplicitAutograd")
+_library.impl("add_in_place", _add_in_place, "CompositeExplicitAutograd")
+_FAKES = {
+    "load_state": _fake_load,
+    "store_state": _fake_store,
+    "update_parameters": _fake_update,
+    "stack": _stack,
+    "add_in_place": _fake_add,
+}
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"fp8::{_name}", _fake, lib=_library)
 
 load_state = torch.ops.fp8.load_state.default
 store_state = torch.ops.fp8.store_state.default
 update_parameters = torch.ops.fp8.update_parameters.default
+stack = torch.ops.fp8.stack.default
+add_in_place = torch.ops.fp8.add_in_place.default

@@ -43,6 +43,8 @@ def parameters(
     update: Update, stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> Iterator[dict[int, Tensors]]:
     """The slots of each parameter, out of the flat lists that the operator takes."""
+    if len(scalars) == 1 and scalars[0].dim() == 2:  # a row a parameter
+        scalars = scalars[0].flatten().unbind()
     lists = [(iter(stored), update.stored), (iter(read), update.read), (iter(scalars), update.scalars)]
     count = len(stored) // update.width(update.stored)
     for _ in range(count):

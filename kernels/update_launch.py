@@ -158,6 +158,8 @@ def _packed(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
     """All numbers in FP32 on `device`: those of a CPU in one copy."""
     if not scalars:
         return torch.zeros(1, device=device)
+    if len(scalars) == 1 and scalars[0].device == device:
+        return scalars[0].float().contiguous()
     if all(x.device.type == "cpu" for x in scalars):
         host = torch.stack([x.float() for x in scalars])
         return _pinned(host, device).to(device, non_blocking=True)

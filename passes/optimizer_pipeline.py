@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import fx
 
 from fp8compile import state_ops
-from fp8compile.passes import forward_states, merge_updates
+from fp8compile.passes import forward_states, merge_updates, stack_numbers
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.plan import MergedUpdate
 
@@ -32,4 +32,6 @@ def run_optimizer(graph: fx.Graph, observe: Callable[[str, str], None] | None = 
     show("forward_states")
     rows = merge_updates.run(graph)  # finds the expressions, and makes one operator of equal ones
     show("merge_updates")
+    stack_numbers.run(graph)  # now it is known which numbers belong together
+    show("stack_numbers")
     return rows

@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from fp8compile import state_ops
@@ -94,6 +95,11 @@ class _SpecWriter:
     # ---- what rules write with ----------------------------------------------------------------------------------
 
     def op(self, name: str, *args: int, params: tuple[Any, ...] = ()) -> int:
+        constants = [v.params[0] if v.op == "constant" else None for v in (self.values[i] for i in args)]
+        if name == "where" and constants[0] is not None:  # torch.lerp asks whether a weight is small
+            return args[1] if constants[0] else args[2]
+        if name == "mul" and 1.0 in constants:
+            return args[1 - constants.index(1.0)]
         return self._value(Value(name, args, params))
 
     def constant(self, x: Any) -> int:
@@ -118,8 +124,9 @@ class _SpecWriter:
     def _number_of_node(self, node: fx.Node) -> int:
         if not is_tensor(node):
             raise UpdateSkipError(f"{node} is a symbolic number, no tensor")
-        if value(node).dim() == 0 and self.shape != value(node).shape:
-            return self._load(Slot(SCALAR, "float32"), (node,))
+        if value(node).dim() == 0 and self.shape != value(node).shape and not _is_fill(node):
+            number = self._load(Slot(SCALAR, "float32"), (node,))  # all numbers of a step are FP32
+            return self.op("ne", number, self.constant(0.0)) if value(node).dtype == torch.bool else number
         if value(node).shape != self.shape and not _is_fill(node):
             raise UpdateSkipError(f"{node} has shape {list(value(node).shape)}, the parameter {list(self.shape)}")
         if node.target is state_ops.load_state:
