@@ -27,15 +27,20 @@ IMPORTED = ["fp8compile", "torch._inductor.compile_fx", "torch.distributed.check
 SECONDS = 240  # for one function; a process that waits for another one longer than that never gets it
 
 
+def copies() -> Any:
+    """The multiprocessing context whose processes are copies of one that has imported torch, and has run nothing."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
 class Ranks:
     """`world` processes with a process group ("gloo", or "nccl" with a GPU each), which all run what they are given."""
 
     def __init__(self, world: int = 2, backend: str = "gloo"):
         self.world = world
         self.folder = tempfile.TemporaryDirectory(prefix="fp8compile-ranks-")
-        context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
-        if backend != "nccl":
-            context.set_forkserver_preload(IMPORTED)
+        context = mp.get_context("spawn") if backend == "nccl" else copies()
         self.tasks = [context.SimpleQueue() for _ in range(world)]
         self.results = context.Queue()
         self.processes = [
