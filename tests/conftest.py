@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from quick import quicken
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # generated kernels run on the CPU (tests/interpreter.py)
@@ -19,6 +20,8 @@ _cache = tempfile.TemporaryDirectory(prefix="fp8compile-tests-")  # lives as lon
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 
 from fp8compile import delayed, plans, scheduled  # noqa: E402
+
+quicken()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Processes that tests of several GPUs run on: two of them, on CPUs over gloo, or with a GPU each over NCCL.
 
-They are started once for a test file and wait for functions: importing torch takes longer than most tests.
+They are started once for a test file and wait for functions. Importing torch takes longer than most tests do: those on
+CPUs are copies of one process that has imported it and has run nothing.
 
     def worker(rank): …; return value                     # at the top of the test file
     def test_it(ranks): first, second = ranks.run(worker)
@@ -19,8 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from quick import quicken
 
+IMPORTED = ["fp8compile", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+            "torch.distributed.tensor.parallel", "torch.export._trace"]  # fmt: skip
 SECONDS = 240  # for one function; a process that waits for another one longer than that never gets it
+
+
+def copies() -> Any:
+    """The multiprocessing context whose processes are copies of one that has imported torch, and has run nothing."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
 
 
 class Ranks:
@@ -29,7 +40,7 @@ class Ranks:
     def __init__(self, world: int = 2, backend: str = "gloo"):
         self.world = world
         self.folder = tempfile.TemporaryDirectory(prefix="fp8compile-ranks-")
-        context = mp.get_context("spawn")
+        context = mp.get_context("spawn") if backend == "nccl" else copies()
         self.tasks = [context.SimpleQueue() for _ in range(world)]
         self.results = context.Queue()
         self.processes = [
@@ -78,6 +89,7 @@ class Ranks:
 
 def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
+    quicken()
     if backend == "nccl":
         torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))

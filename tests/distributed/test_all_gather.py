@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -53,7 +54,9 @@ def alone(model: Model, prepare: Any = None, base: str = "mixed", **how: Any) ->
         )  # fmt: skip
 
 
+@functools.cache
 def reference(**sizes: Any) -> Run:
+    """Of a plain model: what most cases are compared with, trained once."""
     return alone(make_model(**sizes))
 
 

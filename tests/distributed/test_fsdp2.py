@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from ranks import Ranks
 from sharding import (
     Model,
+    Run,
     assert_close,
     backend,
     batch,
@@ -35,12 +37,24 @@ LOSS, GRADIENT = 1e-4, 2**-8
 FULL = MixedPrecisionPolicy()
 
 
-def by_blocks(rank: int) -> None:
-    run = train_sharded(shard(compile_blocks(make_model())))
-    assert_close(run, train_alone(make_model(), compile_blocks), LOSS, GRADIENT)
+@functools.cache
+def in_one_process() -> Run:
+    """Blocks compiled in one process: what most cases are compared with, trained once."""
+    run = train_alone(make_model(), compile_blocks)
+    assert_in_fp8()
+    return run
+
+
+def assert_in_fp8() -> None:
     plan = fp8compile.last_compile()
     assert plan is not None
     assert all(m.decision == "fp8" for m in plan.matmuls)
+
+
+def by_blocks(rank: int) -> None:
+    run = train_sharded(shard(compile_blocks(make_model())))
+    assert_in_fp8()
+    assert_close(run, in_one_process(), LOSS, GRADIENT)
 
 
 def whole(rank: int) -> None:
@@ -57,7 +71,7 @@ def in_fp32(rank: int) -> None:
 
 def kept_unsharded(rank: int) -> None:
     run = train_sharded(shard(compile_blocks(make_model()), reshard_after_forward=False))
-    assert_close(run, train_alone(make_model(), compile_blocks), LOSS, GRADIENT)
+    assert_close(run, in_one_process(), LOSS, GRADIENT)
 
 
 def accumulated(rank: int) -> None:
@@ -126,7 +140,7 @@ def from_meta(rank: int) -> None:
             assert isinstance(p, DTensor), name
             local = q.chunk(2)[rank]
             p.to_local().copy_(local)
-    assert_close(train_sharded(model), train_alone(make_model(), compile_blocks), LOSS, GRADIENT)
+    assert_close(train_sharded(model), in_one_process(), LOSS, GRADIENT)
 
 
 def uneven(rank: int) -> None:
@@ -157,7 +171,7 @@ def frozen(rank: int) -> None:
 
 def offloaded(rank: int) -> None:
     run = train_sharded(shard(compile_blocks(make_model()), offload_policy=CPUOffloadPolicy(pin_memory=False)))
-    assert_close(run, train_alone(make_model(), compile_blocks), LOSS, GRADIENT)
+    assert_close(run, in_one_process(), LOSS, GRADIENT)
 
 
 def replicated(rank: int) -> None:

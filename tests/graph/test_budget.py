@@ -35,7 +35,8 @@ def test_less_is_kept_the_lower_the_budget_and_the_gradients_stay(name: str) -> 
     case = ZOO[name]()
     plain = {"save": "bf16", "skip": "*"}
     expected, kept = gradients(case, activation_budget=1.0, **plain), []
-    for budget in (0.75, 0.5, 0.25, 0.0):
+    # of one model also what no matmul has to run again for; of each, that some do, and that all do
+    for budget in (0.75, 0.5, 0.25, 0.0) if name == "llama" else (0.25, 0.0):
         got = gradients(case, activation_budget=budget, **plain)
         kept.append(saved())
         assert all(torch.equal(got[n], expected[n]) for n in expected)

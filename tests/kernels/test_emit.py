@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 import regions
 import torch
 from casts import Cast
+from ranks import copies
 
 from fp8compile.kernels import emit, generated, region_reference, trial
 from fp8compile.kernels import schedule as schedules
@@ -180,7 +180,7 @@ def _write(arguments: tuple[str, int]) -> int:
 
 
 def test_processes_may_write_the_same_files(tmp_path: Path, folder: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
+    with copies().Pool(4) as pool:
         assert pool.map(_write, [(str(tmp_path), i) for i in range(4)], chunksize=1) == [8] * 4
     files = sorted(folder.iterdir())
     assert len(files) == 8  # and no temporary file is left

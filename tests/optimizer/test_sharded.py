@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from ranks import copies
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -85,4 +86,5 @@ def check_checkpoint(model: nn.Module, opt: torch.optim.Optimizer, folder: str) 
 
 @pytest.mark.slow
 def test_fsdp2_and_its_checkpoint(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=WORLD)
+    copies()  # of what, before the first is made
+    mp.start_processes(worker, args=(str(tmp_path),), nprocs=WORLD, start_method="forkserver")
