@@ -2,11 +2,14 @@
 
     fp8::load_state(payload, side, format, dtype)               -> the state, in `dtype`
     fp8::store_state(x, counter, low, format, parameter)        -> (payload, side)
+    fp8::unscale(gradient, inverse, overflow)                   -> gradient · inverse, in the gradient's dtype
     fp8::update_parameters(stored, read, scalars, spec)         -> nothing; writes what is `stored`
 
 The first two are what an `FP8State` does when an optimizer reads it or writes to it. `counter`, `low` and `parameter`
 change nothing of what is stored but its random bits: they tell the passes how the parameter is to be rounded
-(`fp8compile/state_recipe.py`). The last is what the passes make of the updates of many parameters: one launch
+(`fp8compile/state_recipe.py`). `unscale` is GradScaler's arithmetic; `overflow` changes nothing of it: it tells the
+passes which number says that the step is to be skipped (`passes/skip_overflow.py`). The last is what the passes make of
+the updates of many parameters: one launch
 (`kernels/update_spec.py`).
 """
 
@@ -39,6 +42,14 @@ def _fake_store(
     return payload, x.new_empty(how.side_shape(x.numel()), dtype=torch.float32)
 
 
+def _unscale(gradient: Tensor, inverse: Tensor, overflow: Tensor) -> Tensor:
+    return (gradient.float() * inverse).to(gradient.dtype)
+
+
+def _fake_unscale(gradient: Tensor, inverse: Tensor, overflow: Tensor) -> Tensor:
+    return torch.empty_like(gradient)
+
+
 def _fake_update(stored: list[Tensor], read: list[Tensor], scalars: list[Tensor], spec: str) -> None:
     return None
 
@@ -49,17 +60,25 @@ _library.define("load_state(Tensor payload, Tensor side, str format, ScalarType 
 _library.define(
     "store_state(Tensor x, Tensor? counter, Tensor? low, str format, str parameter) -> (Tensor, Tensor)", tags=_TAGS
 )
+_library.define("unscale(Tensor gradient, Tensor inverse, Tensor overflow) -> Tensor", tags=_TAGS[:1])
 _library.define(
     "update_parameters(Tensor(a!)[] stored, Tensor[] read, Tensor[] scalars, str spec) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("load_state", _load, "CompositeExplicitAutograd")
 _library.impl("store_state", _store, "CompositeExplicitAutograd")
+_library.impl("unscale", _unscale, "CompositeExplicitAutograd")
 _library.impl("update_parameters", update.run, "CompositeExplicitAutograd")
 _library.impl("update_parameters", update.run_on_gpu, "CUDA")
-for _name, _fake in (("load_state", _fake_load), ("store_state", _fake_store), ("update_parameters", _fake_update)):
+for _name, _fake in (
+    ("load_state", _fake_load),
+    ("store_state", _fake_store),
+    ("unscale", _fake_unscale),
+    ("update_parameters", _fake_update),
+):
     torch.library.register_fake(f"fp8::{_name}", _fake, lib=_library)
 
 load_state = torch.ops.fp8.load_state.default
 store_state = torch.ops.fp8.store_state.default
+unscale = torch.ops.fp8.unscale.default
 update_parameters = torch.ops.fp8.update_parameters.default

@@ -20,8 +20,9 @@ def run(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tens
     update = from_json(spec)
     every = list(parameters(update, stored, read, scalars))
     for slots in every:
-        _run_one(update, slots)
-    advance(every)
+        if update.skip is None or slots[update.skip]["x"] == 0:
+            _run_one(update, slots)
+    advance(update, every)
 
 
 def run_on_gpu(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor], spec: str) -> None:
@@ -29,14 +30,17 @@ def run_on_gpu(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequen
     from fp8compile.kernels import update_launch  # its generator needs no Triton, its launch does
 
     update_launch.launch(spec, stored, read, scalars)
-    advance(list(parameters(from_json(spec), stored, read, scalars)))
+    advance(update := from_json(spec), list(parameters(update, stored, read, scalars)))
 
 
-def advance(every: Sequence[dict[int, Tensors]]) -> None:
-    """Count one step for every counter; a parameter and its state may share one."""
+def advance(update: Update, every: Sequence[dict[int, Tensors]]) -> None:
+    """Count one step for every counter, unless it is skipped; a parameter and its state may share one."""
     counters = {x["counter"].data_ptr(): x["counter"] for slots in every for x in slots.values() if "counter" in x}
-    if counters:
-        torch._foreach_add_(list(counters.values()), 1)
+    if not counters:
+        return
+    first = next(iter(counters.values()))
+    one = 1 if update.skip is None else (every[0][update.skip]["x"] == 0).to(first.device, first.dtype)
+    torch._foreach_add_(list(counters.values()), one)
 
 
 def parameters(
