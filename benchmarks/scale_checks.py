@@ -41,8 +41,9 @@ from scale_inputs import (
     System,
 )
 from scale_model import largest_batch, optimizer, predict
+from scale_vision import Vision, vision_of
 
-from configs import CONFIGS
+from configs import CONFIGS, VISION_LANGUAGE, Pretraining
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "scale.md"
@@ -250,17 +251,21 @@ def links() -> str:
     return markdown(["GB/s a GPU between hosts", "BF16", "ours", OURS_ALL.name, "ours, hybrid sharding"], lines)
 
 
+def job_of(c: Pretraining, vision: Vision | None = None) -> Job:
+    model = Model(c.width, c.layers, c.heads, c.kv_heads, c.inner, c.vocabulary)
+    return Job(model, c.gpus, c.batch, c.sequence, checkpoint="full" if c.checkpoint else "none", vision=vision)
+
+
 def configurations() -> str:
-    """What the configurations of examples/pretrain.py should take."""
+    """What the configurations of examples/configs.py should take."""
+    cases = [(name, c, job_of(c), "") for name, c in CONFIGS.items() if name != "tiny"]
+    for name, c in VISION_LANGUAGE.items():
+        images = f", {c.images} image{'s' * (c.images > 1)} each{', tower frozen' * c.tower.frozen}"
+        cases.append((name, c.language, job_of(c.language, vision_of(c)), images))
     lines = []
-    for name, c in CONFIGS.items():
-        if name == "tiny":
-            continue
-        model = Model(c.width, c.layers, c.heads, c.kv_heads, c.inner, c.vocabulary)
-        checkpoint = "full" if c.checkpoint else "none"
-        job = Job(model, c.gpus, c.batch, c.sequence, checkpoint=checkpoint)
+    for name, c, job, images in cases:
         system = OURS_ALL if c.gather else OURS_EIGHT_BIT
-        where = f"{c.batch} × {c.sequence}{', checkpointed' * c.checkpoint}{', FP8 gather' * c.gather}"
+        where = f"{c.batch} × {c.sequence}{images}{', checkpointed' * c.checkpoint}{', FP8 gather' * c.gather}"
         fits = [str(largest_batch(job, system, gib)) for gib in (80, 141)]
         lines.append(
             [f"`{name}`", str(c.gpus), where, f"{c.global_batch / 2**20:g} Mi", cell(job, system), " · ".join(fits)]

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from scale_vision import Vision
+
 GIB = 1 << 30
 BF16, FP32 = 2, 4  # bytes an element
 GROUP = 1 + 4 / 128  # bytes of an element kept as E4M3 in groups of 128, each with an FP32 scale
@@ -103,6 +105,16 @@ class Model:
         return self.width * (2 * self.width + 2 * self.kv + 3 * self.inner)
 
     @property
+    def last(self) -> int:
+        """Parameters of a block's last matmul."""
+        return self.width * self.inner
+
+    @property
+    def pairs(self) -> float:
+        """Share of all pairs of tokens that attention sees."""
+        return 0.5
+
+    @property
     def table(self) -> int:
         """Parameters of the head; of the embedding as many."""
         return self.width * self.vocabulary
@@ -124,6 +136,7 @@ MODELS = {
 class Job:
     """How a model is trained: batch sequences of `sequence` tokens on each of `gpus` GPUs.
 
+    vision: a tower in front of the model; tokens of images count in `sequence`.
     sharding: `full` over all GPUs, or `hybrid`: within a host, replicated over hosts.
     checkpoint: `none`, or `full`: of a layer its input is kept, and its forward runs again.
     parameter: bytes of a parameter, 4 or 2; plain states and gradients at rest have the same dtype.
@@ -136,6 +149,7 @@ class Job:
     sharding: str = "full"
     checkpoint: str = "none"
     parameter: int = FP32
+    vision: Vision | None = None
 
     def __post_init__(self) -> None:
         for name in ("gpus", "batch", "sequence"):
@@ -170,7 +184,7 @@ class PerToken:
     heads: float = 0
     constant: float = 0
 
-    def of(self, model: Model) -> float:
+    def of(self, model: Model | Vision) -> float:
         sizes = self.width * model.width + self.kv * model.kv + self.inner * model.inner
         return sizes + self.heads * model.heads + self.constant
 

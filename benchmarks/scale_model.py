@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scale_inputs import BF16, FP32, GIB, H200, HOST, Job, Machine, System
+from scale_inputs import BF16, FP32, GIB, H200, HOST, Job, Machine, Model, System
+from scale_vision import Vision
 
 # ---- time -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What FSDP2 gathers and reduces as one, in seconds: an embedding, a layer, a head."""
+    """What FSDP2 gathers and reduces as one, in seconds: an embedding, a layer, a head. gathers: how often a step."""
 
     forward: float = 0.0
     backward: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
+    gathers: int = 2
 
 
 def collective(total: float, ranks: int, machine: Machine) -> float:
@@ -61,12 +63,14 @@ def sharded(
     return Unit(forward + copies + amax, backward + copies + gradients, gather, reduce)
 
 
-def layer(job: Job, system: System, machine: Machine) -> Unit:
-    """A block. Attention is causal: half of all pairs; its backward has two and a half times forward's FLOPs."""
-    model, tokens = job.model, job.tokens
+def layer(job: Job, system: System, machine: Machine, vision: Vision | None = None) -> Unit:
+    """A block, of the model or of a tower. Attention's backward has two and a half times forward's FLOPs."""
+    model: Model | Vision = vision or job.model
+    tokens = patches(job, vision) if vision else job.tokens
+    length = vision.patches if vision else job.sequence
     rate = machine.fp8 if system.fp8 else machine.bf16
     matmul = 2 * tokens * model.layer / (rate * 1e12)
-    attention = 2 * tokens * job.sequence * model.width / (machine.attention * 1e12)
+    attention = 4 * tokens * length * model.pairs * model.width / (machine.attention * 1e12)
     cast_forward, cast_backward = (model.layer * n for n in system.cast_bytes(job))
     bandwidth = machine.memory * 1e12
     forward = matmul + attention + (tokens * system.forward.of(model) + cast_forward) / bandwidth
@@ -74,14 +78,29 @@ def layer(job: Job, system: System, machine: Machine) -> Unit:
     if system.gathers_fp8(job):
         backward += system.gather_overhead
     if job.checkpoint == "full":
-        last = 2 * tokens * model.width * model.inner / (rate * 1e12)
+        last = 2 * tokens * model.last / (rate * 1e12)
         backward += forward - last  # torch stops once all that backward needs is there
     return sharded(model.layer, system.gather, forward, backward, job, machine, recast=system.gathers_fp8(job))
 
 
+def patches(job: Job, vision: Vision) -> int:
+    """Rows of a tower on one GPU."""
+    return job.batch * vision.images * vision.patches
+
+
+def vision_units(job: Job, system: System, machine: Machine, vision: Vision) -> list[Unit]:
+    """The blocks of a tower, and its projector, in BF16. Of a frozen tower there is no backward."""
+    block = layer(job, system, machine, vision)
+    if vision.frozen:
+        block = replace(block, backward=0.0, reduce=0.0, gathers=1)
+    matmuls = 2 * job.batch * vision.images * vision.tokens * vision.projected / (machine.bf16 * 1e12)
+    return [*[block] * vision.layers, sharded(vision.projected, BF16, matmuls, 2 * matmuls, job, machine)]
+
+
 def units(job: Job, system: System, machine: Machine) -> list[Unit]:
     """All of a model, in the order of forward. The head stays in BF16; logits move 6 bytes forward, 10 backward."""
-    layers = [layer(job, system, machine)] * job.model.layers
+    before = vision_units(job, system, machine, job.vision) if job.vision else []
+    layers = [*before, *[layer(job, system, machine)] * job.model.layers]
     if not job.model.vocabulary:
         return layers
     matmul = 2 * job.tokens * job.model.table / (machine.bf16 * 1e12)
@@ -106,7 +125,8 @@ def passes(chain: Sequence[Unit], overlap: float) -> tuple[float, float]:
     forward, backward = chain[0].gather, chain[-1].gather + chain[0].reduce
     for before, unit, after in zip([nothing, *chain[:-1]], chain, [*chain[1:], nothing], strict=True):
         forward += together(unit.forward, after.gather, overlap)
-        backward += together(unit.backward, before.gather + after.reduce, overlap)
+        gathered = before.gather * (before.gathers - 1)
+        backward += together(unit.backward, gathered + after.reduce, overlap)
     return forward, backward
 
 
@@ -115,7 +135,8 @@ def optimizer(job: Job, system: System, machine: Machine) -> float:
     moved = 3 * job.parameter + 2 * system.state(job)
     plain = machine.adamw_fp32 if job.parameter == FP32 else machine.adamw_bf16
     rate = machine.adamw_8bit if system.eight_bit else plain
-    return job.model.parameters / job.shards * moved / (rate * 1e12)
+    trained = job.model.parameters + (job.vision.trained if job.vision else 0)
+    return trained / job.shards * moved / (rate * 1e12)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -133,7 +154,34 @@ def head_bytes(job: Job, system: System) -> float:
 
 
 def peak(job: Job, system: System) -> float:
-    """Bytes allocated at most on a GPU: the largest of the moments at which memory peaks."""
+    """Bytes allocated at most on a GPU: the largest of the moments at which memory peaks.
+
+    What a tower keeps stands beside all of the model's; in the tower's own backward the model's gradients do.
+    """
+    alone = language_peak(job, system)
+    if job.vision is None:
+        return alone
+    vision, model, n = job.vision, job.model, job.shards
+    at_rest = (vision.trained * system.state(job) + (vision.tower + vision.projected) * job.parameter) / n
+    below = model.parameters * (2 * job.parameter + system.state(job)) / n + vision.trained * job.parameter / n
+    if not vision.frozen:
+        again = system.saved.of(vision) if job.checkpoint == "full" else 0.0
+        running = patches(job, vision) * (again + system.working.of(vision)) + system.copy_bytes(job) * vision.layer
+        fsdp = job.gpus > 1
+        below += max(BF16 * vision.layer, running) + (2 * system.gather + FP32) * vision.layer if fsdp else running
+    return at_rest + vision_kept(job, system, vision) + max(alone, below)
+
+
+def vision_kept(job: Job, system: System, vision: Vision) -> float:
+    """Bytes that a tower keeps for backward, nothing if it is frozen; and its projector: in BF16 its input and what it
+    has in the middle."""
+    each = BF16 * vision.width if job.checkpoint == "full" else system.saved.of(vision)
+    tower = 0.0 if vision.frozen else vision.layers * patches(job, vision) * each
+    return tower + job.batch * vision.images * vision.tokens * BF16 * sum(vision.projector[:2])
+
+
+def language_peak(job: Job, system: System) -> float:
+    """`peak` of a model without a tower."""
     model, n = job.model, job.shards
     fsdp = job.gpus > 1
     at_rest = model.parameters * (job.parameter + system.state(job)) / n
@@ -176,7 +224,7 @@ def predict(job: Job, system: System, machine: Machine = H200) -> Prediction:
     update = optimizer(job, system, machine)
     seconds = sum(passes(chain, machine.overlap)) + update
     compute = sum(u.forward + u.backward for u in chain) + update
-    communication = sum(2 * u.gather + u.reduce for u in chain)
+    communication = sum(u.gathers * u.gather + u.reduce for u in chain)
     return Prediction(seconds, job.tokens / seconds, peak(job, system), compute, communication)
 
 

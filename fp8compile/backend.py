@@ -28,6 +28,7 @@ from fp8compile.insight.baseline import DumpingPartitioner
 from fp8compile.insight.dumps import Dump
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
+from fp8compile.passes import skip_overflow
 from fp8compile.passes.compilation import Compilation, Input, aten, device_of
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.optimizer_pipeline import has_states, run_optimizer
@@ -62,7 +63,7 @@ def fp8(
     if parsed.schedule is not None and opt is None:
         compile_again = functools.partial(_compile, known=known, namespace=namespace)
         return scheduled.Scheduled(gm, example_inputs, parsed, compile_again)
-    states = optimizers.plan_of(opt, gm, parsed) if opt is not None else None
+    states = optimizers.plan_of(opt, gm, example_inputs, parsed) if opt is not None else None
     return _compile(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)[0]
 
 
@@ -177,10 +178,11 @@ def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lo
         updates = run_optimizer(graph, dump.observer("optimizer", graph) if dump else None)
     except Exception as error:
         if dump:
-            dump.failed("optimizer", error, graph, ["forward_states", "merge_updates"])
+            dump.failed("optimizer", error, graph, ["forward_states", "merge_updates", "skip_overflow"])
         if options.strict:
             raise
         restore_graph(graph, backup.graph())
+        skip_overflow.run(graph, skip_overflow.overflow_of(graph))
         failures.warn(error, graph, options, "Its updates run operator by operator, storing states in between")
         return Lowered(failure=failures.first_line(error))
     optimizers.warn_of_unmerged(updates)

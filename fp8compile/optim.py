@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fp8compile import unscaling
 from fp8compile.errors import OptionError, StateError
 from fp8compile.plan import State
 from fp8compile.state_formats import StateFormat, parse_state_format
@@ -32,12 +33,17 @@ from fp8compile.states import FP8State
 _prepared: weakref.WeakKeyDictionary[Optimizer, StateRecipe] = weakref.WeakKeyDictionary()
 
 
-def prepare_optimizer(opt: Optimizer, recipe: StateRecipe | str | Mapping[str, Any] | None = None) -> Optimizer:
+def prepare_optimizer(
+    opt: Optimizer, recipe: StateRecipe | str | Mapping[str, Any] | None = None, *, unscale: bool = False
+) -> Optimizer:
     """Keep the states of `opt` in 8 bits from now on, as `recipe` says (`StateRecipe.parse`); returns `opt`.
 
+    unscale: compiled steps undo the loss scale of a GradScaler, and skip what overflowed (`fp8compile/unscaling.py`).
     Raises `OptionError` for a recipe that means nothing, a fused optimizer (its kernel cannot be compiled), or one that
-    was prepared with another recipe.
+    was prepared with another recipe; and for `unscale` where steps of `opt` cannot be skipped on the device.
     """
+    if unscale:
+        unscaling.enable(opt)
     parsed = StateRecipe.parse(recipe)
     if opt in _prepared:
         if recipe is not None and _prepared[opt] != parsed:

@@ -20,7 +20,7 @@ from torch._dynamo.source import AttrSource  # a part of what has a source
 from torch._dynamo.symbolic_convert import InstructionTranslator  # knows the frame under trace
 from torch.optim import Optimizer
 
-from fp8compile import optim
+from fp8compile import optim, unscaling
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
 from fp8compile.passes import open_states, refuse_view_writes, spread_scalars, states_once
@@ -49,7 +49,7 @@ def _state_ids(opt: Optimizer) -> set[int]:
     return {id(x) for state in opt.state.values() for x in state.values() if isinstance(x, torch.Tensor)}
 
 
-def plan_of(opt: Optimizer, gm: fx.GraphModule, options: Options) -> Plan:
+def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Plan:
     """Make the states of `opt` 8-bit ones, and its graph ready for AOTAutograd.
 
     Returns a plan with a row for each state, to which passes add what they merge. Raises Dynamo's own signal to trace
@@ -65,9 +65,10 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, options: Options) -> Plan:
     refuse_view_writes.run(gm)
     spread_scalars.run(gm)
     states_once.run(gm)
-    opened = open_states.run(gm)
+    opened, added = open_states.run(gm), unscaling.insert(opt, gm, example_inputs)
     if (sources := gm.__dict__.get("_param_name_to_source")) is not None:  # AOTAutograd asks where a buffer comes from
         sources |= {name: AttrSource(sources[state], part) for name, (state, part) in opened.items()}
+        sources |= {name: AttrSource(next(iter(sources.values())), name) for name in added}  # one that it will not meet
     return Plan("optimizer", states=optim.state_rows(opt))
 
 

@@ -117,7 +117,7 @@ class _Emitter:
 
     def _kernel(self) -> list[str]:
         """The kernel's body: it finds its parameter, does full tiles without masks, and what is left with them."""
-        groups, tiles = self.schedule.groups, self.schedule.tiles
+        groups, tiles, skip = self.schedule.groups, self.schedule.tiles, self.update.skip
         raw = ", ".join(self.raw)
         coming = ", ".join(f"next_{name}" for name in self.raw)
         pointers = ", ".join((*self.pointers, "half"))
@@ -131,6 +131,7 @@ class _Emitter:
             "left = tl.load(sizes + parameter) - start",
             "row = table + parameter.to(tl.int64) * TENSORS",
             *(f"{name} = tl.load(scalars + parameter * NUMBERS + {k})" for k, name in enumerate(self.numbers)),
+            *([] if skip is None else [f"left = tl.where(number{skip} == 0, left, 0)"]),
             *(self._address(slot, name) for slot, name in self.columns),
             f"full = tl.minimum(left // {groups * GROUP}, {tiles}).to(tl.int32)",
             "if full > 0:",

@@ -18,10 +18,10 @@ Tensors = dict[str, Tensor]  # of one slot, by name
 def run(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor], spec: str) -> None:
     """Update every parameter in place, and advance the counters of random bits."""
     update = from_json(spec)
-    every = list(parameters(update, stored, read, scalars))
-    for slots in every:
-        _run_one(update, slots)
-    advance(every)
+    for slots in parameters(update, stored, read, scalars):
+        if update.skip is None or slots[update.skip]["x"] == 0:
+            _run_one(update, slots)
+    advance(update, stored, scalars)
 
 
 def run_on_gpu(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor], spec: str) -> None:
@@ -29,21 +29,34 @@ def run_on_gpu(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequen
     from fp8compile.kernels import update_launch  # its generator needs no Triton, its launch does
 
     update_launch.launch(spec, stored, read, scalars)
-    advance(list(parameters(from_json(spec), stored, read, scalars)))
+    advance(from_json(spec), stored, scalars)
 
 
-def advance(every: Sequence[dict[int, Tensors]]) -> None:
-    """Count one step for every counter; a parameter and its state may share one."""
-    counters = {x["counter"].data_ptr(): x["counter"] for slots in every for x in slots.values() if "counter" in x}
-    if counters:
-        torch._foreach_add_(list(counters.values()), 1)
+def advance(update: Update, stored: Sequence[Tensor], scalars: Sequence[Tensor]) -> None:
+    """Count one step for every counter, unless it is skipped; a parameter and its state may share one."""
+    names = [name for i in update.stored for name in update.slots[i].tensors]
+    found = [x for i, name in enumerate(names) if name == "counter" for x in stored[i :: len(names)]]
+    counters = list({x.data_ptr(): x for x in found}.values())
+    if not counters:
+        return
+    one: int | Tensor = 1
+    if update.skip is not None:
+        numbers = scalars[0][0] if is_matrix(scalars) else scalars  # of the first parameter
+        overflow = numbers[update.scalars.index(update.skip)]
+        one = (overflow == 0).to(counters[0].device, counters[0].dtype)
+    torch._foreach_add_(counters, one)
+
+
+def is_matrix(scalars: Sequence[Tensor]) -> bool:
+    """Whether the numbers come as one matrix with a row a parameter."""
+    return len(scalars) == 1 and scalars[0].dim() == 2
 
 
 def parameters(
     update: Update, stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> Iterator[dict[int, Tensors]]:
     """The slots of each parameter, out of the flat lists that the operator takes."""
-    if len(scalars) == 1 and scalars[0].dim() == 2:  # a row a parameter
+    if is_matrix(scalars):
         scalars = scalars[0].flatten().unbind()
     lists = [(iter(stored), update.stored), (iter(read), update.read), (iter(scalars), update.scalars)]
     count = len(stored) // update.width(update.stored)

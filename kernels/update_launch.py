@@ -20,6 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir  # kernels live an
 from fp8compile.formats import ceil_div
 from fp8compile.kernels import generated
 from fp8compile.kernels.emit_update import ALIGNMENT, UpdateSchedule, columns, update_source
+from fp8compile.kernels.update import is_matrix
 from fp8compile.kernels.update_spec import STATE, Update, from_json
 from fp8compile.sources import source_digest
 from fp8compile.state_formats import GROUP
@@ -158,8 +159,9 @@ def _packed(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
     """All numbers in FP32 on `device`: those of a CPU in one copy."""
     if not scalars:
         return torch.zeros(1, device=device)
-    if len(scalars) == 1 and scalars[0].device == device:
-        return scalars[0].float().contiguous()
+    if is_matrix(scalars):
+        matrix = scalars[0].float().contiguous()
+        return matrix if matrix.device == device else _pinned(matrix, device).to(device, non_blocking=True)
     if all(x.device.type == "cpu" for x in scalars):
         host = torch.stack([x.float() for x in scalars])
         return _pinned(host, device).to(device, non_blocking=True)

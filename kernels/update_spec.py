@@ -48,10 +48,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Update:
-    """Values, and the slots that "load" values name by position: stored slots first, then read ones, then scalars."""
+    """Values, and the slots that "load" values name by position: stored slots first, then read ones, then scalars.
+
+    skip: position of a scalar; where it is not 0 nothing is written, and no counter is advanced.
+    """
 
     slots: tuple[Slot, ...]
     values: tuple[Value, ...]
+    skip: int | None = None
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
@@ -84,6 +88,7 @@ def from_json(text: str) -> Update:
     return Update(
         tuple(Slot(**slot) for slot in data["slots"]),
         tuple(Value(v["op"], tuple(v["args"]), tuple(v["params"])) for v in data["values"]),
+        data["skip"],
     )
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from fp8compile import state_ops
 from fp8compile.passes.compilation import aten, is_tensor, value
 from fp8compile.passes.forward_states import stored_by
-from fp8compile.passes.update_rules import IDENTITIES, RULES, call_of, operands
+from fp8compile.passes.update_rules import FILLS, IDENTITIES, RULES, call_of, operands
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -114,6 +114,7 @@ def elements_of(target: Target) -> Iterable[fx.Node]:
             continue
         call = call_of(node)
         inputs = list(operands(*call[1:])) if call is not None and is_elementwise(node) else []
+        inputs = inputs[:1] if node.target is state_ops.unscale else inputs  # its numbers are every parameter's
         if node.op == "placeholder" or inputs or not is_elementwise(node):
             found[node] = None
         stack += inputs
@@ -129,4 +130,4 @@ def is_elementwise(node: fx.Node) -> bool:
     if name in IDENTITIES:
         source = args[1] if name == "copy" else args[0]
         return is_tensor(source) and value(source).dtype in (*FLOATS, torch.bool)
-    return name in RULES or name == "pow" or name in ("full", "full_like", "zeros_like", "ones_like", "scalar_tensor")
+    return name in RULES or name in ("pow", "unscale", *FILLS)

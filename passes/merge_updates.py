@@ -19,6 +19,7 @@ from fp8compile import state_ops
 from fp8compile.kernels.update_spec import STATE, Update
 from fp8compile.passes.compilation import aten, value
 from fp8compile.passes.find_updates import ParameterUpdate, find_updates
+from fp8compile.passes.skip_overflow import overflow_of
 from fp8compile.passes.write_update import UpdateSkipError, Written, write_update
 from fp8compile.plan import MergedUpdate
 
@@ -27,9 +28,10 @@ def run(graph: fx.Graph) -> list[MergedUpdate]:
     """Merge what can be merged; one row for every operator, and one for every update that stays."""
     rows: list[MergedUpdate] = []
     groups: dict[tuple[str, str], list[Written]] = {}
+    overflow = overflow_of(graph)
     for update in find_updates(graph):
         try:
-            written = write_update(update)
+            written = write_update(update, overflow)
         except UpdateSkipError as reason:
             rows.append(_left(update, str(reason)))
             continue

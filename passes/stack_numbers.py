@@ -3,7 +3,7 @@
 Before      %n = mul(sqrt(sub(1, pow(0.999, add(%step, 1)))), …)  for each;  update_parameters(…, [%n, %n', …], spec)
             copy_(%step, add(%step, 1))                           for each
 After       %s = fp8.stack([%step, %step', …]);  %n = mul(sqrt(sub(1, pow(0.999, add(%s, 1)))), …)
-            update_parameters(…, [cat([unsqueeze(%n, 1), …], 1)], spec);  fp8.add_in_place([%step, %step', …], 1)
+            update_parameters(…, [cat([unsqueeze(%n, 1), …], 1)], spec);  fp8.add_in_place([%step, %step', …], 1, None)
 
 An optimizer computes bias corrections and counts steps parameter by parameter, in a dozen operators on one number each:
 as many kernels to launch at every step, and for Inductor to write.
@@ -105,7 +105,7 @@ def _count_at_once(graph: fx.Graph) -> None:
     for (by, _, _), copies in groups.items():
         if len(copies) > 1:
             with graph.inserting_after(copies[-1]):
-                node = graph.call_function(state_ops.add_in_place, ([copy.args[0] for copy in copies], by))
+                node = graph.call_function(state_ops.add_in_place, ([copy.args[0] for copy in copies], by, None))
             node.meta["val"] = None
             for copy in copies:
                 graph.erase_node(copy)

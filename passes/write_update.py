@@ -34,8 +34,9 @@ class Written:
     copies: list[fx.Node]
 
 
-def write_update(update: ParameterUpdate) -> Written:
-    """The spec of `update`; raises `UpdateSkipError` with the reason if it has none."""
+def write_update(update: ParameterUpdate, overflow: fx.Node | None = None) -> Written:
+    """The spec of `update`; raises `UpdateSkipError` with the reason if it has none. It writes nothing where the number
+    `overflow` is not 0."""
     shapes = {tuple(map(str, value(t.written).shape)) for t in update.targets}  # sizes may be symbolic
     if len(shapes) != 1:
         raise UpdateSkipError(f"its tensors have different shapes: {sorted(shapes)}")
@@ -43,7 +44,7 @@ def write_update(update: ParameterUpdate) -> Written:
     keys = {t.written: _text(t.root, {}) for t in update.targets}
     for target in sorted(update.targets, key=lambda t: (t.store is not None, keys[t.written])):
         writer.store(target)
-    return Written(writer.finish(), writer.nodes, [c for t in update.targets for c in t.copies])
+    return Written(writer.finish(overflow), writer.nodes, [c for t in update.targets for c in t.copies])
 
 
 def _text(node: Any, known: dict[fx.Node, str]) -> str:
@@ -134,6 +135,10 @@ class _SpecWriter:
         call = call_of(node)
         if call is None or not is_elementwise(node):
             return self._load(self._plain(node), (node,))
+        if node.target is state_ops.unscale:
+            product = self.op("mul", self.number(node.args[0]), self.number(node.args[1]))
+            dtype = self._plain(node).type
+            return product if dtype == "float32" else self.op("round", product, params=(dtype,))
         return self._computed(*call)
 
     def _computed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -155,12 +160,15 @@ class _SpecWriter:
             raise UpdateSkipError(f"{name} with arguments that kernels do not have ({error})") from error
 
     def _load(self, slot: Slot, nodes: tuple[fx.Node, ...]) -> int:
+        return self.op("load", params=(self._slot(slot, nodes),))
+
+    def _slot(self, slot: Slot, nodes: tuple[fx.Node, ...]) -> int:
         first = nodes[0]
         if first not in self.of_slot:
             self.of_slot[first] = len(self.slots)
             self.slots.append(slot)
             self.nodes.append(nodes)
-        return self.op("load", params=(self.of_slot[first],))
+        return self.of_slot[first]
 
     def _plain(self, node: fx.Node) -> Slot:
         return Slot(PLAIN, str(value(node).dtype).removeprefix("torch."))
@@ -192,9 +200,10 @@ class _SpecWriter:
             self.slots[i] = Slot(PLAIN, slot.type, root, counter=True, stochastic=True)
             self.nodes[i] = (*nodes, self.rider.counter)
 
-    def finish(self) -> Update:
+    def finish(self, overflow: fx.Node | None) -> Update:
         """The spec, without values that nothing stores (of slots that turned out to be written only)."""
-        return Update(tuple(self.slots), tuple(self.values))
+        skip = None if overflow is None else self._slot(Slot(SCALAR, "float32"), (overflow,))
+        return Update(tuple(self.slots), tuple(self.values), skip)
 
 
 def _is_fill(node: fx.Node) -> bool:

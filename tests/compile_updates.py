@@ -19,7 +19,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from updates import adam
+from updates import adam, unscaled
 
 from fp8compile.kernels import update_launch
 from fp8compile.kernels.emit_update import UpdateSchedule, columns
@@ -37,6 +37,7 @@ UPDATES = [
     adam("e4m3", "e5m2/stochastic", "stochastic", "bfloat16"),
     adam("e4m3/linear", "e4m3/linear", "bfloat16", "bfloat16"),
     adam("float32", "float32", "float32", "float32"),
+    unscaled(adam("log", "log/stochastic", "bfloat16", "bfloat16")),
 ]
 
 

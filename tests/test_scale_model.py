@@ -8,8 +8,11 @@ import sys
 from dataclasses import replace
 from math import inf, isclose
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -36,6 +39,7 @@ from scale_inputs import (
     System,
 )
 from scale_model import head_bytes, largest_batch, optimizer, peak, predict
+from scale_vision import Vision, vision_of
 
 from fp8compile.devices import TABLE
 
@@ -137,6 +141,99 @@ def test_what_runs_is_the_measured_peak_less_what_is_saved(system: System, name:
     row = scale_checks.results("saved_activations.json")[name]
     running = (row["peak_gib"] - 2 * row["saved_gib"]) * GIB - (2 * LLAMA.layer if system.fp8 else 0)
     assert system.working.of(LLAMA) == pytest.approx(running / 4 / 4096, rel=0.015)  # kept to two digits
+
+
+# ---- vision ---------------------------------------------------------------------------------------------------------
+
+TOWER = Vision(
+    width=64, layers=3, heads=2, mlp=256, rest=1000, patches=17, tokens=16, projector=(64, 256, 256), images=2
+)
+FROZEN = replace(TOWER, frozen=True)
+
+
+@pytest.mark.parametrize("name", scale_checks.VISION_LANGUAGE)
+def test_parameters_are_exactly_those_of_transformers(name: str) -> None:
+    """On the meta device; the language model's biases and norms, which the scale model leaves out, counted here."""
+    c = scale_checks.VISION_LANGUAGE[name]
+    tower, text, is_clip = c.tower, c.language, c.tower.family == "clip"
+    of_text = {
+        "vocab_size": text.vocabulary, "hidden_size": text.width, "intermediate_size": text.inner,
+        "num_hidden_layers": text.layers, "num_attention_heads": text.heads, "num_key_value_heads": text.kv_heads,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    with torch.device("meta"):
+        if is_clip:
+            assert tower.patches == (336 // 14) ** 2
+            vision = transformers.CLIPVisionConfig(
+                hidden_size=tower.width, intermediate_size=tower.inner, num_hidden_layers=tower.layers,
+                num_attention_heads=tower.heads, image_size=336, patch_size=14,
+            )  # fmt: skip
+            config = transformers.LlavaConfig(vision_config=vision, text_config=transformers.LlamaConfig(**of_text))
+            model: Any = transformers.LlavaForConditionalGeneration(config)
+            seen, projector = model.model.vision_tower, model.model.multi_modal_projector
+        else:
+            assert tower.patches == (448 // 14) ** 2
+            of_tower = {"depth": tower.layers, "embed_dim": tower.width, "num_heads": tower.heads, "mlp_ratio": 4}
+            of_tower |= {"hidden_size": text.width, "spatial_merge_size": 2, "patch_size": 14}
+            config = transformers.Qwen2VLConfig(text_config=of_text, vision_config=of_tower, tie_word_embeddings=False)
+            model = transformers.Qwen2VLForConditionalGeneration(config)
+            seen, projector = model.model.visual, model.model.visual.merger.mlp
+
+    def count(module: Any) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    found = vision_of(c)
+    assert found.projected == count(projector)
+    assert found.tower == count(seen) - (0 if is_clip else count(projector))
+    language = scale_checks.job_of(text).model
+    biases = 0 if is_clip else language.layers * (language.width + 2 * language.kv)
+    norms = (2 * language.layers + 1) * language.width
+    assert found.tower + found.projected + language.parameters + biases + norms == count(model)
+
+
+def test_peak_with_a_tower() -> None:
+    """One GPU: beside the model's peak lie the tower's parameters and states, and what it and its projector keep."""
+    block = 4 * 64**2 + 2 * 64 * 256
+    tower, projector = 3 * (block + 9 * 64 + 256) + 1000, 64 * 256 + 256 + 256 * 256 + 256
+    assert (TOWER.tower, TOWER.projected, FROZEN.trained) == (tower, projector, projector)
+    job = Job(SMALL, 1, 2, 128, vision=TOWER)
+    rows, each = 2 * 2 * 17, 14 * 64 + 4 * 64 + 6 * 128 + 4 * 2 + 8
+    kept = 3 * rows * each + 2 * 2 * 16 * 2 * (64 + 256)
+    below = 16 * SMALL.parameters + 4 * (tower + projector) + rows * 3.4 * 128
+    alone = peak(replace(job, vision=None), BF16_COMPILE)
+    assert peak(job, BF16_COMPILE) == pytest.approx(12 * (tower + projector) + kept + max(alone, below))
+    kept = 2 * 2 * 16 * 2 * (64 + 256)
+    assert peak(replace(job, vision=FROZEN), BF16_COMPILE) == pytest.approx(
+        4 * tower + 12 * projector + kept + max(alone, 16 * SMALL.parameters + 4 * projector)
+    )
+
+
+def test_a_tower_sees_all_pairs_and_its_backward_counts_unless_it_is_frozen() -> None:
+    only = {**NO_LINKS, **NO_COMPUTE}
+    rows = 2 * 2 * 17
+    attention, matmuls = (replace(H200, **{**only, name: 1.0}) for name in ("attention", "bf16"))
+    for vision, times in ((TOWER, 3.5), (FROZEN, 1)):
+        job = Job(SMALL, 1, 2, 128, vision=vision)
+
+        def added(machine: Machine, job: Job = job) -> float:
+            return (
+                predict(job, BF16_COMPILE, machine).seconds
+                - predict(replace(job, vision=None), BF16_COMPILE, machine).seconds
+            )
+
+        assert added(attention) == pytest.approx(3 * times * 2 * (2 * rows * 17) * 64 / 1e12, rel=1e-6)
+        tower = 2 * rows * 3 * TOWER.layer * (1 if vision.frozen else 3)
+        assert added(matmuls) == pytest.approx((tower + 6 * 2 * 2 * 16 * TOWER.projected) / 1e12, rel=1e-6)
+
+
+def test_a_frozen_tower_is_gathered_once_and_never_reduced() -> None:
+    machine = replace(H200, **{**NO_COMPUTE, "hop_nvlink": 0, "hop_network": 0, "overlap": 1})
+    alone = predict(Job(SMALL, 8, 2, 128), OURS, machine)
+    for vision, moved in ((TOWER, 8), (FROZEN, 2)):
+        found = predict(Job(SMALL, 8, 2, 128, vision=vision), OURS, machine)
+        wanted = (moved * 3 * TOWER.layer + 8 * TOWER.projected) * 7 / 8 / 360e9
+        assert found.communication - alone.communication == pytest.approx(wanted)
+        assert found.seconds - alone.seconds == pytest.approx(wanted)
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------

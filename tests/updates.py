@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +61,25 @@ def adam(
         Slot(SCALAR, "float32"),
     )
     return Update(slots, tuple(values))
+
+
+def unscaled(update: Update) -> Update:
+    """An Adam step that multiplies its gradient by a number, rounds it to BF16, and is skipped by another number."""
+    numbers = len(update.slots), len(update.slots) + 1
+    inverse, values = len(update.values), list(update.values)
+    values += [
+        Value("load", (), (numbers[0],)),
+        Value("mul", (3, inverse)),
+        Value("round", (inverse + 1,), ("bfloat16",)),
+    ]
+    order = [0, 1, 2, 3, *range(inverse, inverse + 3), *range(4, inverse)]  # the new ones behind the gradient's load
+    at = {old: new for new, old in enumerate(order)}
+    values = [
+        Value(v.op, tuple(at[inverse + 2 if a == 3 and i != inverse + 1 else a] for a in v.args), v.params)
+        for i, v in ((i, values[i]) for i in order)
+    ]
+    slots = [replace(s, stored=None if s.stored is None else at[s.stored]) for s in update.slots]
+    return Update((*slots, Slot(SCALAR, "float32"), Slot(SCALAR, "float32")), tuple(values), numbers[1])
 
 
 @dataclass

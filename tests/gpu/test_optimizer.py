@@ -145,3 +145,30 @@ def test_resuming_is_bit_equal() -> None:
     train(other, resumed, theirs, 2)
     for p, q in zip(mine, theirs, strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_unscaling_in_the_step(capturable: bool) -> None:
+    """As GradScaler's own passes and a step: parameters and states bit for bit, also of a step that overflowed."""
+    runs = []
+    for fused in (True, False):
+        parameters = [nn.Parameter(p.detach().cuda()) for p in make_parameters()]
+        opt = torch.optim.AdamW(parameters, capturable=capturable)
+        fp8compile.prepare_optimizer(opt, unscale=fused)
+        opt.step = torch.compile(opt.step, backend="fp8", options={"strict": True})
+        runs.append((parameters, opt, torch.amp.GradScaler("cuda", init_scale=3.0 * 2**14, growth_interval=2)))
+    for i in range(6):
+        found = []
+        for parameters, opt, scaler in runs:
+            generator = torch.Generator().manual_seed(i)
+            factor = scaler.scale(torch.ones(1, device="cuda"))
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=generator).cuda() * factor
+            if i == 3:
+                parameters[0].grad[1, 2] = torch.inf  # type: ignore[index]
+            scaler.step(opt)
+            scaler.update()
+            states = [x for state in opt.state.values() for x in state.values()]
+            plain = [x.dequantize() if isinstance(x, fp8compile.FP8State) else x.clone() for x in states]
+            found.append([*(p.detach().clone() for p in parameters), *plain])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), i

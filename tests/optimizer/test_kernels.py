@@ -10,7 +10,7 @@ from pathlib import Path
 import interpreter
 import pytest
 import torch
-from updates import Data, adam, data_for, hard
+from updates import Data, adam, data_for, hard, unscaled
 
 from fp8compile.kernels import update as reference
 from fp8compile.kernels import update_launch
@@ -92,6 +92,30 @@ def test_non_finite_values_reach_every_format():
         finite = torch.tensor([g not in (2, 7) for g in range(len(side))])
         assert torch.equal(side[finite], theirs.stored[k + 2][finite])
         assert torch.equal(payload[:256], theirs.stored[k + 1][:256])
+
+
+@pytest.mark.parametrize("parameter", ["bfloat16", "stochastic", "split"])
+def test_unscaled_and_skipped(parameter):
+    """Bit for bit as the reference, which unscales as GradScaler does; of parameters to skip nothing is written."""
+    plain = adam("log", "log/stochastic", parameter, "bfloat16", root="abs")
+    update = unscaled(plain)
+    mine, theirs, simple = data_for(update), data_for(update), data_for(plain)
+    inverse, wide = torch.tensor(3.0 * 2**14).double().reciprocal().float(), update.width(update.stored)
+    for data in (mine, theirs):
+        for k in range(0, len(data.scalars), 3):
+            data.scalars[k + 1], data.scalars[k + 2] = inverse, torch.tensor(float(k // 3 % 2))
+    simple.read = [(x.float() * inverse).bfloat16() for x in simple.read]
+    before = mine.clone()
+    update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
+    reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
+    assert_equal(update, mine, theirs)
+    reference.run(simple.stored, simple.read, simple.scalars, plain.to_json())
+    for k, (x, old, wanted) in enumerate(zip(mine.stored, before.stored, simple.stored, strict=True)):
+        if k // wide % 2:
+            assert torch.equal(x, old)
+        elif x.dtype != torch.int32:  # counters, which are advanced by the caller
+            assert torch.equal(x, wanted)
+    assert any(not torch.equal(x, y) for x, y in zip(mine.stored, before.stored, strict=True))
 
 
 def test_tensors_that_are_not_contiguous():
