@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import MIB, bytes_of, device_milliseconds
+from measuring import MIB, bytes_of, device_milliseconds, machine
 from torch import nn
 
 ATTENTION = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
@@ -154,9 +154,9 @@ def main(arguments: list[str] | None = None) -> list[Result]:
         if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in given.only.split(",")):
             results.append(measure(row, shapes, rate))
             print(line(results[-1]), flush=True)
-    if given.json:
-        figures = {"bytes_per_ms": rate, "torch": torch.__version__, "rows": [asdict(r) for r in results]}
-        given.json.write_text(json.dumps(figures, indent=1))
+            if given.json:
+                figures = {"machine": machine(), "bytes_per_ms": rate, "rows": [asdict(r) for r in results]}
+                given.json.write_text(json.dumps(figures, indent=1))
     return results
 
 
