@@ -5,23 +5,24 @@
     torchrun --nnodes 8 --nproc-per-node 8 … examples/pretrain.py --config llama-7b --checkpoints FOLDER
 
 `configs.py` has the configurations; the text is that of `corpus.py`, as bytes. Started again with the same folder of
-checkpoints it goes on after the last one, on any number of GPUs.
+checkpoints it goes on after the last one, also with another number of processes; a step then has as many sequences more
+or less, as each process brings its batch.
 
 On 2 CPU cores that did other things as well (FP8 is emulated there, so its time says nothing):
 
     $ torchrun --nproc-per-node 2 examples/pretrain.py
-    step     1  loss 5.4860  15 tokens/s a GPU
-    step    10  loss 3.3236  1,080 tokens/s a GPU
-    step    20  loss 2.8927  1,200 tokens/s a GPU
-    step    30  loss 3.1504  778 tokens/s a GPU
-    step    40  loss 3.0056  909 tokens/s a GPU
+    step     1  loss 5.6546  44 tokens/s a GPU
+    step    10  loss 3.2423  2,708 tokens/s a GPU
+    step    20  loss 2.9266  3,518 tokens/s a GPU
+    step    30  loss 3.1843  3,178 tokens/s a GPU
+    step    40  loss 3.1045  2,737 tokens/s a GPU
 
     $ torchrun --nproc-per-node 2 examples/pretrain.py --backend inductor
-    step     1  loss 5.4896  12 tokens/s a GPU
-    step    10  loss 3.3159  5,361 tokens/s a GPU
-    step    20  loss 2.8927  4,967 tokens/s a GPU
-    step    30  loss 3.1548  3,996 tokens/s a GPU
-    step    40  loss 2.9996  4,162 tokens/s a GPU
+    step     1  loss 5.6521  40 tokens/s a GPU
+    step    10  loss 3.2444  8,528 tokens/s a GPU
+    step    20  loss 2.9223  7,513 tokens/s a GPU
+    step    30  loss 3.1854  7,731 tokens/s a GPU
+    step    40  loss 3.1046  10,037 tokens/s a GPU
 """
 
 from __future__ import annotations

@@ -30,9 +30,13 @@ class Fp8Warning(UserWarning):
     """Something was left undone, with its reason: nothing converted, a pattern without a match, a fall-back."""
 
 
+MANY = 40  # names that nobody would read
+
+
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> OptionError:
-    """An `OptionError` for `name`, offering the nearest of the `valid` names."""
+    """An `OptionError` for `name`, offering the nearest of the `valid` names, and all of them unless they are many."""
     names = sorted(valid)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return OptionError(f"unknown {kind} {name!r}.{hint} Valid: {', '.join(names)}.")
+    known = f" Valid: {', '.join(names)}." if len(names) <= MANY else ""
+    return OptionError(f"unknown {kind} {name!r}.{hint}{known}")
