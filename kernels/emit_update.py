@@ -68,7 +68,7 @@ def update_source(update: Update, schedule: UpdateSchedule, name: str, target: s
     parts += [word_helpers.PACKING[target], word_helpers.COMMON]
     parts += [word_helpers.FP16] if any(s.type == "float16" for s in update.slots) else []
     nearest = dict.fromkeys(f.nearest() for f in sorted(formats, key=str) if not f.is_exact)
-    parts += [state_helpers.helpers_of(how) for how in nearest]
+    parts += [state_helpers.helpers_of(how, target) for how in nearest]
     parts += [state_helpers.STOCHASTIC] if any(f.stochastic for f in formats) else []
     stored = {parse_state_format(update.slots[i].type) for i in update.stored if update.slots[i].kind == STATE}
     parts += [state_helpers.encoder_of(how) for how in sorted(stored, key=str) if not how.is_exact]

@@ -60,7 +60,7 @@ def scaled(x, factor, more):
 
 @triton.jit
 def linear(code, unit, minus, step, low):
-    """low + floor((code · unit + minus) · step / 2^32)."""
+    """low + floor((code · unit + minus) · step / 2^32); the sum outside, where it may join a minimum."""
     high = tl.inline_asm_elementwise(
         "{ .reg .b32 index, lower; .reg .b64 both; mad.lo.u32 index, $1, $2, $3; mul.wide.u32 both, index, $4;"
         " mov.b64 {lower, $0}, both; }",
@@ -244,12 +244,12 @@ def name_of(how: StateFormat) -> str:
     return str(how.nearest()).replace("/", "_")
 
 
-def helpers_of(how: StateFormat) -> str:
-    """The functions encode_<name>[_randomly] and decode_<name> of a format."""
+def helpers_of(how: StateFormat, target: str) -> str:
+    """What encode_<name>[_randomly] of a format calls, and decode_<name>."""
     name = name_of(how)
     if how.code == "log":
         return log_helpers.COMMON + log_helpers.DECODE
-    return minifloat_helpers.functions(how, name)
+    return minifloat_helpers.functions(how, name, target)
 
 
 def encoder_of(how: StateFormat) -> str:

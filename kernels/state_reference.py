@@ -74,13 +74,16 @@ def encode(x: Tensor, format: StateFormat | str, counter: Tensor | None = None) 
     high = magnitude.amax(1, keepdim=True)
     low = torch.where(magnitude == 0, 0x7FFFFFFF, magnitude).amin(1, keepdim=True).minimum(high)
     signed = negative.any(1, keepdim=True)
-    position, top = _positions(how, magnitude, low, high, signed)
-    first = int(how.code == "log")  # code 0 is zero; the least of a minifloat above it
     if how.stochastic:
+        position, top = _positions(how, magnitude, low, high, signed)
         index = _round_randomly(position, magnitude, _neighbours(how, low, high, signed), _noise(x, counter))
+        first = int(how.code == "log")  # code 0 is zero; the least of a minifloat above it
+        code = index.clamp(0 if how.linear or first else 1).minimum(top) + first
+    elif how.code == "log":
+        position, top = _positions(how, magnitude, low, high, signed)
+        code = ((position + 1).round().int() - 1).clamp_min(0).minimum(top) + 1
     else:
-        index = (position + first).round().int() - first
-    code = index.clamp(0 if how.linear or first else 1).minimum(top) + first
+        code = _cast(_within(how, magnitude, low, high), how.code)
     if how.linear:
         low, signed = torch.zeros_like(low), torch.zeros_like(signed)
     code = torch.where(magnitude == 0, 0, code) | negative.int() * SIGN
@@ -110,17 +113,27 @@ def _round_randomly(position: Tensor, magnitude: Tensor, neighbours: Neighbours,
 
 def _positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
     """Where each magnitude lies between codes (in `log` from 0: code 0 is zero, code 1 the least), and the greatest."""
-    span = (high - low).clamp_min(1)
     if how.code == "log":
         return _log_positions(how, magnitude, low, high, signed), torch.where(signed, *LOG_STEPS).int()
     to = MINIFLOATS[how.code]
-    top = torch.full_like(high, to.top)
+    return _position(_within(how, magnitude, low, high), to), torch.full_like(high, to.top)
+
+
+def _within(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """FP32 bits of positive numbers in a minifloat's range: scaled to it, or (expansion) stretched to all of it."""
+    to = MINIFLOATS[how.code]
     if how.linear:
         finite = magnitude.clamp_max(INF_BITS - 1).view(torch.float32)
-        return _position((finite / _scale(high, to)).view(torch.int32), to), top
+        return (finite * _scale(high, to).reciprocal()).view(torch.int32)
+    span = (high - low).clamp_min(1)
     per_bit = torch.full_like(span, to.span, dtype=torch.float32) / span.float()
-    stretched = ((magnitude - low).float() * per_bit).round().int().clamp(0, to.span) + to.low_bits
-    return _position(stretched, to), top
+    return ((magnitude - low).float() * per_bit).round().int().clamp(0, to.span) + to.low_bits
+
+
+def _cast(y: Tensor, code: str) -> Tensor:
+    """Codes of positive numbers (FP32 bits), to nearest even; torch's own cast, but none is above the greatest."""
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[code]
+    return y.view(torch.float32).clamp_max(MINIFLOATS[code].max).to(dtype).view(torch.uint8).int()
 
 
 def _log_positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, signed: Tensor) -> Tensor:

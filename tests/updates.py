@@ -130,7 +130,7 @@ def hard(format: str, positive: bool) -> tuple[Update, Data]:
     noise = "stochastic" in format
     state = Slot(STATE, format, 2 if positive else 1, counter=noise)
     x = _hard_groups()
-    old = state_reference.encode(x.abs() if positive else x, "log")
+    old = state_reference.encode(x.abs() if positive else x, format.removesuffix("/stochastic"))
     counter = [torch.tensor([9], dtype=torch.int32)] if noise else []
     update = Update((Slot(PLAIN, "float32", 0), state, Slot(PLAIN, "float32")), values)
     return update, Data([torch.zeros(len(x)), *old, *counter], [x])

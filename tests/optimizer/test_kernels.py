@@ -63,8 +63,9 @@ def test_parameters_bit_for_bit(parameter):
 
 @pytest.mark.parametrize("noise", ["", "/stochastic"])
 @pytest.mark.parametrize("positive", [False, True])
-def test_hard_groups_bit_for_bit(positive, noise):
-    update, mine = hard(f"log{noise}", positive)
+@pytest.mark.parametrize("name", FORMATS)
+def test_hard_groups_bit_for_bit(name, positive, noise):
+    update, mine = hard(f"{name}{noise}", positive)
     theirs = mine.clone()
     update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
     reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
