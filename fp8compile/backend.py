@@ -257,6 +257,7 @@ def _compile_half(
     except Exception as error:
         if lowering.dump:
             lowering.dump.failed(lowering.half, error, gm.graph, ["inductor"])
+        record.add_half(lowering.half, Lowered(failure=f"Inductor did not compile it: {failures.first_line(error)}"))
         raise
     if lowering.dump:
         lowering.dump.code(lowering.half, getattr(compiled, "source_code", ""))

@@ -48,10 +48,16 @@ def collected() -> Iterator[list[Plan]]:
 
 
 def last_compile() -> Plan:
-    """The plan of the graph that was compiled last and has matmuls; raises `LookupError` before the first."""
-    for plan in reversed(_compiled):
-        if plan.matmuls or plan.failure:
-            return plan
+    """The plan of the graph that was compiled last and has matmuls; where none has, of the optimizer compiled last.
+
+    `compiles()` has all of them. Raises `LookupError` before the first.
+    """
+    for plans in (
+        [plan for plan in _compiled if plan.matmuls or plan.failure],
+        [plan for plan in _compiled if plan.states or plan.updates],
+    ):
+        if plans:
+            return plans[-1]
     raise LookupError("nothing has been compiled with backend='fp8' yet: call the compiled model once")
 
 

@@ -8,6 +8,7 @@ changes by itself. An optimizer's step ends the run, and nothing of it happens.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config  # compiling aside must not use up a model's recompilations
+from torch._dynamo import pgo  # nor tell it of sizes that it has not seen
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves  # what a model returns may nest
@@ -90,9 +92,9 @@ def _aside(target: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, types.FunctionType):
         code = function.__code__.replace()
         rest = (function.__name__, function.__defaults__, function.__closure__)
-        copy = types.FunctionType(code, function.__globals__, *rest)
-        copy.__kwdefaults__ = function.__kwdefaults__
-        return copy if function is target else types.MethodType(copy, target.__self__)  # type: ignore[attr-defined]
+        twin = types.FunctionType(code, function.__globals__, *rest)
+        twin.__kwdefaults__ = function.__kwdefaults__
+        return twin if function is target else types.MethodType(twin, target.__self__)  # type: ignore[attr-defined]
 
     def model(*args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
@@ -126,8 +128,15 @@ def _no_optimizer_step(reached: list[Optimizer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recompiling() -> Iterator[None]:
-    with dynamo_config.patch(LIMITS):  # type: ignore[attr-defined]
-        yield
+    """No limit to recompiling; sizes seen here are forgotten, or those of a later compilation would become symbols."""
+    sizes = pgo.get_code_state()
+    before = copy.deepcopy(dict(sizes))
+    try:
+        with dynamo_config.patch(LIMITS):  # type: ignore[attr-defined]
+            yield
+    finally:
+        sizes.clear()
+        sizes.update(before)
 
 
 def _backward(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:

@@ -52,5 +52,5 @@ def _after_a_step(opt: Optimizer) -> Optimizer:
 
 def _without_data(parameter: torch.Tensor) -> torch.Tensor:
     twin = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    twin.grad = torch.empty_like(twin)
+    twin.grad = torch.empty_like(twin) if parameter.requires_grad else None  # a frozen one has no states
     return twin

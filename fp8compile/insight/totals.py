@@ -65,7 +65,9 @@ def totals(plans: Sequence[Plan]) -> Totals:
     kernels = [k for plan in plans for k in plan.kernels]
     states = [row for plan in plans for row in plan.states]
     updates = [update for plan in plans for update in plan.updates]
-    failures = [plan.failure for plan in plans] + [half.failure for plan in plans for half in plan.halves.values()]
+    failures = [plan.failure for plan in plans] + [
+        f"{name} graph: {half.failure}" for plan in plans for name, half in plan.halves.items() if half.failure
+    ]
     return Totals(
         graphs=len(plans),
         matmuls=len(rows),

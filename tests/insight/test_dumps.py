@@ -242,6 +242,23 @@ def test_a_failure_of_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "FAILED in inductor (forward): RuntimeError: no compiler" in (tmp_path / "index.txt").read_text()
 
 
+def test_a_failure_of_inductor_in_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Forward has its plan by then: that says what became of backward."""
+    inner = backend.compile_fx_inner
+
+    def fails(*args: Any, **settings: Any) -> Any:
+        if settings.get("is_backward"):
+            raise RuntimeError("no compiler")
+        return inner(*args, **settings)
+
+    monkeypatch.setattr(backend, "compile_fx_inner", fails)
+    with pytest.raises(Exception, match="no compiler"):
+        dumped(tmp_path, executor="inductor")
+    assert "FAILED    backward graph: Inductor did not compile it: RuntimeError: no compiler" in str(
+        fp8compile.last_compile()
+    )
+
+
 # ---- differences ----------------------------------------------------------------------------------------------------
 
 

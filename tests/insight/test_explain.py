@@ -164,6 +164,13 @@ def test_the_states_of_an_optimizer_are_explained(stepped: bool):
     assert stepped or not optimizer.state
 
 
+def test_frozen_parameters_have_no_states():
+    parameters = weights_and_bias()
+    parameters[0].requires_grad_(False)
+    explanation = fp8compile.explain(torch.optim.Adam(parameters).step)
+    assert {r["parameter"] for r in explanation.rows("states")} == {1, 2}
+
+
 def test_states_are_explained_as_options_have_them():
     optimizer = torch.optim.Adagrad(weights_and_bias())
     compiled = torch.compile(optimizer.step, backend="fp8")
@@ -177,7 +184,7 @@ def test_what_a_compiled_optimizer_became_is_in_its_plan():
     for p in parameters:
         p.grad = torch.randn_like(p)
     torch.compile(optimizer.step, backend="fp8", options={"executor": "eager"})()
-    plan = next(p for p in reversed(fp8compile.compiles()) if p.updates)
+    plan = fp8compile.last_compile()
     assert sum(row["parameters"] for row in plan.rows("updates")) == len(parameters)
     assert "3 parameters in" in str(plan)
     assert "updated together" in str(plan)
@@ -338,6 +345,20 @@ def test_explaining_many_times_keeps_working():
     model, x = mlp(), batch(4, 32)
     for _ in range(10):  # more often than Dynamo recompiles a function
         assert fp8compile.explain(model, x, options={**ALL, "kernels": "inductor"}).totals.fp8 == 5
+
+
+def test_sizes_that_were_explained_are_forgotten():
+    """Dynamo makes a symbol of a size that differs from one that it has seen, in any function of that name and line."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128)).bfloat16()
+
+    def step(x: torch.Tensor) -> None:
+        model(x).float().sum().backward()
+
+    for rows in (32, 48):
+        explanation = fp8compile.explain(step, batch(rows, 64), options=ALL)
+        assert {(m["m"], m["n"], m["k"]) for m in explanation.rows()} == {(rows, 128, 64), (128, 64, rows)}
+    torch.compile(step, backend="fp8", options={**ALL, "executor": "eager"})(batch(16, 64))
+    assert {(m.m, m.n, m.k) for m in fp8compile.last_compile().matmuls} == {(16, 128, 64), (128, 64, 16)}
 
 
 # ---- its forms ------------------------------------------------------------------------------------------------------
