@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -123,7 +124,7 @@ class Options:
             raise OptionError("options 'schedule' and 'watch': a schedule measures by itself, leave 'watch' out")
         if not isinstance(given.setdefault("dump", environment.dump_folder()), (str, Path, type(None))):
             raise OptionError(f"option 'dump' is the path of a folder, and is not {given['dump']!r}")
-        given["dump"] = str(Path(given["dump"]).absolute()) if given["dump"] else None
+        given["dump"] = _folder(Path(given["dump"]).absolute()) if given["dump"] else None
         parsed = Options(**given)
         parsed._check()
         return parsed
@@ -222,3 +223,13 @@ def patterns(value: str | Sequence[str]) -> tuple[str, ...]:
         if not isinstance(pattern, str) or not pattern:
             raise OptionError(f"option 'skip' takes module path patterns (strings), not {pattern!r}")
     return given
+
+
+def _folder(path: Path) -> str:
+    """`path`, where a folder is or can be made."""
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if not nearest.is_dir():
+        raise OptionError(f"option 'dump' is the path of a folder, and {nearest} is a file: give another one")
+    if not os.access(nearest, os.W_OK):
+        raise OptionError(f"option 'dump': nothing can be written to {nearest}: give another folder")
+    return str(path)

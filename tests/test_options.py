@@ -238,3 +238,11 @@ def test_without_strict_a_failing_pass_leaves_the_graph_and_warns():
     plan = fp8compile.last_compile()
     assert plan.failure == "ValueError: a pass that fails"
     assert plan.matmuls == []
+
+
+def test_a_dump_goes_to_a_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OptionError, match=r"is the path of a folder, and .*file is a file: give another one"):
+            Options.parse({"dump": path})
+    assert Options.parse({"dump": tmp_path / "new" / "below"}).dump == str(tmp_path / "new" / "below")

@@ -61,7 +61,8 @@ def explain(
     chosen = {"executor": "eager", **(known if options is None else options), "schedule": None}
     reached: list[Optimizer] = []
     with unchanged(original, args, kwargs), plans.collected() as found, _no_optimizer_step(reached), _recompiling():
-        compiled = torch.compile(_aside(original), backend=_backend_aside(), options=chosen)
+        dynamic = getattr(getattr(target, "dynamo_ctx", None), "_dynamic", None)  # as a compiled model was told
+        compiled = torch.compile(_aside(original), backend=_backend_aside(), options=chosen, dynamic=dynamic)
         output = compiled(*args, **kwargs)
         if isinstance(original, nn.Module) or loss is not None:
             _backward(output, loss)

@@ -341,6 +341,12 @@ def test_a_compiled_model_is_explained_with_its_options_and_stays_compiled():
     assert model._compiled_call_impl is not None
 
 
+def test_a_model_compiled_for_any_size_is_explained_so():
+    compiled = torch.compile(mlp(), backend="fp8", dynamic=True)
+    assert fp8compile.explain(compiled, batch(), options=ALL).plans[0].hints
+    assert not fp8compile.explain(mlp(), batch(), options=ALL).plans[0].hints
+
+
 def test_explaining_many_times_keeps_working():
     model, x = mlp(), batch(4, 32)
     for _ in range(10):  # more often than Dynamo recompiles a function
