@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import sympy
+
 FP8, BF16 = "fp8", "bf16"
 # what becomes of a weight that arrived in FP8 where a matmul does not take it so: parts of reasons
 READ_ROUNDED = "its weight was gathered in FP8, and is read rounded (prepare_fsdp(…, skip=…) leaves it out)"
@@ -231,7 +233,11 @@ class Plan:
 
     def size(self, size: int | str) -> int:
         """A size of a row as a number; 0 for a symbolic one of which nothing is known."""
-        return size if isinstance(size, int) else self.hints.get(size, 0)
+        if isinstance(size, int) or size in self.hints:
+            return size if isinstance(size, int) else self.hints[size]
+        known = {name: sympy.Integer(hint) for name, hint in self.hints.items() if name.isidentifier()}
+        number = sympy.parse_expr(size, local_dict=known)  # a padded size: "16*((s33 + 15)//16)"
+        return int(number) if number.is_Integer else 0
 
     @property
     def converted(self) -> list[Matmul]:

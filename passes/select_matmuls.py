@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,7 +70,7 @@ def run(c: Compilation) -> None:
         role = role_of(site, c.options.recipe)
         candidate = Candidate(site, role, is_head, dtypes, sharing, row)
         sizes = (site.m, site.n, site.k, site.batch)
-        c.plan.hints.update({str(s): _hint(s) for s in sizes if not isinstance(s, int)})
+        c.plan.hints.update({str(s): _hint(s) for s in sizes if not isinstance(s, int)} | _symbols(sizes))
         c.plan.matmuls.append(_edited(candidate, c))
 
 
@@ -222,6 +222,16 @@ def _milliseconds(x: Candidate, c: Compilation) -> tuple[float, float]:
         moved += batch * rows * kp * (2 * value(operand).element_size() + 1) / x.sharing[base(operand), x.site.role]
     casts = moved / (d.casts * 1e9) + 2 * d.launch * 1e-3
     return work * m * n * k / d.bf16, work * m * np_ * kp / rate + casts
+
+
+def _symbols(sizes: Sequence[Any]) -> dict[str, int]:
+    """What the symbols of these sizes were: other sizes are made of them."""
+    found: dict[str, int] = {}
+    for size in sizes:
+        if isinstance(size, torch.SymInt):
+            values = size.node.shape_env.backed_var_to_val
+            found |= {str(s): int(values[s]) for s in size.node.expr.free_symbols if s in values}
+    return found
 
 
 def _hint(size: Any) -> int:

@@ -96,3 +96,9 @@ def test_before_the_first_compilation_there_is_no_plan():
     with pytest.raises(LookupError, match="nothing has been compiled with backend='fp8' yet"):
         fp8compile.last_compile()
     assert fp8compile.compiles() == []
+
+
+def test_sizes_made_of_symbols_are_numbers():
+    plan = Plan(hints={"s33": 40, "2*s33": 80})
+    sizes = (7, "s33", "2*s33", "-16*(((-s33)//16))", "16*((s33 + 15)//16)", "s1", "2*s1")
+    assert [plan.size(s) for s in sizes] == [7, 40, 80, 48, 48, 0, 0]
