@@ -34,7 +34,7 @@ def explanation_text(plans: Sequence[Plan]) -> str:
 
 def plan_text(plan: Plan, prefix: str = "") -> str:
     """Totals and tables of one graph, ending in a newline."""
-    title = " · ".join(x for x in (f"{prefix}{plan.graph}", f"recipe {plan.recipe}", plan.device) if x)
+    title = " · ".join(x for x in (f"{prefix}{plan.graph}", plan.recipe and f"recipe {plan.recipe}", plan.device) if x)
     lines = [_cut(title), *summary(totals([plan]))]
     tables = (_matmuls(plan), _saved(plan), _restored(plan), _kernels(plan), _states(plan), _updates(plan))
     for table in tables:
