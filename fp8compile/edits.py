@@ -5,8 +5,9 @@
     torch.compile(model, backend="fp8", options={"plan": "plan.json"})
 
 A row speaks of a matmul by module path, role and occurrence (a module may run several times): node names and the
-number of tokens may differ. Its feature sizes must agree, so that a plan of another model is found out. A merged row
-speaks of each of its `merged` paths. Matmuls without a row are decided as usual, so rows may be deleted.
+number of tokens may differ. Its feature sizes, where it has them, must agree, so that a plan of another model is found
+out. A merged row speaks of each of its `merged` paths. Matmuls without a row are decided as usual, so rows may be
+deleted.
 A saved tensor is known by module path, source line, dtype, last dimension and occurrence.
 
 The content of the plan is part of `Options`, and so of every cache's key.
@@ -15,7 +16,6 @@ The content of the plan is part of `Options`, and so of every cache's key.
 from __future__ import annotations
 
 import difflib
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,12 +24,13 @@ from typing import Any, TypeAlias
 
 from fp8compile.errors import OptionError, unknown_name
 from fp8compile.formats import parse_format, parse_granularity
-from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan, plans_from_json
+from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan, read_plans
 from fp8compile.recipe import Cast, Delayed, Role
 
 REASON = "the plan says so"
 SCHEDULED = "schedule: "  # begins the reasons of rows that an automatic schedule moved; they are kept
 Key: TypeAlias = tuple[str, str, int]  # module path, role, occurrence
+MERGED = {"output": 1, "grad_input": 2, "grad_weight": 0}  # which of m, n, k a merged matmul has the sum of
 SavedKey: TypeAlias = tuple[str, str, str, int | str, int]  # path, source, dtype, last dimension, occurrence
 
 
@@ -39,8 +40,9 @@ class Decision:
 
     decision: str
     role: Role | None
-    sizes: tuple[int | str, ...]  # m, n, k; empty for a member of a merged row
+    sizes: tuple[int | str, ...]  # m, n, k of the row; 0: not said
     reason: str = REASON  # a schedule's evidence, where the row has it
+    members: tuple[Key, ...] = ()  # of a merged row: all that it speaks of
 
 
 @dataclass(frozen=True)
@@ -68,20 +70,11 @@ def load(value: Any) -> Edits:
     if isinstance(value, Edits):
         return value
     if isinstance(value, (str, Path)):
-        return _edits(f"plan {str(value)!r}", _read(Path(value)))
+        return _edits(f"plan {str(value)!r}", read_plans(value))
     plans = [value] if isinstance(value, Plan) else getattr(value, "plans", value)
     if not isinstance(plans, (list, tuple)) or not all(isinstance(p, Plan) for p in plans):
         raise OptionError(f"option 'plan' is a path, a Plan or an Explanation, and not {value!r}")
     return _edits("the given plan", plans)
-
-
-def _read(path: Path) -> list[Plan]:
-    if not path.is_file():
-        raise OptionError(f"option 'plan': there is no file {str(path)!r}")
-    try:
-        return plans_from_json(path.read_text())
-    except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-        raise OptionError(f"plan {str(path)!r} cannot be read: {error}") from error
 
 
 def _edits(name: str, plans: Sequence[Plan]) -> Edits:
@@ -92,10 +85,12 @@ def _edits(name: str, plans: Sequence[Plan]) -> Edits:
 def _decisions(plan: Plan, name: str) -> Iterable[tuple[Key, Decision]]:
     seen: Counter[tuple[str, str]] = Counter()
     for row in plan.matmuls:
-        decision = _decision(row, name)
+        decision, keys = _decision(row, name), []
         for path in row.merged or (row.path,):
-            yield (path, row.role, seen[path, row.role]), replace(decision, sizes=() if row.merged else decision.sizes)
+            keys.append((path, row.role, seen[path, row.role]))
             seen[path, row.role] += 1
+        members = tuple(keys) if row.merged else ()
+        yield from ((key, replace(decision, members=members)) for key in keys)
 
 
 def _decision(row: Matmul, name: str) -> Decision:
@@ -104,6 +99,9 @@ def _decision(row: Matmul, name: str) -> Decision:
         raise OptionError(f"{where}: decision {row.decision!r} is neither 'fp8' nor 'bf16'")
     if row.decision == FP8 and row.role == "other":
         raise OptionError(f"{where} cannot be FP8: {row.reason or 'it has no weight'}")
+    if row.decision == FP8 and (row.left is None) != (row.right is None):
+        given, other = ("left", "right") if row.right is None else ("right", "left")
+        raise OptionError(f"{where}: {given!r} is given without {other!r}; leave out both for the casts of the recipe")
     role = None
     if row.decision == FP8 and row.left is not None and row.right is not None:
         try:
@@ -136,7 +134,7 @@ def decisions(edits: Edits | None, rows: Sequence[Matmul], graph: str) -> dict[s
     for key, decision in chosen.items():
         if key not in here:
             raise OptionError(f"{edits.name}: {_unmatched(key, here)}")
-        _check_sizes(edits.name, key, decision, here[key])
+        _check_sizes(edits.name, key, decision, here)
     return {row.node: chosen[key] for key, row in here.items() if key in chosen}
 
 
@@ -155,7 +153,7 @@ def _choose(edits: Edits, here: dict[Key, Matmul], graph: str) -> dict[Key, Deci
     found: list[tuple[int, dict[Key, Decision]]] = []
     for one in edits.graphs:
         rows = {key: decision for key, decision in one.matmuls if key[1] in roles}
-        same = [key for key, decision in rows.items() if key in here and not _disagree(decision, here[key])]
+        same = [key for key, decision in rows.items() if key in here and not _disagree(key, decision, here)]
         found.append((len(same) - (len(rows) - len(same)), rows))
     best = max((score for score, _ in found), default=0)
     tied = [rows for score, rows in found if score == best]
@@ -191,18 +189,43 @@ def _unmatched(key: Key, here: dict[Key, Matmul]) -> str:
     return f"no matmul of this graph is {path} {role}{times}.{hint}"
 
 
-def _check_sizes(name: str, key: Key, decision: Decision, row: Matmul) -> None:
-    if _disagree(decision, row):
-        planned, actual = "×".join(map(str, decision.sizes)), f"{row.m}×{row.n}×{row.k}"
+def _check_sizes(name: str, key: Key, decision: Decision, here: dict[Key, Matmul]) -> None:
+    if _disagree(key, decision, here):
+        planned, actual = ("×".join(map(str, s)) for s in (decision.sizes, _sizes(key, decision, here)))
+        paths = " + ".join(path or "(the model itself)" for path, _, _ in decision.members or (key,))
         raise OptionError(
-            f"{name}: {key[0]} {key[1]} is M×N×K = {planned} there, {actual} here: a plan of another model"
+            f"{name}: {paths} {key[1]} is M×N×K = {planned} there, {actual} here: a plan of another model. Only the "
+            "number of tokens may differ; sizes that a row leaves out are not compared."
         )
 
 
-def _disagree(decision: Decision, row: Matmul) -> bool:
-    """Whether more than the number of tokens differs: that is one of the three sizes."""
-    pairs = zip(decision.sizes, (row.m, row.n, row.k), strict=bool(decision.sizes))
-    return bool(decision.sizes) and sum(a != b for a, b in pairs) > 1
+def _disagree(key: Key, decision: Decision, here: dict[Key, Matmul]) -> bool:
+    """Whether sizes of features differ. Those that one side does not know as a number agree with any."""
+    if key[1] == "other" or any(member not in here for member in decision.members):  # the latter has its own error
+        return False
+    pairs = list(zip(decision.sizes, _sizes(key, decision, here), strict=True))
+    del pairs[_tokens(key, here)]
+    return any(a != b for a, b in pairs if a and isinstance(a, int) and isinstance(b, int))
+
+
+def _sizes(key: Key, decision: Decision, here: dict[Key, Matmul]) -> tuple[int | str, ...]:
+    """m, n, k here of what a row speaks of: members of a merged one lie side by side."""
+    rows = [here[member] for member in decision.members or (key,)]
+    sizes: list[int | str] = [rows[0].m, rows[0].n, rows[0].k]
+    if decision.members:
+        along = MERGED[key[1]]
+        parts = [(row.m, row.n, row.k)[along] for row in rows]
+        sizes[along] = sum(p for p in parts if isinstance(p, int)) if all(isinstance(p, int) for p in parts) else "?"
+    return tuple(sizes)
+
+
+def _tokens(key: Key, here: dict[Key, Matmul]) -> int:
+    """Which of m, n, k counts tokens: what grad_weight contracts; n instead of m where the weight is on the left."""
+    path, role, _ = key
+    if role == "grad_weight":
+        return 2
+    contracted = {row.k for (p, r, _), row in here.items() if (p, r) == (path, "grad_weight")}
+    return 1 if here[key].n in contracted and here[key].m not in contracted else 0
 
 
 # ---- saved tensors --------------------------------------------------------------------------------------------------

@@ -33,8 +33,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fp8compile.errors import Fp8Error
+from fp8compile.errors import Fp8Error, OptionError
 from fp8compile.formats import parse_granularity
+from fp8compile.json_rows import an_object, made, parsed, require
 from fp8compile.kernels.cast_losses import ALTERNATIVES, LINE, SUMS, measure
 from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan
 
@@ -117,19 +118,30 @@ class Statistics:
     @staticmethod
     def load(path: str | Path) -> Statistics:
         """What `save` wrote. Raises `Fp8Error` for another file."""
-        data = json.loads(Path(path).read_text())
-        if not isinstance(data, dict) or not {"rows", "plans", "steps"} <= set(data):
-            raise Fp8Error(f"{path} holds no statistics")
-        plans = [Plan.from_json(json.dumps(plan)) for plan in data["plans"]]
-        rows = [
-            Row(**{**row, "evenly": {c: tuple(x) for c, x in row.get("evenly", {}).items()}}) for row in data["rows"]
-        ]
+        file = Path(path)
+        if not file.is_file():
+            raise Fp8Error(f"{path} holds no statistics: it is {'a folder' if file.is_dir() else 'not there'}")
+        try:
+            data = an_object(parsed(file.read_text()), "statistics")
+            require(data, ("name", "steps", "rows", "plans"), "statistics")
+            plans = [Plan.from_json(json.dumps(plan)) for plan in data["plans"]]
+            rows = [made(Row, _with_pairs(row), f"rows[{i}]") for i, row in enumerate(data["rows"])]
+        except (OptionError, UnicodeDecodeError, TypeError, AttributeError) as error:
+            raise Fp8Error(f"{path} holds no statistics: {error}") from error
         return Statistics(data["name"], data["steps"], plans=plans, _kept=rows)
 
     def __str__(self) -> str:
         from fp8compile.insight.text import statistics_text  # the tables know statistics, not the other way round
 
-        return statistics_text(self.rows())
+        rows = self.rows()
+        return statistics_text(rows) if rows else self._nothing()
+
+    def _nothing(self) -> str:
+        if not self.plans:
+            return "nothing measured yet: call what is watched, then backward()\n"
+        fp8 = sum(len(plan.converted) for plan in self.plans)
+        why = "; call it again" if fp8 else ": no matmul runs in FP8, so no operand is cast"
+        return f"nothing measured{why}\n"
 
 
 _watched: dict[str, Statistics] = {}
@@ -167,6 +179,10 @@ def rows(name: str) -> list[Row]:
 def stop(name: str) -> None:
     """What runs under `name` measures no more."""
     _watched.pop(name, None)
+
+
+def _with_pairs(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "evenly": {cast: tuple(pair) for cast, pair in row.get("evenly", {}).items()}}
 
 
 # ---- sums and rows ---------------------------------------------------------------------------------------------------

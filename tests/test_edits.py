@@ -147,6 +147,29 @@ def test_rows_may_be_deleted_and_the_batch_may_differ():
     assert (inference.graph, [(m.path, m.role) for m in inference.kept]) == ("inference", [("0", "output")])
 
 
+def test_path_role_and_decision_are_enough(tmp_path: Path):
+    model, x = mlp()
+    file = tmp_path / "plan.json"
+    file.write_text('{"matmuls": [{"path": "0", "role": "output", "decision": "bf16"}]}')
+    assert [(m.path, m.role) for m in explained(model, x, plan=file).kept] == [("0", "output")]
+
+
+def test_where_the_weight_is_on_the_left_columns_are_tokens():
+    class Left(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(48, 32).bfloat16())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight @ x
+
+    model, x = Left(), torch.randn(32, 16).bfloat16().requires_grad_()
+    plan = explained(model, x)
+    assert {m.role for m in plan.converted} == {"output", "grad_input", "grad_weight"}
+    wider = torch.randn(32, 64).bfloat16().requires_grad_()
+    assert len(explained(model, wider, plan=plan).converted) == 3
+
+
 def test_a_plan_of_several_graphs():
     case = ZOO["graph_break"]()
     both = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs)
@@ -193,6 +216,35 @@ def test_a_row_that_cannot_be_carried_out_is_an_error(change: Callable[[dict[str
             explained(model, x, plan=Plan.from_json(json.dumps(data)), strict=strict)
 
 
+@pytest.mark.parametrize("role", ["output", "grad_input", "grad_weight"])
+def test_of_the_sizes_that_of_the_tokens_alone_may_differ(role: str):
+    model, x = mlp()
+    plan = explained(model, x)
+    row = next(m for m in plan.matmuls if (m.path, m.role) == ("2", role))
+    tokens = "k" if role == "grad_weight" else "m"
+    for size in ("m", "n", "k"):
+        other = Plan(matmuls=[dataclasses.replace(row, **{size: 160})])
+        if size == tokens:
+            explained(model, x, plan=other)
+        else:
+            with pytest.raises(Exception, match=f"2 {role} is M×N×K = .* a plan of another model"):
+                explained(model, x, plan=Plan(matmuls=[*other.matmuls, plan.matmuls[0]]))
+
+
+def test_sizes_of_a_merged_row_are_those_of_its_members_together():
+    case = ZOO["llama"]()
+    plan = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs).plans[0]
+    merged = [m for m in plan.converted if m.merged]
+    assert {m.role for m in merged} == {"output", "grad_input", "grad_weight"}
+    for row in merged[:3]:
+        for size in ("m", "n", "k"):
+            if size != ("k" if row.role == "grad_weight" else "m"):
+                other = dataclasses.replace(plan, matmuls=list(plan.matmuls))
+                other.update(row.node, **{size: 160})
+                with pytest.raises(Exception, match=r" \+ .* is M×N×K = .*a plan of another model"):
+                    fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": other}, **case.inputs)
+
+
 def test_a_plan_of_another_model_is_refused():
     model, x = mlp()
     other = explained(nn.Sequential(nn.Sequential(nn.Linear(32, 32))), torch.randn(16, 32))
@@ -222,8 +274,33 @@ def test_files_that_are_no_plan(tmp_path: Path):
             Options.parse({"plan": tmp_path / "plan.json"})
     with pytest.raises(OptionError, match="there is no file"):
         Options.parse({"plan": tmp_path / "other.json"})
+    with pytest.raises(OptionError, match="it is a folder; name a file in it"):
+        Options.parse({"plan": tmp_path})
     with pytest.raises(OptionError, match="is a path, a Plan or an Explanation"):
         Options.parse({"plan": 3})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"comment": "too lossy"}, r"matmuls\[0\] \(a output\) of the plan: unknown field 'comment'"),
+        ({"desicion": "fp8"}, r"unknown field 'desicion'. Did you mean 'decision'"),
+        ({"path": None}, r"\(None output\) of the plan: 'path' is str, and not None"),
+        ({"m": 1.5}, r"'m' is int or str, and not 1.5"),
+        ({"merged": "b"}, r"'merged' is a list of str, and not 'b'"),
+        ({"left": "e4m3 row"}, r"'left' in matmuls\[0\] \(a output\) of the plan is a JSON object, and not 'e4m3 row'"),
+        ({"left": {"format": "e4m3"}}, r"'left' in matmuls\[0\] .*: there is no 'granularity'"),
+        (
+            {"decision": "fp8", "left": {"format": "e4m3", "granularity": "row"}},
+            r"a output: 'left' is given without 'right'",
+        ),
+    ],
+)
+def test_errors_name_row_and_field(change: dict[str, Any], message: str, tmp_path: Path):
+    row = {"path": "a", "role": "output", "decision": "bf16", **change}
+    (tmp_path / "plan.json").write_text(json.dumps({"matmuls": [row]}))
+    with pytest.raises(OptionError, match=message):
+        Options.parse({"plan": tmp_path / "plan.json"})
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import statistics
-from fp8compile.errors import Fp8Error, OptionError
+from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
 from fp8compile.insight.text import statistics_text
 from fp8compile.kernels import cast_losses
 from fp8compile.statistics import ALTERNATIVES, Row
@@ -190,8 +190,8 @@ def test_casts_take_turns():
         assert a.sqnr == pytest.approx(b.sqnr, abs=1e-3)
 
 
-@pytest.mark.parametrize(("steps", "every"), [(0, 1), (1, 0)])
-def test_counts_below_one_are_refused(steps: int, every: int):
+@pytest.mark.parametrize(("steps", "every"), [(0, 1), (1, 0), (1.5, 1), (1, 2.0), (True, 1), ("3", 1)])
+def test_what_is_no_count_is_refused(steps: Any, every: Any):
     with pytest.raises(fp8compile.errors.OptionError, match="counts from 1"):
         fp8compile.watch(torch.nn.Linear(2, 2), steps=steps, every=every)
 
@@ -251,9 +251,48 @@ def test_a_plan_from_statistics(tmp_path: Path):
     options = {**ALL, "plan": again.plan(99.0)}
     x = torch.randn(64, 48).bfloat16().requires_grad_()
     assert fp8compile.explain(Layer().bfloat16(), x, options=options).totals.left == {"the plan says so": 3}
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(Fp8Error, match="holds no statistics"):
-        fp8compile.Statistics.load(tmp_path / "other.json")
+
+
+def test_files_that_hold_no_statistics(tmp_path: Path):
+    file = tmp_path / "other.json"
+    for text, message in (
+        ("{}", "there is no 'name' and no 'steps'"),
+        ("{bad", "this is no JSON"),
+        ('{"name": "", "steps": 1, "plans": [], "rows": [{"path": "a"}]}', r"rows\[0\]: there is no 'role'"),
+        ('{"name": "", "steps": 1, "plans": [], "rows": [3]}', ""),
+        ('{"name": "", "steps": 1, "plans": [[]], "rows": []}', "the plan is a JSON object"),
+    ):
+        file.write_text(text)
+        with pytest.raises(Fp8Error, match=f"holds no statistics: .*{message}"):
+            fp8compile.Statistics.load(file)
+    for path, message in ((tmp_path, "it is a folder"), (tmp_path / "none.json", "it is not there")):
+        with pytest.raises(Fp8Error, match=message):
+            fp8compile.Statistics.load(path)
+
+
+def test_without_a_measurement_it_says_what_to_do():
+    model, x = nn.Linear(32, 16), torch.randn(16, 32)
+    watched = fp8compile.watch(model, options=ALL)
+    assert str(watched.statistics) == "nothing measured yet: call what is watched, then backward()\n"
+    watched(x).sum().backward()
+    assert "output left" in str(watched.statistics)
+    left = fp8compile.watch(model, options={**ALL, "skip": ["*"]})
+    with pytest.warns(Fp8Warning, match="NOTHING was converted"):
+        left(x).sum().backward()
+    assert str(left.statistics) == "nothing measured: no matmul runs in FP8, so no operand is cast\n"
+
+
+def test_a_watched_model_has_the_attributes_of_the_model():
+    model = nn.Sequential(nn.Linear(32, 16), nn.Dropout())
+    watched = fp8compile.watch(model, options=ALL)
+    watched.eval()
+    assert not model.training
+    watched.train()
+    assert model[1].training
+    assert list(watched.parameters()) == list(model.parameters())
+    assert watched.state_dict().keys() == model.state_dict().keys()
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = watched.nothing
 
 
 def test_the_compiled_model_gives_its_options_and_stays():

@@ -9,15 +9,16 @@ import argparse
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fp8compile.errors import Fp8Error
 from fp8compile.insight import doctor, stages
-from fp8compile.insight.dumps import dump
+from fp8compile.insight.dumps import dump, graphs
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.report import write_report
-from fp8compile.plan import plans_from_json
+from fp8compile.plan import read_plans
 from fp8compile.plans import compiles
 
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
-    except (Fp8Error, FileNotFoundError, TypeError) as error:
+    except (Fp8Error, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         print(f"fp8compile: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -76,19 +77,21 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _explanation(target: Path, arguments: Sequence[str]) -> Explanation:
     if target.is_dir():
-        files = [
-            target / name / "plan.json" for name in dict.fromkeys(s.name.split("/")[0] for s in stages.stages(target))
-        ]
-        return Explanation([plan for f in files if f.exists() for plan in plans_from_json(f.read_text())])
+        return stages.explanation(target)
     if target.suffix == ".json":
-        return Explanation(plans_from_json(target.read_text()))
+        return Explanation(read_plans(target))
     _run(target, arguments)
     return Explanation(compiles())
 
 
 def _dump(arguments: argparse.Namespace) -> int:
-    with dump(arguments.output) as folder:
-        _run(Path(arguments.script), arguments.arguments)
+    before = len(graphs(Path(arguments.output)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fp8: nothing was compiled while dumping")
+        with dump(arguments.output) as folder:
+            _run(Path(arguments.script), arguments.arguments)
+    if len(graphs(folder)) == before:
+        raise Fp8Error(f"{arguments.script} compiled nothing with backend='fp8', so nothing was written")
     print(f"{folder / 'index.txt'} lists what was written.")
     return 0
 

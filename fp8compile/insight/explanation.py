@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fp8compile.errors import OptionError, unknown_name
+from fp8compile.errors import unknown_name
 from fp8compile.insight.html import explanation_html
 from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
@@ -52,10 +52,7 @@ class Explanation:
     @staticmethod
     def from_json(text: str) -> Explanation:
         """An explanation from `to_json`'s text, or from that of a single plan. Raises `OptionError` for another."""
-        try:
-            return Explanation(plans_from_json(text))
-        except TypeError as error:
-            raise OptionError(str(error)) from error
+        return Explanation(plans_from_json(text))
 
     def __str__(self) -> str:
         return explanation_text(self.plans)

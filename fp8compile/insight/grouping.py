@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fp8compile.plan import Kernel, Matmul, Plan, Saved, State
+from fp8compile.plan import Kernel, Matmul, Plan, Recomputed, Saved, State
 
 ROLES = ("output", "grad_input", "grad_weight", "other")
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
@@ -44,7 +44,7 @@ def saved_groups(plan: Plan) -> list[Layers]:
 
 def restored_groups(plan: Plan) -> list[Layers]:
     """The values that backward computes again, by module."""
-    return _grouped(plan.restored, lambda r: (r.shape, r.dtype, r.operators, len(r.sources)), lambda row: 0)
+    return _grouped(plan.restored, _restored_key, lambda row: 0)
 
 
 def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
@@ -89,6 +89,12 @@ def _matmul_key(m: Matmul) -> Hashable:
 
 def _saved_key(row: Saved) -> Hashable:
     return (row.shape, row.dtype, row.form, row.bytes, row.reason)
+
+
+def _restored_key(row: Recomputed) -> Hashable:
+    """What is shown, without the names of nodes: they differ from layer to layer."""
+    sources = tuple((source == "parameters", source.partition(" ")[2]) for source in row.sources)
+    return (row.shape, row.dtype, row.bytes, sources)
 
 
 def _grouped(rows: Sequence[Row], key: Callable[[Row], Hashable], rank: Callable[[Row], int]) -> list[Layers]:

@@ -7,20 +7,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fp8compile.errors import Fp8Error
 from fp8compile.insight import stages
 from fp8compile.insight.dumps import graphs, versions
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.layout import drawing
 from fp8compile.insight.text import summary
 from fp8compile.insight.totals import totals
-from fp8compile.plan import plans_from_json
+from fp8compile.json_rows import an_object, parsed, require
+from fp8compile.plan import read_plans
 
 HERE = Path(__file__).parent
 LOWERED = ("lower_regions", "lower_markers")  # what Inductor gets: markers and regions say more
 
 
 def write_report(dump: Path, output: Path) -> Path:
-    """Write the page of `dump` to `output`; returns it. Raises `Fp8Error` where `dump` is no dump."""
+    """Write the page of `dump` to `output`; returns it. Raises `Fp8Error` where `dump` is no dump, or
+    `output` a folder."""
+    if output.is_dir():
+        raise Fp8Error(f"{output} is a folder: the page is a file, such as {output / 'report.html'}")
     text = json.dumps(report_data(dump), separators=(",", ":")).replace("</", "<\\/")
     page = _part("page.html")
     for name, content in (("page.css", _part("page.css")), ("page.js", _part("page.js")), ("data", text)):
@@ -38,7 +43,6 @@ def report_data(dump: Path) -> dict[str, Any]:
     known = stages.stages(dump)
     found = graphs(dump)
     everything = stages.explanation(dump)
-    statistics = dump / "statistics.json"
     return {
         "title": dump.resolve().name,
         "versions": versions(),
@@ -46,14 +50,23 @@ def report_data(dump: Path) -> dict[str, Any]:
         "totals": {**asdict(everything.totals), "share": everything.totals.share},
         "graphs": [_graph(dump, name, index, known) for name, index in found.items()],
         "sources": {f.stem: f.read_text() for f in sorted((dump / "kernels").glob("*.py"))},
-        "statistics": json.loads(statistics.read_text())["rows"] if statistics.exists() else [],
+        "statistics": _measured(dump / "statistics.json"),
     }
+
+
+def _measured(file: Path) -> list[dict[str, Any]]:
+    """Rows of saved statistics, if there are any."""
+    if not file.exists():
+        return []
+    data = an_object(parsed(file.read_text(), str(file)), str(file))
+    require(data, ("rows",), str(file))
+    return data["rows"]
 
 
 def _graph(dump: Path, name: str, index: dict[str, Any], known: list[stages.Stage]) -> dict[str, Any]:
     folder = dump / name
     plan, memory = folder / "plan.json", folder / "memory.json"
-    explanation = Explanation(plans_from_json(plan.read_text())) if plan.exists() else Explanation([])
+    explanation = Explanation(read_plans(plan)) if plan.exists() else Explanation([])
     drawn = _drawn([s for s in known if s.name.startswith(f"{name}/")])
     return {
         "name": name,

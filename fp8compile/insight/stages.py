@@ -9,7 +9,7 @@ from pathlib import Path
 from fp8compile.errors import Fp8Error, unknown_name
 from fp8compile.insight.dumps import graphs
 from fp8compile.insight.explanation import Explanation
-from fp8compile.plan import plans_from_json
+from fp8compile.plan import read_plans
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,4 @@ def diff(root: str | Path, before: str, after: str, context: int = 3) -> str:
 def explanation(root: Path) -> Explanation:
     """The plans of all graphs of a dump."""
     files = [root / name / "plan.json" for name in dict.fromkeys(s.name.split("/")[0] for s in stages(root))]
-    return Explanation([plan for f in files if f.exists() for plan in plans_from_json(f.read_text())])
+    return Explanation([plan for f in files if f.exists() for plan in read_plans(f)])

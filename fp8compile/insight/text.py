@@ -34,7 +34,7 @@ def explanation_text(plans: Sequence[Plan]) -> str:
 
 def plan_text(plan: Plan, prefix: str = "") -> str:
     """Totals and tables of one graph, ending in a newline."""
-    title = " · ".join(x for x in (f"{prefix}{plan.graph}", f"recipe {plan.recipe}", plan.device) if x)
+    title = " · ".join(x for x in (f"{prefix}{plan.graph}", plan.recipe and f"recipe {plan.recipe}", plan.device) if x)
     lines = [_cut(title), *summary(totals([plan]))]
     tables = (_matmuls(plan), _saved(plan), _restored(plan), _kernels(plan), _states(plan), _updates(plan))
     for table in tables:
@@ -165,28 +165,40 @@ def _saved(plan: Plan) -> Iterator[str]:
     groups = saved_groups(plan)
     if not groups:
         return
-    rows = [row for group in groups for row, _ in group.rows]
-    widths = [max(len(value(row)) for row in rows), max(len(row.form) for row in rows)]
-    yield _cut(f"    {'saved for backward':<{widths[0]}}  {'as':<{widths[1]}}  {'bytes':<22}  reason")
+    rows = [(row, count) for group in groups for row, count in group.rows]
+    title = "saved for backward"
+    names = [title, *(times(value(row), count) for row, count in rows)]
+    changes = [" " * 22, *(_change(row, count, plan) for row, count in rows)]
+    widths = [max(map(len, texts)) for texts in (names, [row.form for row, _ in rows], changes)]
+    yield _cut(f"    {title:<{widths[0]}}  {'as':<{widths[1]}}  {'bytes':<{widths[2]}}  reason")
     for group in groups:
         yield _heading(group)
         for row, count in group.rows:
-            change = f"{size(bytes_before(row, plan) * count)} → {size(row.bytes * count)}"
-            name = value(row) + (f" ×{count}" if count > 1 else "")
-            yield _cut(f"    {name:<{widths[0]}}  {row.form:<{widths[1]}}  {change:<22}  {row.reason}")
+            name, change = times(value(row), count), _change(row, count, plan)
+            yield _cut(f"    {name:<{widths[0]}}  {row.form:<{widths[1]}}  {change:<{widths[2]}}  {row.reason}")
+
+
+def _change(row: Saved, count: int, plan: Plan) -> str:
+    return f"{size(bytes_before(row, plan) * count)} → {size(row.bytes * count)}"
 
 
 def _restored(plan: Plan) -> Iterator[str]:
     groups = restored_groups(plan)
     if not groups:
         return
-    width = max(len(value(row)) for group in groups for row, _ in group.rows)
-    yield _cut(f"    {'computed again':<{width}}  {'instead of':<11}  from")
+    title = "computed again"
+    width = max(len(text) for g in groups for text in (title, *(times(value(row), count) for row, count in g.rows)))
+    yield _cut(f"    {title:<{width}}  {'instead of':<11}  from")
     for group in groups:
         yield _heading(group)
         for row, count in group.rows:
-            name = value(row) + (f" ×{count}" if count > 1 else "")
+            name = times(value(row), count)
             yield _cut(f"    {name:<{width}}  {size(row.bytes * count):<11}  {', '.join(row.sources)}")
+
+
+def times(text: str, count: int) -> str:
+    """ "text ×3"; of one, the text."""
+    return f"{text} ×{count}" if count > 1 else text
 
 
 def value(row: Saved | Recomputed) -> str:

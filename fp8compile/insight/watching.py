@@ -20,12 +20,19 @@ class Watched:
     """A compiled model that shares its parameters with the model it was made of, and measures.
 
     Train with it for some steps, as with the model itself; the numbers are the same. `statistics` says what was seen.
+    Every other attribute (`train`, `parameters`, `state_dict`, …) is the model's.
     """
 
     def __init__(self, model: Callable[..., Any], steps: int, every: int, options: Mapping[str, Any]):
         self.statistics: Statistics = statistics.start(f"watch{next(_numbers)}", steps, every)
         chosen: dict[str, Any] = {**options, "schedule": None, "watch": self.statistics.name}
+        self._model = model
         self._compiled = torch.compile(model, backend="fp8", options=chosen)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_model":  # of a copy that has nothing yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
@@ -45,9 +52,9 @@ def watch(
     under a scale of a whole tensor, are those of all elements; all else is that of whole rows, 2²⁰ elements of larger
     tensors (`kernels/cast_losses.py`). On a GPU that is one read of the tensor and some 25 launches for each cast.
     every: measure a cast in one of so many steps only, the casts taking turns: watching then takes `every` times as
-    many steps, and each of them little longer than usual. Raises `OptionError` for numbers below 1.
+    many steps, and each of them little longer than usual. Raises `OptionError` for other numbers than counts from 1.
     """
-    if steps < 1 or every < 1:
-        raise OptionError(f"watch: steps and every are counts from 1, not {steps} and {every}")
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in (steps, every)):
+        raise OptionError(f"watch: steps and every are counts from 1, not {steps!r} and {every!r}")
     original, known = uncompiled(model)
     return Watched(original, steps, every, known if options is None else options)

@@ -59,13 +59,28 @@ def test_dump_then_explain_diff_and_edit(script: Path, tmp_path: Path, capsys: p
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "bad.json").write_text("[]")
+    (tmp_path / "broken.json").write_text("{bad")
+    (tmp_path / "rows.json").write_text('{"matmuls": [{"path": "a", "role": "output"}]}')
+    (tmp_path / "idle.py").write_text("")
+    (tmp_path / "idle").mkdir()
+    for name in ("dump", "measured"):
+        (tmp_path / name / "graph0").mkdir(parents=True)
+        index = '{"options": "", "stages": [{"half": "joint", "name": "input", "file": "0", "text_only": "x"}], '
+        (tmp_path / name / "graph0" / "graph.json").write_text(index + '"code": [], "kernels": [], "failures": []}')
+        (tmp_path / name / "graph0" / "0.txt").write_text("")
+    (tmp_path / "measured" / "statistics.json").write_text("{}")
     (tmp_path / "bad.py").write_text("raise SystemExit('gave up')")
     for arguments, message in (
         (["diff", str(tmp_path)], "is no dump"),
         (["explain", str(tmp_path / "none.py")], "there is no file"),
-        (["explain", str(tmp_path / "none.json")], "No such file"),
+        (["explain", str(tmp_path / "none.json")], "there is no file"),
         (["explain", str(tmp_path / "bad.json")], "neither a plan nor"),
+        (["explain", str(tmp_path / "broken.json")], "broken.json' cannot be read: this is no JSON: Expecting"),
+        (["explain", str(tmp_path / "rows.json")], "matmuls[0] (a output) of the plan: there is no 'decision'"),
         (["explain", str(tmp_path / "bad.py")], "ended with 'gave up'"),
+        (["report", str(tmp_path / "dump"), "-o", str(tmp_path)], "is a folder: the page is a file, such as"),
+        (["report", str(tmp_path / "measured")], "statistics.json: there is no 'rows'"),
+        (["dump", "-o", str(tmp_path / "idle"), str(tmp_path / "idle.py")], "idle.py compiled nothing"),
     ):
         assert main(arguments) == 2
         said = capsys.readouterr().err
@@ -73,6 +88,12 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         assert said.count("\n") == 1
     with pytest.raises(SystemExit):
         main([])
+
+
+def test_a_plan_of_matmuls_alone_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "plan.json").write_text('{"matmuls": []}')
+    assert main(["explain", str(tmp_path / "plan.json")]) == 0
+    assert capsys.readouterr().out == "training\n  FP8       a graph without matmuls\n"
 
 
 def test_the_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -20,7 +20,7 @@ from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
 from fp8compile.insight import grouping, text
 from fp8compile.insight.totals import flops, totals
 from fp8compile.passes import pipeline
-from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Saved
+from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Recomputed, Saved
 
 ALL = {"select": "all"}
 
@@ -407,6 +407,24 @@ def test_every_table_is_shown():
     assert "saved 32.00 KiB → 16.50 KiB for backward in 2 tensors, parameters left out; 3 operators" in " ".join(lines)
 
 
+def test_counts_stay_in_their_columns_and_lines_that_look_equal_are_one():
+    saved = Saved("x", "scan", "m.py:2  x", (64, 128), "bfloat16", "bfloat16", 16384, "policy")
+    again = [
+        Recomputed(f"mul_{i}", "scan", "m.py:3  y", (64,), "float32", 256, i, (f"add_{i} (bfloat16)",))
+        for i in range(1, 16)
+    ]
+    other = dataclasses.replace(again[0], sources=("add_1 (e4m3 row)",))
+    lines = str(Plan(saved=[saved] * 12, restored=[*again, other])).splitlines()
+    columns = {"as": "bfloat16  ", "bytes": "192.00 KiB", "reason": "policy"}
+    title = next(line for line in lines if "saved for backward  " in line)
+    row = next(line for line in lines if "bfloat16[64, 128] ×12" in line)
+    assert all(row.index(text) == title.index(name) for name, text in columns.items())
+    title, _, first, second = lines[-4:]
+    assert first == "    float32[64] ×15  3.75 KiB     add_1 (bfloat16)"
+    assert second == "    float32[64]      256 B        add_1 (e4m3 row)"
+    assert title.index("instead of") == first.index("3.75 KiB")
+
+
 def test_paths_that_make_no_grid_are_told_by_stars():
     paths = ["layers.0.experts.1.w", "layers.1.experts.0.w"]
     assert grouping.pattern(paths) == "layers.*.experts.*.w"
@@ -430,6 +448,9 @@ def test_rows_are_flat_and_json_is_inverse():
         explanation.rows("matmul")
     with pytest.raises(OptionError, match="neither a plan nor"):
         fp8compile.Explanation.from_json("[1]")
+    with pytest.raises(OptionError, match="this is no JSON: Expecting property name"):
+        fp8compile.Explanation.from_json("{bad")
+    assert fp8compile.Explanation.from_json('{"matmuls": []}').plans == [Plan()]
 
 
 class _Balance(HTMLParser):
