@@ -74,6 +74,8 @@ class Trainer:
     def __init__(self, settings: Settings, corpus: Corpus, run: Run) -> None:
         torch.compiler.reset()
         gc.collect()
+        if settings.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         self.settings, self.corpus, self.run = settings, corpus, run
         size = settings.size
         torch.manual_seed(run.seed)
