@@ -104,8 +104,8 @@ def test_peak_at_the_end_of_backward() -> None:
 def test_states_and_parameters_in_bf16() -> None:
     job = Job(SMALL, 8, parameter=BF16)
     assert [s.state(job) for s in (BF16_COMPILE, OURS, OURS_ALL)] == [4, 4, 2.125]
-    assert optimizer(job, OURS, H200) == SMALL.parameters / 8 * (3 * 2 + 2 * 4) / 2.76e12
-    assert optimizer(job, OURS_ALL, H200) == SMALL.parameters / 8 * (3 * 2 + 2 * 2.125) / 3.29e12
+    assert optimizer(job, OURS, H200) == SMALL.parameters / 8 * (3 * 2 + 2 * 4) / (H200.adamw_bf16 * 1e12)
+    assert optimizer(job, OURS_ALL, H200) == SMALL.parameters / 8 * (3 * 2 + 2 * 2.125) / (H200.adamw_8bit * 1e12)
 
 
 def test_checkpointing_keeps_the_input_of_a_layer() -> None:
