@@ -1,4 +1,4 @@
-"""Does training in FP8 lose anything? BF16, fp8compile at levels O2 and O3, and torchao, on the same data and seeds.
+"""Does training in FP8 lose anything? BF16, fp8compile in parts and whole, and torchao, on the same data and seeds.
 
     python benchmarks/convergence.py --out runs/convergence --minutes 9      # again and again, until nothing is left
     python benchmarks/convergence.py --out runs/convergence --report         # the table of what there is
@@ -6,8 +6,9 @@
 
 The model is `examples/llama.py` (`--size 125m`), its text `examples/corpus.py`. A seed decides weights and the order of
 the data, for every configuration alike. `BF16` is FP32 parameters under BF16 autocast, torch's fused AdamW, Inductor;
-the others differ in what their name says: O2 in its matmuls, O3 in saved activations and optimizer states too (its step
-is compiled). With `--parameters bf16` O2 and O3 have BF16 parameters with the masters of their level instead.
+the others differ in what their name says: `8-bit states` in those of the optimizer alone (its step is compiled), O2 in
+its matmuls, O3 in matmuls, saved activations and states. With `--parameters bf16` the parameters of ours are BF16, with
+the masters of their level.
 
 What is in --out: a JSON for each run, written at each evaluation, `results.json`, `loss.svg`, and in `checkpoints/` (or
 --scratch) the state of the run that --minutes interrupted; without it that run begins anew. A run looks at the clock
@@ -41,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 
-from convergence_report import CONFIGURATIONS, OURS, Run, report
+from convergence_report import CONFIGURATIONS, OURS, STATES, Run, report
 
 import fp8compile
 from corpus import Corpus, even_starts, load_corpus, random_starts, windows
@@ -91,12 +92,13 @@ class Trainer:
             {"params": matrices, "weight_decay": WEIGHT_DECAY},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        compiled = ours is not None and (ours["level"] == "O3" or not self.autocast)
+        level = "O3" if run.name == STATES else ours["level"] if ours else None
+        compiled = level == "O3" or (level is not None and not self.autocast)
         self.opt = torch.optim.AdamW(groups, lr=size.lr, betas=(0.9, 0.95), fused=not compiled)
         self.schedule = LambdaLR(self.opt, lambda done: lr_factor(done, size.steps))
         self.update: Callable[[], Any] = self.opt.step
-        if compiled and ours is not None:
-            options = {"level": ours["level"], "executor": settings.executor, "strict": True}
+        if compiled:
+            options = {"level": level, "executor": settings.executor, "strict": True}
             fp8compile.prepare_optimizer(self.opt, fp8compile.Options.parse(options).states)
             self.update = torch.compile(self.opt.step, backend="fp8", options=options)
         self.starts = random_starts(corpus.train, size.steps, size.batch, size.seq, run.seed)

@@ -14,7 +14,8 @@ import curves
 
 RECIPES = ("mixed", "tensorwise", "blockwise")
 OURS = {f"{level} {recipe}": {"level": level, "recipe": recipe} for level in ("O2", "O3") for recipe in RECIPES}
-CONFIGURATIONS = ("BF16", *OURS, "torchao tensorwise")
+STATES = "8-bit states"  # the model as BF16's, the optimizer's step compiled
+CONFIGURATIONS = ("BF16", STATES, *OURS, "torchao tensorwise")
 TAIL = 3  # evaluations that are averaged into a run's result
 SPIKE = 0.2
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5 % quantile, 1 … 10 degrees
