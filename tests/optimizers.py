@@ -81,6 +81,32 @@ def set_gradients(parameters: Sequence[Tensor], step: int, only: Sequence[int] |
         p.grad = gradient.to(p.dtype) if only is None or i in only else None
 
 
+def step_both(
+    i: int,
+    step: Callable[[], Any],
+    mine: Sequence[Tensor],
+    reference: Callable[[], Any],
+    theirs: Sequence[Tensor],
+    only: Sequence[int] | None = None,
+) -> None:
+    """Step `i` of an optimizer and of its reference, with equal gradients."""
+    set_gradients(mine, i, only)
+    set_gradients(theirs, i, only)
+    step()
+    reference()
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """How far `a` is from `b`, as a share of `b`."""
+    a, b = a.detach().float(), b.detach().float()
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def assert_near(mine: Sequence[Tensor], theirs: Sequence[Tensor], bound: float) -> None:
+    for p, q in zip(mine, theirs, strict=True):
+        assert relative(p, q) < bound
+
+
 def compiled(opt: torch.optim.Optimizer, **options: Any) -> tuple[Callable[[], Any], list[int]]:
     """The compiled step, and a list that grows with every compilation."""
     count: list[int] = []

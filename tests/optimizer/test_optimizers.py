@@ -7,7 +7,19 @@ import weakref
 
 import pytest
 import torch
-from optimizers import OPTIMIZERS, Lion, Simulated, compiled, formats, make_parameters, set_gradients, twins
+from optimizers import (
+    OPTIMIZERS,
+    Lion,
+    Simulated,
+    assert_near,
+    compiled,
+    formats,
+    make_parameters,
+    relative,
+    set_gradients,
+    step_both,
+    twins,
+)
 from torch import Tensor, nn
 
 import fp8compile
@@ -16,11 +28,6 @@ from fp8compile.errors import Fp8Warning, OptionError, StateError
 from fp8compile.state_recipe import StateRecipe
 
 EXACT = "float32"  # states kept in FP32: what is left are the passes
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    a, b = a.detach().float(), b.detach().float()
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
 def run(name: str, states: object, steps: int = 5, foreach: bool | None = None, **changes: object):
@@ -32,10 +39,7 @@ def run(name: str, states: object, steps: int = 5, foreach: bool | None = None, 
     for i in range(steps):
         for o in (opt, reference):
             o.param_groups[0]["lr"] = 0.01 / (i + 1)
-        set_gradients(mine, i)
-        set_gradients(theirs, i)
-        step()
-        simulated.step()
+        step_both(i, step, mine, simulated.step, theirs)
     return opt, mine, reference, theirs, compilations
 
 
@@ -71,13 +75,9 @@ def test_states_made_while_stepping_become_eight_bit_at_the_second_step(name):
     opt, mine, reference, theirs = twins(make, arguments)
     step, _ = compiled(opt, states=EXACT)
     for i in range(4):
-        set_gradients(mine, i)
-        set_gradients(theirs, i)
-        step()
-        reference.step()
+        step_both(i, step, mine, reference.step, theirs)
         assert bool(formats(opt, mine[0])) == (i > 0)
-    for p, q in zip(mine, theirs, strict=True):
-        assert relative(p, q) < 1e-6
+    assert_near(mine, theirs, 1e-6)
 
 
 @pytest.mark.parametrize("foreach", [None, True], ids=["single", "foreach"])
@@ -145,12 +145,9 @@ def test_parameters_without_a_gradient_are_left():
     opt, mine, reference, theirs = twins(torch.optim.AdamW, {})
     step, _ = compiled(opt, states=EXACT)
     for i, only in enumerate(([0, 2], [0, 1, 2, 3], [1], [0, 1])):
-        set_gradients(mine, i, only)
-        set_gradients(theirs, i, only)
-        step()
-        reference.step()
+        step_both(i, step, mine, reference.step, theirs, only)
+    assert_near(mine, theirs, 1e-6)
     for p, q in zip(mine, theirs, strict=True):
-        assert relative(p, q) < 1e-6
         assert set(opt.state[p]) == set(reference.state[q])
 
 
@@ -175,12 +172,8 @@ def test_degenerate_shapes(shape):
     reference = torch.optim.AdamW(copies := [nn.Parameter(p.detach().clone()) for p in parameters], lr=0.1)
     step, _ = compiled(opt, states={"first": "float32", "second": "float32", "smallest": 0})
     for i in range(3):
-        set_gradients(parameters, i)
-        set_gradients(copies, i)
-        step()
-        reference.step()
-    for p, q in zip(parameters, copies, strict=True):
-        assert relative(p, q) < 1e-5
+        step_both(i, step, parameters, reference.step, copies)
+    assert_near(parameters, copies, 1e-5)
 
 
 def test_rate_as_a_tensor_and_from_a_scheduler():
@@ -189,21 +182,16 @@ def test_rate_as_a_tensor_and_from_a_scheduler():
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: 1 / (i + 1)) for o in (opt, reference)]
     step, compilations = compiled(opt, states=EXACT)
     for i in range(5):
-        set_gradients(mine, i)
-        set_gradients(theirs, i)
-        step()
-        reference.step()
+        step_both(i, step, mine, reference.step, theirs)
         for schedule in schedules:
             schedule.step()
     assert len(compilations) == 1
-    for p, q in zip(mine, theirs, strict=True):
-        assert relative(p, q) < 1e-6
+    assert_near(mine, theirs, 1e-6)
 
 
 def test_capturable():
     _, mine, _, theirs, _ = run("adamw", EXACT, steps=3, capturable=True)
-    for p, q in zip(mine, theirs, strict=True):
-        assert relative(p, q) < 1e-6
+    assert_near(mine, theirs, 1e-6)
 
 
 def test_fused_is_refused_with_what_to_do():
@@ -232,8 +220,8 @@ def test_clipping_and_a_skipped_step():
             s.update()
             if i == 2:
                 assert all(torch.equal(a, b) for a, b in zip(mine_before, parameters, strict=True))
-    for p, q in zip(mine, theirs, strict=True):
-        assert relative(p, q) < 1e-6
+    assert_near(mine, theirs, 1e-6)
+    for p in mine:
         assert opt.state[p]["step"] == 3
 
 
@@ -264,10 +252,7 @@ def test_a_matmul_in_the_update_stays_outside():
     opt, reference = Mixing(mine), Mixing(theirs)
     step, _ = compiled(opt, states=EXACT)
     for i in range(3):
-        set_gradients(mine, i)
-        set_gradients(theirs, i)
-        step()
-        reference.step()
+        step_both(i, step, mine, reference.step, theirs)
     assert relative(mine[0], theirs[0]) < 1e-5
     updates = fp8compile.compiles()[-1].updates  # the moment's, and the parameter's, which have no element in common
     assert sorted((u.formats, u.reason) for u in updates) == [((), ""), (("float32",), "")]
@@ -317,8 +302,7 @@ def test_a_failing_pass_costs_the_merging_and_warns(monkeypatch):
     with pytest.warns(Fp8Warning, match="operator by operator"):
         step()
     reference.step()
-    for p, q in zip(mine, theirs, strict=True):
-        assert relative(p, q) < 1e-6
+    assert_near(mine, theirs, 1e-6)
 
 
 def test_with_inductor():
@@ -327,25 +311,17 @@ def test_with_inductor():
     for i in range(3):
         for o in (opt, reference):
             o.param_groups[0]["lr"] = 0.01 / (i + 1)
-        set_gradients(mine, i)
-        set_gradients(theirs, i)
-        step()
-        reference.step()
-    for p, q in zip(mine, theirs, strict=True):
-        assert relative(p, q) < 1e-6
+        step_both(i, step, mine, reference.step, theirs)
+    assert_near(mine, theirs, 1e-6)
 
 
 def test_run_without_a_compiler():
     opt, mine, reference, theirs = twins(torch.optim.AdamW, {})
     fp8compile.prepare_optimizer(opt, EXACT)
     for i in range(3):
-        set_gradients(mine, i)
-        set_gradients(theirs, i)
-        opt.step()
-        reference.step()
+        step_both(i, opt.step, mine, reference.step, theirs)
     assert isinstance(opt.state[mine[0]]["exp_avg"], fp8compile.FP8State)
-    for p, q in zip(mine, theirs, strict=True):
-        assert relative(p, q) < 1e-6
+    assert_near(mine, theirs, 1e-6)
 
 
 # ---- the recipe -----------------------------------------------------------------------------------------------------
