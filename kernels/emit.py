@@ -14,8 +14,7 @@ from __future__ import annotations
 import re
 
 from fp8compile.kernels.emit_helpers import HELPERS, NEEDS
-from fp8compile.kernels.emit_tile import INT32_MAX
-from fp8compile.kernels.emit_values import Values
+from fp8compile.kernels.emit_quarters import Quarters
 from fp8compile.kernels.schedule import Schedule
 from fp8compile.kernels.spec import COLUMN, ELEMENT, NUMBER, PARTIALS, ROW_REDUCTIONS, Extent, Region, Store, Value
 
@@ -62,7 +61,7 @@ def _dispatch(region: Region, schedule: Schedule, name: str, parts: list[_Emitte
     return "\n".join(lines)
 
 
-class _Emitter(Values):
+class _Emitter(Quarters):
     """Writes one part."""
 
     def __post_init__(self) -> None:
@@ -79,6 +78,11 @@ class _Emitter(Values):
             self._reducing_sweep(level)
         for i in self._stored_values():
             self._value(i)
+        quarter = (
+            [self._finish_quarters(f"quarter_of_{name}" if name.startswith("part") else "quarter")]
+            if self.tiling.quarters
+            else []
+        )
         for store in self._stores_in_order():
             self._store(store)
         self._end_sweep()
@@ -99,7 +103,7 @@ class _Emitter(Values):
         else:
             lines += [re.sub(r"\brow_block\b", first, line) for line in self.body]
         lines += [re.sub(r"\bfirst_row_block\b", first, line) for line in self.after]
-        return "\n".join(head + [f"    {line}" for line in lines])
+        return "\n\n".join([*quarter, "\n".join(head + [f"    {line}" for line in lines])])
 
     def _stored_values(self) -> list[int]:
         """What is computed before the first store: what is loaded, then the rest in the order of the spec.
@@ -170,9 +174,12 @@ class _Emitter(Values):
             self._store_partial(store, value)
             return
         extent = self.part.extents[store.value]
+        self._value(store.value)
+        if self.tiling.quarters and extent[0]:
+            self._store_quarters(store)
+            return
         dtype = self.region.buffers[store.buffer].dtype
         pointer = self._pointer(store, dtype)
-        self._value(store.value)
         if extent == NUMBER:
             place = f"{pointer} + {store.offset}" if store.offset else pointer
             (self.before if self.loops else self.body).append(f"tl.store({place}, v{store.value}, mask=pid == 0)")
@@ -185,15 +192,6 @@ class _Emitter(Values):
         elif not extent[1] and self.tiling.col_blocks > 1 and not self.sweeps:
             mask = " & ".join(filter(None, [mask, "(col_block == 0)"]))
         lines.append(f"tl.store({pointer} + {index}, {text}{f', mask={mask}' if mask else ''})")
-
-    def _pointer(self, store: Store, dtype: str) -> str:
-        name = f"y{store.buffer}"
-        if not dtype.startswith("float8"):
-            return name
-        line = f"{name}_bytes = {name}.to(tl.pointer_type(tl.uint8), bitcast=True)"
-        if line not in self.before:
-            self.before.append(line)
-        return f"{name}_bytes"
 
     def _stored(self, store: Store, extent: Extent, dtype: str) -> tuple[str, str]:
         """What to store, and under which mask. Beyond the last row and column that exist, zeros."""
@@ -218,18 +216,12 @@ class _Emitter(Values):
         terms = [str(store.offset)] if store.offset else []
         if extent[outer]:
             axis = self._axis(outer, extent[outer], store.transposed)
-            if self._store_is_wide(store, extent):
+            if self._is_wide_store(store, (self.rows_covered, self.cols_covered)[outer]):
                 axis = f"{axis}.to(tl.int64)"
             terms.append(axis if store.lead == 1 else f"{axis} * {store.lead}")
         if extent[inner]:
             terms.append(self._axis(inner, extent[inner], store.transposed))
         return " + ".join(terms)
-
-    def _store_is_wide(self, store: Store, extent: Extent) -> bool:
-        if isinstance(store.lead, str) or isinstance(store.offset, str):
-            return True
-        total = (self.rows_covered, self.cols_covered)[1 if store.transposed else 0]
-        return isinstance(total, str) or total * store.lead + store.offset > INT32_MAX
 
     def _store_partial(self, store: Store, value: Value) -> None:
         """Accumulate over the tiles of this program, and store one result."""

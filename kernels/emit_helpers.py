@@ -17,21 +17,25 @@ class Helper:
         return ((target == "interpreter" and self.interpreted) or self.source).strip("\n")
 
 
-def _cast(name: str, ptx: str, triton: str, limit: str) -> Helper:
-    """FP32 → FP8. Packed by hand: Triton's own cast, stored in two layouts, is miscompiled for Hopper by ptxas 12.8
-    (triton-lang/triton#11111). satfinite saturates; nan stays nan."""
-    asm = (
+def _packed(ptx: str) -> str:
+    """Assembly for four FP32 numbers to four codes in a word."""
+    return (
         "{ .reg .b16 lo, hi; "
         f"cvt.rn.satfinite.{ptx}x2.f32 lo, $2, $1; cvt.rn.satfinite.{ptx}x2.f32 hi, $4, $3; "
         "mov.b32 $0, {lo, hi}; }"
     )
+
+
+def _cast(name: str, ptx: str, triton: str, limit: str) -> Helper:
+    """FP32 → FP8. Packed by hand: Triton's own cast, stored in two layouts, is miscompiled for Hopper by ptxas 12.8
+    (triton-lang/triton#11111). satfinite saturates; nan stays nan."""
     return Helper(
         f'''
 @triton.jit
 def to_{name}(x):
     """Four FP32 to four bytes of {name} at a time: to nearest even, saturated."""
     return tl.inline_asm_elementwise(
-        "{asm}",
+        "{_packed(ptx)}",
         "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4,
     )
 ''',
@@ -41,6 +45,28 @@ def to_{name}(x):
     """FP32 to bytes of {name}: to nearest even, saturated."""
     x = tl.where(x > {limit}, {limit}, tl.where(x < -{limit}, -{limit}, x))
     return x.to(tl.{triton}).to(tl.uint8, bitcast=True)
+''',
+    )
+
+
+def _words(name: str, ptx: str) -> Helper:
+    """Codes of four rows in one word; by hand for the reason of `_cast`."""
+    return Helper(
+        f'''
+@triton.jit
+def words_{name}(a, b, c, d):
+    """Four FP32 tensors to one of words, each four codes of {name}: to nearest even, saturated."""
+    return tl.inline_asm_elementwise(
+        "{_packed(ptx)}",
+        "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+    )
+''',
+        f'''
+@triton.jit
+def words_{name}(a, b, c, d):
+    """Four FP32 tensors to one of words, each four codes of {name}: to nearest even, saturated."""
+    low = to_{name}(a).to(tl.uint32) | (to_{name}(b).to(tl.uint32) << 8)
+    return (low | (to_{name}(c).to(tl.uint32) << 16) | (to_{name}(d).to(tl.uint32) << 24)).to(tl.int32, bitcast=True)
 ''',
     )
 
@@ -61,6 +87,8 @@ def to_{name}_singly(x):
 HELPERS = {
     "to_e4m3_singly": _cast_of_one("e4m3", "e4m3"),
     "to_e5m2_singly": _cast_of_one("e5m2", "e5m2"),
+    "words_e4m3": _words("e4m3", "e4m3"),
+    "words_e5m2": _words("e5m2", "e5m2"),
     "to_e4m3": _cast("e4m3", "e4m3", "float8e4nv", "448.0"),
     "to_e5m2": _cast("e5m2", "e5m2", "float8e5", "57344.0"),
     "quotient": Helper(
@@ -68,11 +96,11 @@ HELPERS = {
 @triton.jit
 def quotient(x, scale, inverse):
     """x / scale to nearest, by the scale's inverse and one correction (Markstein, IBM J. R&D 34, 1990): a division for
-    each scale instead of each element. The signs are such that -0 stays -0 (-x would be 0 - x)."""
+    each scale instead of each element. The signs are such that -0 stays -0 (-x would be 0 - x). Beyond 1e30 it is some
+    number of that sign and no smaller, as a format saturates long before."""
     finite = tl.where(scale == float("inf"), 0.0, scale)
-    near = x * inverse
-    exact = tl.fma(tl.fma(near, finite, x * -1.0), inverse * -1.0, near)
-    return tl.where(tl.abs(near) < 1e30, exact, near)
+    near = tl.clamp(x * inverse, -1e30, 1e30)
+    return tl.fma(tl.fma(near, finite, x * -1.0), inverse * -1.0, near)
 ''',
         '''
 @triton.jit
@@ -218,6 +246,8 @@ def _minimum(a, b):
     ),
 }
 NEEDS = {
+    "words_e4m3": ("to_e4m3",),
+    "words_e5m2": ("to_e5m2",),
     "power_of_two": ("scale_of",),
     "sigmoid": ("fast_div", "fast_exp"),
     "tanh": ("fast_div", "fast_exp"),

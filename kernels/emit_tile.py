@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fp8compile.formats import ceil_div, round_up
+from fp8compile.kernels import quarters
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.schedule import Tiling
 from fp8compile.kernels.spec import Digits, Extent, Part, Region, Size
@@ -37,6 +38,7 @@ class Tile:
         self.row_blocks = max(1, ceil_div(rows, tiling.block_rows)) if isinstance(rows, int) else None
         self.loops = self.row_blocks is None or self.row_blocks > tiling.row_programs
         self.sweeps = tiling.sweeps
+        self.steps = (quarters.STEP if tiling.quarters else 1, 1)  # rows and columns from one of a tensor to the next
         self.before: list[str] = []
         self.body: list[str] = []
         self.after: list[str] = []
@@ -45,7 +47,7 @@ class Tile:
 
     def _shape(self, extent: Extent) -> list[int]:
         blocks = (self.tiling.block_rows, self.tiling.block_cols)
-        return [blocks[d] // extent[d] if extent[d] else 1 for d in (0, 1)]
+        return [blocks[d] // max(extent[d], self.steps[d]) if extent[d] else 1 for d in (0, 1)]
 
     def _axis(self, dim: int, step: int, across: bool = False) -> str:
         """The name of the vector of row (dim 0) or column (dim 1) numbers, in groups of `step`, of this tile.
@@ -59,11 +61,16 @@ class Tile:
             shape = "[None, :]" if (dim == 1) != across else "[:, None]"
             arange = f"tl.arange(0, {block}){shape}"
             if dim == 0:
-                self.body.append(f"{name} = row_block * {block} + {arange}")
+                lines, text = self._rows(step, f"row_block * {block} + {arange}")
+                lines.append(f"{name} = {text}")
             else:
                 start = f"col_block * {block} + " if self.tiling.col_blocks > 1 else ""
                 (self.tile if self.sweeps else self.before).append(f"{name} = {start}{arange}")
         return name
+
+    def _rows(self, step: int, numbers: str) -> tuple[list[str], str]:
+        """Where the vector of row numbers, in groups of `step`, is written, and what it is."""
+        return self.body, numbers
 
     def _mask(self, extent: Extent, across: bool = False, multiples: tuple[int, int] = (1, 1)) -> str:
         """The condition under which an element of this extent exists ("" if always), or is a zero appended to fill up

@@ -76,20 +76,22 @@ class Values(Tile):
         return text.format(*args, **names)
 
     def _quantize(self, i: int, value: Value) -> str:
-        """The payload. Where several elements share a scale, its inverse is taken once."""
-        extent = self.part.extents[i]
-        x, scale = (self._operand(a, extent) for a in value.args)
-        if self.part.extents[value.args[1]] == ELEMENT:
-            divided = f"tl.div_rn({x}, {scale})"
-        else:
-            helper = "quotient_within" if is_within(self.part.values, i) else "quotient"
-            self._use(helper)
-            divided = f"{helper}({x}, {scale}, {self._inverse(value.args[1], extent)})"
-        rows, cols = self._shape(extent)
+        """The payload."""
+        rows, cols = self._shape(self.part.extents[i])
         few = rows * cols < 4 and self.target != "interpreter"  # the packed conversion takes four at a time
         cast = f"to_{value.params[0]}{'_singly' if few else ''}"
         self._use(cast)
-        return f"{cast}({divided})"
+        return f"{cast}({self._divided(i, value)})"
+
+    def _divided(self, i: int, value: Value) -> str:
+        """What is to be cast, divided by its scale. Where several elements share one, its inverse is taken once."""
+        extent = self.part.extents[i]
+        x, scale = (self._operand(a, extent) for a in value.args)
+        if self.part.extents[value.args[1]] == ELEMENT:
+            return f"tl.div_rn({x}, {scale})"
+        helper = "quotient_within" if is_within(self.part.values, i) else "quotient"
+        self._use(helper)
+        return f"{helper}({x}, {scale}, {self._inverse(value.args[1], extent)})"
 
     def _inverse(self, i: int, extent: Extent) -> str:
         """1 / value `i`, repeated along its groups."""
@@ -117,7 +119,7 @@ class Values(Tile):
         for dim, want in enumerate(extent):
             step = have[dim]
             if step > 1 and step != want:
-                times = step // want
+                times = step // max(want, self.steps[dim])
                 inner = "[:, None, :]" if dim == 0 else "[:, :, None]"
                 grown = [shape[0], times, shape[1]] if dim == 0 else [shape[0], shape[1], times]
                 shape[dim] *= times

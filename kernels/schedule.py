@@ -8,10 +8,11 @@ few programs that walk serve what a program accumulates (column sums, amaxes) or
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fp8compile.formats import ceil_div, round_up
+from fp8compile.kernels import quarters
 from fp8compile.kernels.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Region, Size
 
 MAX_ROW = 32768  # elements of the rows of all inputs that one program can hold in registers
@@ -26,6 +27,7 @@ class Tiling:
     """How a part is cut: tiles of block_rows × block_cols (powers of two), row_programs × col_blocks side by side.
 
     With `sweeps` a program owns all tiles of its rows, and reads them once for each reduction along the rows.
+    In `quarters` (`kernels/quarters.py`) every fourth row of a tile is a tensor of its own.
     """
 
     block_rows: int
@@ -33,6 +35,7 @@ class Tiling:
     row_programs: int
     col_blocks: int
     sweeps: bool = False
+    quarters: bool = False
 
     @property
     def programs(self) -> int:
@@ -129,14 +132,19 @@ def _whole_rows(part: Part) -> Schedule:
 
 
 def _transposing(part: Part) -> Schedule:
-    """Tiles that are stored transposed: the more a program computes for an element, the fewer elements a thread has."""
+    """Tiles that are stored transposed: the more a program computes for an element, the fewer elements a thread has.
+    What makes several payloads does it in quarters."""
     min_rows, min_cols = _least(part)
     cols = power_of_two(extent(part)[1])
     payloads = [i for i, v in enumerate(part.values) if v.op == "quantize"]
     layouts = {s.transposed for s in part.stores if s.value in payloads}
-    if len(payloads) > 1 or sum(i.extent == ELEMENT for i in part.inputs) > 1:
+    several = len(payloads) > 1 or layouts == {True, False}
+    in_quarters = several and quarters.possible(part)
+    if in_quarters:
+        block_rows, block_cols, per_thread = 64, 128, 32
+    elif len(payloads) > 1 or sum(i.extent == ELEMENT for i in part.inputs) > 1:
         block_rows, block_cols, per_thread = 32, 64, 16
-    elif layouts == {True, False}:
+    elif several:
         block_rows, block_cols, per_thread = 64, 128, 64
     elif len(part.inputs) > 2:
         block_rows, block_cols, per_thread = 32, 128, 32
@@ -145,7 +153,8 @@ def _transposing(part: Part) -> Schedule:
     block_rows, block_cols = max(block_rows, min_rows), max(min(block_cols, cols), min_cols)
     warps = min(16, max(4, block_rows * block_cols // (32 * per_thread)))
     resident = _all_at_a_time(warps) if {v.op for v in part.values} & set(PARTIALS) else 0
-    return _tiled(part, block_rows, block_cols, warps, resident=resident)
+    schedule = _tiled(part, block_rows, block_cols, warps, resident=resident)
+    return replace(schedule, tilings=tuple(replace(t, quarters=in_quarters) for t in schedule.tilings))
 
 
 def _walking(part: Part, block_rows: int, block_cols: int, warps: int, resident: int) -> Schedule:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8compile.formats import ceil_div, round_up
-from fp8compile.kernels import generated, trial
+from fp8compile.kernels import generated, quarters, trial
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.schedule import Schedule, Tiling
 from fp8compile.kernels.spec import (
@@ -112,8 +112,12 @@ def _tiling(part: Part, rng: random.Random) -> Tiling:
     some_rows = max(rng.choice((1, 2, 8, 16, 32, 128)), _of_few(rows if isinstance(rows, int) else 64))
     block_cols = max(least_cols, rng.choice((4, 16, 32, 128, 512)), _of_few(cols))
     block_rows = max(least_rows, min(some_rows, max(1, MAX_TILE // block_cols)))
+    in_quarters = quarters.possible(part) and rng.random() < 0.7
+    if in_quarters:
+        block_rows = max(block_rows, quarters.STEP)
     blocks = ceil_div(rows, block_rows) if isinstance(rows, int) else 3
-    return Tiling(block_rows, block_cols, rng.randint(1, max(1, blocks)), ceil_div(cols, block_cols), sweeps)
+    walkers = rng.randint(1, max(1, blocks))
+    return Tiling(block_rows, block_cols, walkers, ceil_div(cols, block_cols), sweeps, in_quarters)
 
 
 def _of_few(length: int) -> int:

@@ -1,0 +1,45 @@
+"""Which parts may be computed in quarters: every fourth row of a tile as a tensor of its own, four of them in all.
+
+A transposed payload has the codes of four rows next to each other. Where one thread has all four, they cross shared
+memory as one word; code by code that is four times as many instructions, and the slowest ones of a kernel that stores
+several payloads.
+"""
+
+from __future__ import annotations
+
+from fp8compile.formats import round_up
+from fp8compile.kernels.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Store
+
+STEP = 4  # codes of a word
+ACROSS_ROWS = (
+    *PARTIALS,
+    *ROW_REDUCTIONS,
+    "col_group_amax",
+    "block_amax",
+)  # what needs rows of several quarters, or all
+
+
+def possible(part: Part) -> bool:
+    """Whether all that is stored transposed are codes, in words that are whole and aligned, and nothing joins rows."""
+    values, extents = part.values, part.extents
+    coded = {i for i, v in enumerate(values) if v.op == "quantize"}
+    transposed = [s for s in part.stores if s.transposed]
+    return (
+        bool(transposed)
+        and not any(v.op in ACROSS_ROWS or coded & set(v.args) for v in values)
+        and not any(1 < rows < STEP for rows, _ in extents)
+        and all(extents[s.value][0] <= 1 for s in part.stores)
+        and all(s.value in coded and extents[s.value] == ELEMENT and _in_words(part, s) for s in transposed)
+    )
+
+
+def _in_words(part: Part, store: Store) -> bool:
+    """Whether each column of this store is made of whole words that begin at multiples of four."""
+    if isinstance(part.rows, str):
+        rows = store.row_multiple % STEP == 0 or part.row_divisor % STEP == 0
+        lead = store.lead == part.rows and part.row_divisor % STEP == 0
+    else:
+        rows, lead = round_up(part.rows, store.row_multiple) % STEP == 0, False
+    if isinstance(store.lead, int):
+        lead = store.lead % STEP == 0
+    return rows and lead and isinstance(store.offset, int) and store.offset % STEP == 0
