@@ -80,7 +80,7 @@ def _compile(
     dump = Dump(parsed.dump, parsed) if parsed.dump else None
     joint = JointPass(parsed, known, namespace, dump, optimizer=states)
     key = plans.key(gm, example_inputs, joint.uuid())
-    record = joint.record = plans.Record(key, parsed, dump.plans if dump else None)
+    record = joint.record = plans.Record(key, parsed, dump.plans if dump else None, states)
     lowering = LoweringPass(parsed, dump)
     joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
     settings = _inductor_settings(parsed, joint.optimizer is not None) | {

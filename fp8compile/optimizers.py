@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fp8compile import optim, unscaling
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
+from fp8compile.parameter_groups import group_rows
 from fp8compile.passes import open_states, refuse_view_writes, spread_scalars, states_once
 from fp8compile.plan import MergedUpdate, Plan
 
@@ -69,7 +70,8 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], o
     if (sources := gm.__dict__.get("_param_name_to_source")) is not None:  # AOTAutograd asks where a buffer comes from
         sources |= {name: AttrSource(sources[state], part) for name, (state, part) in opened.items()}
         sources |= {name: AttrSource(next(iter(sources.values())), name) for name in added}  # one that it will not meet
-    return Plan("optimizer", states=optim.state_rows(opt))
+    states = optim.state_rows(opt)
+    return Plan("optimizer", states=states, groups=group_rows(opt, states))
 
 
 def warn_of_unmerged(updates: list[MergedUpdate]) -> None:

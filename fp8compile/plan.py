@@ -180,6 +180,25 @@ class State:
 
 
 @dataclass(frozen=True)
+class Group:
+    """One group of parameters of an optimizer, counted as `optimizer.param_groups` is.
+
+    settings: its hyperparameters by name ("lr", "betas", …), as they were; several numbers as text.
+    parameters, elements: how many, and how many numbers they have. in_8_bits: parameters with a state in 8 bits;
+    others: why the others have none, with counts. before, after: bytes of its states, as plain tensors and as kept.
+    """
+
+    group: int
+    parameters: int
+    elements: int
+    in_8_bits: int
+    before: int
+    after: int
+    others: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class MergedUpdate:
     """So many parameters that one launch updates, by an expression of so many values; reason: why it is not merged."""
 
@@ -209,7 +228,7 @@ class Plan:
     `saved`: what the forward half keeps for the backward half, parameters left out; `recomputed`: how many nodes of
     each operator the backward half computes again; `restored`: which values it gets in that way.
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
-    backward when it is first needed). `states`: those of an optimizer.
+    backward when it is first needed). `states`, `groups`: those of an optimizer, and of its parameters.
     `losses`: what became of cross-entropies with large logits. `masks`: those of attention that are not made.
     `hints`: symbolic sizes of rows → what they were when this was compiled.
     """
@@ -224,6 +243,7 @@ class Plan:
     restored: list[Recomputed] = field(default_factory=list)
     halves: dict[str, Lowered] = field(default_factory=dict)
     states: list[State] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     hints: dict[str, int] = field(default_factory=dict)
@@ -301,7 +321,7 @@ class Plan:
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 
-TABLES = {"saved": Saved, "restored": Recomputed, "states": State, "losses": Loss, "masks": Mask}
+TABLES = {"saved": Saved, "restored": Recomputed, "states": State, "groups": Group, "losses": Loss, "masks": Mask}
 UNSAID = {"node": "", "source": "", "kind": "mm", "m": 0, "n": 0, "k": 0}  # of a matmul's row; a size of 0: any
 UNSAID_SAVED = {"node": "", "bytes": 0, "reason": ""}
 

@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,17 @@ class Record:
     The plan comes with the joint graph, each half's kernels when that half is compiled; backward may come much later.
     """
 
-    def __init__(self, key: str, options: Options, also: Callable[[Sequence[Plan]], None] | None = None):
-        """`also` sees the plans whenever they are written."""
+    def __init__(
+        self,
+        key: str,
+        options: Options,
+        also: Callable[[Sequence[Plan]], None] | None = None,
+        optimizer: Plan | None = None,
+    ):
+        """`also` sees the plans whenever they are written. optimizer: what is known of one before any pass runs: its
+        settings may have changed since a cache was filled."""
         self.plans: list[Plan] = []
+        self.optimizer = optimizer
         self.options = options
         self._also = also
         self._file = _folder() / f"{key}.json"
@@ -125,6 +133,8 @@ class Record:
             self.write()
         elif self._file.exists():
             self.plans = [Plan.from_json(text) for text in self._file.read_text().split("\n---\n")]
+            if self.optimizer is not None:
+                self.plans = [replace(self.optimizer, halves=plan.halves) for plan in self.plans]
             for plan in self.plans:
                 _warn_again(plan)
         _compiled.extend(self.plans)

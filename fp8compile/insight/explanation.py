@@ -9,11 +9,12 @@ from typing import Any
 
 from fp8compile.errors import unknown_name
 from fp8compile.insight.html import explanation_html
+from fp8compile.insight.optimizer_text import others
 from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
 from fp8compile.plan import Operand, Plan, plans_from_json
 
-TABLES = ("matmuls", "saved", "recomputed", "kernels", "losses", "masks", "states", "updates")
+TABLES = ("matmuls", "saved", "recomputed", "kernels", "losses", "masks", "groups", "states", "updates")
 
 
 @dataclass
@@ -36,8 +37,8 @@ class Explanation:
         """One flat dictionary for each row of a `table`.
 
         matmuls; saved: tensors kept for backward; recomputed: values that backward computes again; kernels; losses:
-        those with large logits; masks: those of attention that are not made; states: of an optimizer; updates:
-        parameters that are updated together.
+        those with large logits; masks: those of attention that are not made; groups: of an optimizer's parameters, with
+        a column for each hyperparameter; states: of an optimizer; updates: parameters that are updated together.
         `graph` is the index of its plan. Matmuls also have `flops`, saved tensors `bytes_before`.
         """
         if table not in TABLES:
@@ -74,6 +75,10 @@ def _rows(plan: Plan, table: str) -> Iterator[dict[str, Any]]:
     elif table == "saved":
         for row in plan.saved:
             yield {**_joined(asdict(row)), "bytes_before": bytes_before(row, plan)}
+    elif table == "groups":
+        for row in plan.groups:
+            told = {**asdict(row), "others": "; ".join(others(row))}
+            yield {**told.pop("settings"), **told}
     else:
         for row in plan.restored if table == "recomputed" else getattr(plan, table):
             yield _joined(asdict(row))

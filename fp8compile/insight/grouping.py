@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
-import torch
-
+from fp8compile.parameter_groups import plain_bytes
 from fp8compile.plan import Kernel, Matmul, Plan, Recomputed, Saved, State
 
 ROLES = ("output", "grad_input", "grad_weight", "other")
@@ -57,9 +56,13 @@ def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
 
 @dataclass(frozen=True)
 class States:
-    """Optimizer states that became the same for the same reason: one of them, how many, their elements and bytes."""
+    """Optimizer states that became the same for the same reason: one of them, how many, their elements and bytes.
+
+    reason: why, for all of them: "small: 64 to 128 elements" where their sizes differ.
+    """
 
     first: State
+    reason: str
     count: int
     elements: int
     before: int
@@ -74,9 +77,17 @@ def state_groups(plan: Plan) -> list[States]:
     found = []
     for same in groups.values():
         elements = sum(prod(row.shape) for row in same)
-        before = elements * getattr(torch, same[0].dtype).itemsize
-        found.append(States(same[0], len(same), elements, before, sum(row.bytes for row in same)))
+        before = sum(map(plain_bytes, same))
+        reason = ranged([row.reason for row in same])
+        found.append(States(same[0], reason, len(same), elements, before, sum(row.bytes for row in same)))
     return sorted(found, key=lambda g: (-g.before, g.first.name))
+
+
+def ranged(reasons: Sequence[str]) -> str:
+    """One text for reasons that differ in numbers of elements only: "64 to 128 elements" for what lies between."""
+    columns = zip(*(map(int, NUMBER_OF.findall(reason)) for reason in reasons), strict=True)
+    texts = iter([str(min(c)) if min(c) == max(c) else f"{min(c)} to {max(c)}" for c in map(list, columns)])
+    return NUMBER_OF.sub(lambda _: next(texts), reasons[0])
 
 
 def _matmul_key(m: Matmul) -> Hashable:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fp8compile.parameter_groups import PLAIN, plain_bytes
 from fp8compile.plan import FP8, Loss, Matmul, Plan, Saved
 
 
@@ -85,8 +86,8 @@ def totals(plans: Sequence[Plan]) -> Totals:
         kernels=len(kernels),
         moved=sum(k.moved for k in kernels),
         states=len(states),
-        states_8bit=sum(row.format not in ("", "float32") for row in states),
-        states_before=sum(math.prod(row.shape) * getattr(torch, row.dtype).itemsize for row in states),
+        states_8bit=sum(row.format not in PLAIN for row in states),
+        states_before=sum(map(plain_bytes, states)),
         states_after=sum(row.bytes for row in states),
         updates=len(updates),
         updated=sum(update.parameters for update in updates),

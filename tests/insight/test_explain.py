@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp8compile
 from fp8compile import delayed
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
-from fp8compile.insight import grouping, text
+from fp8compile.insight import grouping, numbers
 from fp8compile.insight.totals import flops, totals
 from fp8compile.passes import pipeline
 from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Recomputed, Saved
@@ -162,6 +162,83 @@ def test_the_states_of_an_optimizer_are_explained(stepped: bool):
     assert "small: 64 elements" in explanation._repr_html_()
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert stepped or not optimizer.state
+
+
+def test_small_states_of_mixed_sizes_say_their_range():
+    parameters = [torch.nn.Parameter(torch.randn(n)) for n in (128, 64, 96, 64)]
+    explanation = fp8compile.explain(torch.optim.SGD(parameters, momentum=0.9).step)
+    for shown in (" ".join(str(explanation).split()), explanation._repr_html_()):
+        assert "small: 64 to 128 elements, fewer than 4096" in shown
+    assert grouping.ranged(["a vector of 7 elements"] * 2) == "a vector of 7 elements"
+
+
+def two_groups(prepared: bool = False) -> torch.optim.Optimizer:
+    """Decay on weights, none on the bias and a frozen weight."""
+    *weights, bias = weights_and_bias()
+    frozen = torch.nn.Parameter(torch.randn(64, 128), requires_grad=False)
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": [bias, frozen], "weight_decay": 0.0, "lr": 1e-4}]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-3), weight_decay=0.1)
+    return fp8compile.prepare_optimizer(optimizer) if prepared else optimizer
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_groups_of_an_optimizer_are_told_one_by_one(prepared: bool):
+    """Bytes: two FP32 states of 64·128 numbers each, or 8 bits of them with two FP32 numbers a group of 128."""
+    optimizer = two_groups(prepared)
+    explanation = fp8compile.explain(optimizer.step)
+    decay, rest = explanation.rows("groups")
+    assert (decay["parameters"], decay["elements"], decay["in_8_bits"]) == (2, 2 * 64 * 128, 2)
+    assert (decay["before"], decay["after"]) == (4 * 4 * 64 * 128, 4 * (64 * 128 + 8 * 64))
+    assert (decay["lr"], decay["betas"], decay["weight_decay"]) == (pytest.approx(1e-3), "(0.9, 0.999)", 0.1)
+    assert (rest["parameters"], rest["in_8_bits"], rest["before"], rest["after"]) == (2, 0, 512, 512)
+    assert (rest["lr"], rest["weight_decay"]) == (1e-4, 0.0)
+    small = "1× kept in FP32: small: 64 elements, fewer than 4096"
+    assert rest["others"] == f"{small}; 1× frozen: it has no states"
+    shown = " ".join(str(explanation).split())
+    assert "0 2 of 16.4 kelements 2 128.00 KiB → 34.00 KiB lr 0.001, betas (0.9, 0.999), weight_decay 0.1" in shown
+    assert f"not: {small}; 1× frozen" in shown
+    assert max(map(len, str(explanation).splitlines())) <= 120
+    assert "frozen: it has no states" in explanation._repr_html_()
+    assert fp8compile.Explanation.from_json(explanation.to_json()) == explanation
+    assert not optimizer.state
+
+
+def test_the_updates_of_an_optimizer_are_those_of_its_compiled_step():
+    optimizer = two_groups()
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # which puts a function of its own in the place of `step`
+    explained = fp8compile.explain(optimizer.step).rows("updates")
+    assert [(r["parameters"], r["elements"], r["reason"]) for r in explained] == [(1, 64, ""), (2, 2 * 64 * 128, "")]
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p) if p.requires_grad else None
+    torch.compile(optimizer.step, backend="fp8", options={"executor": "eager"})()
+    assert fp8compile.last_compile().rows("updates") == explained
+    assert (
+        fp8compile.last_compile().rows("groups")[1]["others"]
+        == "1× kept in FP32: small: 64 elements, fewer than 4096; 1× frozen: it has no states"
+    )
+
+
+def test_updates_that_nobody_merges_have_a_row_with_the_reason():
+    plain = torch.optim.SGD(weights_and_bias(), lr=0.1)
+    (row,) = fp8compile.explain(plain.step).rows("updates")
+    assert (row["parameters"], row["reason"].split(",")[0]) == (3, "not merged: no state is in 8 bits")
+
+    class Picky(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                assert p.grad.sum().item() != 0.0
+                self.state[p]["momentum"] = p.grad.clone()
+
+    picky = Picky(weights_and_bias())
+    for p in picky.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    picky.step()
+    explanation = fp8compile.explain(picky.step)
+    (row,) = explanation.rows("updates")
+    assert row["reason"].startswith("not known before it is compiled: a step without data failed: RuntimeError")
+    assert explanation.totals.states_8bit == 2
 
 
 def test_frozen_parameters_have_no_states():
@@ -477,5 +554,5 @@ def test_html_is_well_formed_and_escaped():
 
 
 def test_numbers_have_units():
-    assert [text.size(n) for n in (0, 1023, 1024, 3 << 30)] == ["0 B", "1023 B", "1.00 KiB", "3.00 GiB"]
-    assert [text.si(n) for n in (12, 1234567, 5 * 10**14)] == ["12 ", "1.23 M", "500 T"]
+    assert [numbers.size(n) for n in (0, 1023, 1024, 3 << 30)] == ["0 B", "1023 B", "1.00 KiB", "3.00 GiB"]
+    assert [numbers.si(n) for n in (12, 1234567, 5 * 10**14)] == ["12 ", "1.23 M", "500 T"]
