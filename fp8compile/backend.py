@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
 from fp8compile import delayed, devices, failures, optimizers, plans, scheduled
+from fp8compile.compilations import current_frame
 from fp8compile.errors import OptionError
 from fp8compile.insight.baseline import DumpingPartitioner
 from fp8compile.insight.dumps import Dump
@@ -80,7 +81,8 @@ def _compile(
     dump = Dump(parsed.dump, parsed) if parsed.dump else None
     joint = JointPass(parsed, known, namespace, dump, optimizer=states)
     key = plans.key(gm, example_inputs, joint.uuid())
-    record = joint.record = plans.Record(key, parsed, dump.plans if dump else None, states)
+    also, frame = dump.plans if dump else None, current_frame(example_inputs)
+    record = joint.record = plans.Record(key, parsed, also, states, frame)
     lowering = LoweringPass(parsed, dump)
     joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
     settings = _inductor_settings(parsed, joint.optimizer is not None) | {

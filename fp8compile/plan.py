@@ -315,8 +315,14 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """A plan from `to_json`'s text. Raises `OptionError` for another."""
-        return _plan(parsed(text), "the plan")
+        """A plan from `to_json`'s text, or an explanation's of one graph. Raises `OptionError` for another."""
+        data = parsed(text)
+        if isinstance(data, dict) and "plans" in data:
+            plans = plans_from_json(text)
+            if len(plans) != 1:
+                raise OptionError(f"this is an explanation of {len(plans)} graphs: Explanation.from_json reads them")
+            return plans[0]
+        return _plan(data, "the plan")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------

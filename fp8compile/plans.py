@@ -24,7 +24,9 @@ from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live and die with Inductor's cache
 
 from fp8compile import edits
+from fp8compile.compilations import Compilations, Frame
 from fp8compile.errors import Fp8Warning
+from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.text import one_line
 from fp8compile.options import Options
 from fp8compile.plan import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Recomputed, Saved, lowered_from
@@ -32,7 +34,7 @@ from fp8compile.plan import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Rec
 # Left on purpose: a graph of nothing else is no surprise.
 BY_DEFAULT = ("the output head", "recipe ", "operations=", edits.REASON, edits.SCHEDULED)
 logger = logging.getLogger("fp8compile")  # quiet unless asked: TORCH_LOGS="fp8compile", or logging's own ways
-_compiled: list[Plan] = []
+_compiled = Compilations()
 _matched: set[str] = set()  # skip patterns that have matched, or of which was said that they have not
 
 
@@ -40,35 +42,35 @@ _matched: set[str] = set()  # skip patterns that have matched, or of which was s
 def collected() -> Iterator[list[Plan]]:
     """Plans of what is compiled in this context go to the list it gives, and not to `compiles()`."""
     global _compiled
-    before, _compiled = _compiled, []
+    before, _compiled = _compiled, Compilations()
     try:
-        yield _compiled
+        yield _compiled.plans
     finally:
         _compiled = before
 
 
-def last_compile() -> Plan:
-    """The plan of the graph that was compiled last and has matmuls; where none has, of the optimizer compiled last.
+def last_compile() -> Explanation:
+    """What `explain` tells, of what was compiled last, without compiling again; also where a cache had it.
 
-    `compiles()` has all of them. Raises `LookupError` before the first.
+    All graphs that the last call of a compiled function made (graph breaks make several), one without matmuls left out;
+    graphs which that call found compiled are not in it. An optimizer that was compiled after a model does not hide it:
+    where graphs with matmuls have been compiled, it is of those. `compiles()` has everything. Raises `LookupError`
+    before the first.
     """
-    for plans in (
-        [plan for plan in _compiled if plan.matmuls or plan.failure],
-        [plan for plan in _compiled if plan.states or plan.updates],
-    ):
-        if plans:
-            return plans[-1]
+    if found := _compiled.last():
+        return Explanation(found)
     raise LookupError("nothing has been compiled with backend='fp8' yet: call the compiled model once")
 
 
 def compiles() -> list[Plan]:
     """The plans of all graphs that this process has compiled, oldest first (graph breaks make several)."""
-    return list(_compiled)
+    return list(_compiled.plans)
 
 
 def reset() -> None:
     """Forget all plans."""
-    _compiled.clear()
+    _compiled.plans.clear()
+    _compiled.calls.clear()
     _matched.clear()
 
 
@@ -96,11 +98,13 @@ class Record:
         options: Options,
         also: Callable[[Sequence[Plan]], None] | None = None,
         optimizer: Plan | None = None,
+        frame: Frame | None = None,
     ):
-        """`also` sees the plans whenever they are written. optimizer: what is known of one before any pass runs: its
-        settings may have changed since a cache was filled."""
+        """`also` sees the plans whenever they are written. frame: where the graph comes from. optimizer: what is known
+        of one before any pass runs: its settings may have changed since a cache was filled."""
         self.plans: list[Plan] = []
         self.optimizer = optimizer
+        self.frame = frame
         self.options = options
         self._also = also
         self._file = _folder() / f"{key}.json"
@@ -137,7 +141,7 @@ class Record:
                 self.plans = [replace(self.optimizer, halves=plan.halves) for plan in self.plans]
             for plan in self.plans:
                 _warn_again(plan)
-        _compiled.extend(self.plans)
+        _compiled.add(self.plans, self.frame)
         for plan in self.plans:
             logger.info("%s", one_line(plan))
         _warn(self.plans, self.options)

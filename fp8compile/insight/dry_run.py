@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves  # what a model returns may nest
 
 from fp8compile import plans
+from fp8compile.compilations import told
 from fp8compile.errors import Fp8Error
 from fp8compile.insight.aside import backend_aside, function_aside, recompiling
 from fp8compile.insight.explanation import Explanation
@@ -60,8 +61,7 @@ def explain(
         output = compiled(*args, **kwargs)
         if isinstance(original, nn.Module) or loss is not None:
             _backward(output, loss)
-    graphs = [plan for plan in found if plan.matmuls or plan.failure] or found[:1]
-    return Explanation(graphs + [optimizer_plan(opt, chosen) for opt in reached])
+    return Explanation(told(found) + [optimizer_plan(opt, chosen) for opt in reached])
 
 
 def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:

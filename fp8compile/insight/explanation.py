@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8compile.errors import unknown_name
+from fp8compile.insight.all_graphs import AllGraphs
 from fp8compile.insight.html import explanation_html
 from fp8compile.insight.optimizer_text import others
 from fp8compile.insight.text import explanation_text
@@ -18,12 +19,13 @@ TABLES = ("matmuls", "saved", "recomputed", "kernels", "losses", "masks", "group
 
 
 @dataclass
-class Explanation:
+class Explanation(AllGraphs):
     """The plans of one or several graphs (a graph break makes several).
 
     `print` shows tables of at most 120 columns, repeated layers as one; in a notebook it shows itself as HTML.
     `rows` gives plain rows: `pandas.DataFrame(explanation.rows("saved"))`. `to_json` and `from_json` are inverse to
     each other; what `to_json` gives can be edited and handed back as options={"plan": …} (`fp8compile/edits.py`).
+    It has the tables of a `Plan` too: those of all graphs, one after the other.
     """
 
     plans: list[Plan]

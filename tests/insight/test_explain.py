@@ -89,6 +89,37 @@ def test_every_graph_between_breaks_is_there():
     assert fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs) == explanation
 
 
+def test_the_last_compile_has_every_graph_of_its_call():
+    """As explain() tells it: here the same code for two modules, apart by their parameters. Another version is another
+    call; an optimizer does not hide the model."""
+    case = ZOO["graph_break"]()
+    options = {**ALL, "executor": "eager"}
+    compiled = torch.compile(case.model, backend="fp8", options=options)
+    case.loss(compiled(**case.inputs)).backward()
+    last = fp8compile.last_compile()
+    explained = fp8compile.explain(case.model, loss=case.loss, options=options, **case.inputs)
+    assert len(last.plans) == 2
+    assert str(last) == str(explained)
+    assert len(last.converted) == last.totals.fp8 == case.matmuls
+    assert last.saved_bytes == last.totals.saved_after == sum(plan.saved_bytes for plan in last.plans)
+    assert len(last.kernels) == sum(len(half.kernels) for half in last.halves.values()) == last.totals.kernels
+    assert sum(last.recomputed.values()) == last.totals.recomputed
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1, momentum=0.9)
+    torch.compile(optimizer.step, backend="fp8", options=options)()
+    assert fp8compile.last_compile() == last
+    with torch.no_grad():
+        compiled(**case.inputs)
+    assert {plan.graph for plan in fp8compile.last_compile().plans} == {"inference"}
+    other = torch.compile(mlp(), backend="fp8", options=options)
+    other(batch())
+    assert [row.path for row in fp8compile.last_compile().matmuls] == ["0", "2", "2", "2", "0"]
+
+
+def test_what_has_no_matmuls_was_compiled_all_the_same():
+    torch.compile(nn.LayerNorm(8), backend="fp8", options={"executor": "eager"})(torch.randn(4, 8))
+    assert "a graph without matmuls" in str(fp8compile.last_compile())
+
+
 def test_a_model_in_inference_has_one_half():
     model = mlp().requires_grad_(False)
     explanation = fp8compile.explain(model, batch(), options=ALL)
@@ -407,10 +438,10 @@ def test_a_compiled_model_is_explained_with_its_options_and_stays_compiled():
     model, x = mlp(), batch()
     compiled = torch.compile(model, backend="fp8", options={**ALL, "skip": ["2"], "executor": "eager"})
     compiled(x).sum().backward()
-    mine, count = fp8compile.last_compile(), len(fp8compile.compiles())
+    mine, count = fp8compile.last_compile().plans[0], len(fp8compile.compiles())
     explanation = fp8compile.explain(compiled, x)
     assert explanation.totals.left == {"skip='2'": 3}
-    assert fp8compile.last_compile() is mine
+    assert fp8compile.last_compile().plans[0] is mine
     compiled(x).sum().backward()
     assert len(fp8compile.compiles()) == count
     model.compile(backend="fp8", options={**ALL, "executor": "eager"})
