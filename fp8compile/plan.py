@@ -87,6 +87,9 @@ class Saved:
     form: what is kept: the name of `dtype` for the value itself, or payload and granularity, as "e4m3 group(128)".
     bytes: what that form takes, scales included (of a symbolic size: at the sizes seen when it was compiled).
     reason: why it has this form.
+    before: bytes of what it stands for, where that is not the value itself: for an FP8 payload that a matmul of
+    backward reads, the tensor that was cast, unless a parameter or another row is that already (then 0, as for amaxes
+    and scales, which nothing but FP8 has).
     """
 
     node: str
@@ -97,6 +100,7 @@ class Saved:
     form: str
     bytes: int
     reason: str
+    before: int | None = None
 
 
 @dataclass(frozen=True)

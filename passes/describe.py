@@ -18,6 +18,7 @@ from fp8compile.passes.saved_forms import Form, as_it_is, dtype_name, made_at
 from fp8compile.plan import Kernel, Recomputed, Saved
 
 BOOKKEEPING = ("load", "constant", "float", "round", "load_max")  # operations that say nothing about the kernel
+FP8_ONLY = (ops.amax, ops.scale, ops.delayed_scale, ops.quantize)  # what no other training has
 
 
 def describe_kernels(graph: fx.Graph, half: str) -> list[Kernel]:
@@ -50,9 +51,9 @@ def _operations(parts: tuple[Part, ...]) -> tuple[str, ...]:
 def describe_saved(saved: Iterable[fx.Node], static: set[fx.Node], forms: Mapping[fx.Node, Form]) -> list[Saved]:
     """A row for each saved tensor that is no parameter (`static`)."""
     rows = []
-    for node in saved:
-        if not is_tensor(node) or node in static:
-            continue
+    kept = [n for n in saved if is_tensor(n) and n not in static]
+    counted = static | {made_at(n) for n in kept if made_at(n).target not in FP8_ONLY}
+    for node in kept:
         x = value(node)
         form = forms.get(node) or as_it_is(x, _why_itself(node))
         shape = tuple(n if isinstance(n, int) else str(n) for n in x.shape)
@@ -66,9 +67,22 @@ def describe_saved(saved: Iterable[fx.Node], static: set[fx.Node], forms: Mappin
                 form.name(x),
                 form.bytes,
                 form.reason,
+                _before(node, counted),
             )
         )
     return rows
+
+
+def _before(node: fx.Node, counted: set[fx.Node]) -> int | None:
+    """`Saved.before`. counted: nodes whose bytes other rows have already; it grows."""
+    cast = made_at(node)
+    if cast.target not in FP8_ONLY:
+        return None
+    source = made_at(cast.args[0]) if cast.target is ops.quantize else None  # type: ignore[arg-type]
+    if source is None or source in counted:
+        return 0
+    counted.add(source)
+    return as_it_is(value(cast.args[0]), "").bytes  # type: ignore[arg-type]
 
 
 def _why_itself(node: fx.Node) -> str:

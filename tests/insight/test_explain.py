@@ -341,6 +341,16 @@ def test_what_backward_computes_again_says_from_what():
         assert fp8compile.explain(model, x, options=ALL).rows("recomputed") == []
 
 
+def test_before_a_payload_was_the_tensor_that_was_cast():
+    """Backward reads a transposed payload of the input: in BF16 it would have kept the input. Amaxes are FP8's own."""
+    explanation = fp8compile.explain(mlp(), batch(), options=ALL)
+    rows = {row["reason"]: row for row in explanation.rows("saved")}
+    payload = rows["a payload that a matmul of backward reads"]
+    assert (payload["dtype"], payload["bytes"], payload["bytes_before"]) == ("float8_e4m3fn", 16 * 32, 2 * 16 * 32)
+    assert rows["an amax: its tensor is not read again for it"]["bytes_before"] == 0
+    assert explanation.totals.saved_before == 2 * 16 * 32 + 2 * 16 * 64  # the input, and what GELU reads
+
+
 def test_a_loss_that_is_no_scalar_is_refused():
     with pytest.raises(Fp8Error, match="the loss must be a scalar"):
         fp8compile.explain(mlp(), batch(), loss=lambda out: out, options=ALL)
