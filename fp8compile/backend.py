@@ -81,8 +81,7 @@ def _compile(
     dump = Dump(parsed.dump, parsed) if parsed.dump else None
     joint = JointPass(parsed, known, namespace, dump, optimizer=states)
     key = plans.key(gm, example_inputs, joint.uuid())
-    also, frame = dump.plans if dump else None, current_frame(example_inputs)
-    record = joint.record = plans.Record(key, parsed, also, states, frame)
+    record = joint.record = plans.Record(key, parsed, dump.plans if dump else None, states)
     lowering = LoweringPass(parsed, dump)
     joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
     settings = _inductor_settings(parsed, joint.optimizer is not None) | {
@@ -93,7 +92,7 @@ def _compile(
     compile_half = _run_eagerly if parsed.executor == "eager" else _compile_half
     inner: Any = functools.partial(compile_half, lowering=lowering, record=record)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
-    record.close()
+    record.close(current_frame(example_inputs))
     return compiled, record.plans
 
 
@@ -123,14 +122,15 @@ class JointPass(CustomGraphPass):
         try:
             run(c)
         except Exception as error:
+            c.plan = c.plan.undone(failures.first_line(error))
             if self.dump:
                 self.dump.failed("joint", error, graph, [step.name for step in PIPELINE])
+                self.dump.plans([c.plan])  # of a compilation that ends here nothing else will be written
             if self.options.strict or isinstance(error, OptionError):  # a plan that does not fit: the user's to mend
                 raise
             module: Any = graph.owning_module
             module.graph = as_it_was = backup.graph()
             failures.warn(error, as_it_was, self.options)
-            c.plan = Plan(c.plan.graph, c.plan.recipe, c.plan.device, failure=failures.first_line(error))
         if self.record is not None:
             self.record.add(c.plan)
 

@@ -226,8 +226,8 @@ class Lowered:
 
 @dataclass
 class Plan:
-    """Rows for every matmul of one graph; `graph` says which (training, inference or optimizer), `failure` why no pass
-    ran.
+    """Rows for every matmul of one graph; `graph` says which (training, inference or optimizer), `failure` why
+    nothing of it was carried out.
 
     `saved`: what the forward half keeps for the backward half, parameters left out; `recomputed`: how many nodes of
     each operator the backward half computes again; `restored`: which values it gets in that way.
@@ -259,6 +259,18 @@ class Plan:
     def update(self, which: str, /, **changes: Any) -> None:
         """Replace fields of the row at node `which`."""
         self.matmuls = [replace(m, **changes) if m.node == which else m for m in self.matmuls]
+
+    def undone(self, failure: str) -> Plan:
+        """This plan where a pass failed, so that none of it is carried out: reasons keep what had been decided."""
+        rows = [
+            replace(m, decision=BF16, reason=f"a pass failed; FP8 was decided: {m.reason}") if m.decision == FP8 else m
+            for m in self.matmuls
+        ]
+        losses = [
+            replace(x, chunk=0, reason=f"a pass failed; chunks of {x.chunk} rows were decided") if x.chunk else x
+            for x in self.losses
+        ]
+        return replace(self, matmuls=rows, losses=losses, masks=[], failure=failure)
 
     def size(self, size: int | str) -> int:
         """A size of a row as a number; 0 for a symbolic one of which nothing is known."""

@@ -98,13 +98,11 @@ class Record:
         options: Options,
         also: Callable[[Sequence[Plan]], None] | None = None,
         optimizer: Plan | None = None,
-        frame: Frame | None = None,
     ):
-        """`also` sees the plans whenever they are written. frame: where the graph comes from. optimizer: what is known
-        of one before any pass runs: its settings may have changed since a cache was filled."""
+        """`also` sees the plans whenever they are written. optimizer: what is known of one before any pass runs: its
+        settings may have changed since a cache was filled."""
         self.plans: list[Plan] = []
         self.optimizer = optimizer
-        self.frame = frame
         self.options = options
         self._also = also
         self._file = _folder() / f"{key}.json"
@@ -131,8 +129,10 @@ class Record:
         if self._also is not None:
             self._also(self.plans)
 
-    def close(self) -> None:
-        """The call is over: if all of it came from a cache, look up what was decided then; say what went undone."""
+    def close(self, frame: Frame | None = None) -> None:
+        """The call is over: if all of it came from a cache, look up what was decided then; say what went undone.
+
+        frame: where the graph comes from."""
         if self.plans:
             self.write()
         elif self._file.exists():
@@ -141,7 +141,7 @@ class Record:
                 self.plans = [replace(self.optimizer, halves=plan.halves) for plan in self.plans]
             for plan in self.plans:
                 _warn_again(plan)
-        _compiled.add(self.plans, self.frame)
+        _compiled.add(self.plans, frame)
         for plan in self.plans:
             logger.info("%s", one_line(plan))
         _warn(self.plans, self.options)
@@ -180,7 +180,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _warn(plans: list[Plan], options: Options) -> None:
-    matmuls = [m for plan in plans for m in plan.matmuls]
+    matmuls = [m for plan in plans if not plan.failure for m in plan.matmuls]  # a failure has been told
     candidates = [m for m in matmuls if _could_be(m)]
     if candidates and not any(m.decision == "fp8" for m in matmuls):
         main = Counter(m.reason for m in candidates).most_common(3)

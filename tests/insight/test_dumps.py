@@ -215,6 +215,11 @@ def test_a_failed_pass_says_where_and_why(tmp_path: Path, monkeypatch: pytest.Mo
     trace = (tmp_path / "graph0" / failure["file"]).read_text()
     assert "Traceback" in trace
     assert "no such operator" in trace
+    (plan,) = stages.explanation(tmp_path).plans
+    assert plan.failure == "NotImplementedError: no such operator"
+    assert [str(m.left) for m in plan.matmuls if m.role == "output"] == ["e4m3 row"] * 2
+    assert {m.reason for m in plan.matmuls} == {"a pass failed; FP8 was decided: every matmul that can run"}
+    assert "NOTHING: 0 of 5 matmuls" in (tmp_path / "graph0/plan.txt").read_text()
     listing = (tmp_path / "index.txt").read_text()
     assert "FAILED in merge_matmuls (joint): NotImplementedError: no such operator  → failure0.txt" in listing
     assert "addmm(" in stages.diff(tmp_path, "assign_scales", "merge_matmuls_failed")

@@ -72,6 +72,7 @@ AFTER_FAILURE = """<script>
 seen.failure = document.querySelector(".failure").textContent;
 seen.drawings = [...$("drawing").options].map(option => option.text);
 seen.nodes = document.querySelectorAll("#canvas g.node").length;
+seen.rows = document.querySelectorAll("#matmuls tbody tr").length;
 finish();
 </script>"""
 FINISH = """<script>
@@ -223,6 +224,7 @@ def test_the_page_of_a_failure_works_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert seen["failure"].startswith("Failed in share_casts (joint): RuntimeError: on <b>purpose</b>")
     assert seen["drawings"][:2] == ["joint/input", "joint/share_casts_failed"]
     assert seen["nodes"] > 4
+    assert seen["rows"] == 2
 
 
 def test_the_page_has_an_optimizer_s_groups_states_and_updates(tmp_path: Path):
