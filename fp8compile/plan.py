@@ -156,7 +156,8 @@ class Kernel:
     """One generated kernel of a compiled graph.
 
     half: forward, backward, or inference. space: rows × cols of its parts. operations: what it computes, with counts.
-    moved: bytes that it reads and writes at least; 0 where a size is symbolic. origins: the user's lines.
+    moved: bytes that it reads and writes at least, of symbolic sizes as they were seen when it was compiled; 0 where
+    only the data knows a size. origins: the user's lines.
     """
 
     name: str

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import fx
 
 from fp8compile import ops
@@ -28,14 +30,24 @@ def describe_kernels(graph: fx.Graph, half: str) -> list[Kernel]:
 
 def _describe(node: fx.Node, half: str) -> Kernel:
     region, schedule = spec_of(node)
+    given: list[Any] = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in node.args[1]]  # type: ignore[union-attr]
+    symbols = dict(zip(region.sizes, map(str, given), strict=True))
+    seen = {name: _seen(size) for name, size in zip(region.sizes, given, strict=True)}
     return Kernel(
         generated.kernel_name(region, schedule),
         half,
-        tuple(f"{part.rows}×{part.cols}" for part in region.parts),
+        tuple(f"{symbols.get(str(part.rows), part.rows)}×{part.cols}" for part in region.parts),
         _operations(region.parts),
-        0 if region.sizes else sum(sum(generated.moved(part, region).values()) for part in region.parts),
+        0 if 0 in seen.values() else sum(sum(generated.moved(part, region, seen).values()) for part in region.parts),
         region.origins,
     )
+
+
+def _seen(size: Any) -> int:
+    """A size as it was when the graph was traced; 0 for one that only the data knows."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 0
+    return size if isinstance(size, int) else 0
 
 
 def _operations(parts: tuple[Part, ...]) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def _restored(plan: Plan) -> str:
 def _kernels(plan: Plan) -> str:
     rows = []
     for kernel, count in kernel_groups(plan):
-        cells = [kernel.name, kernel.half, str(count), numbers.size(kernel.moved), ", ".join(kernel.operations)]
+        cells = [kernel.name, kernel.half, str(count), text.moved(kernel), ", ".join(kernel.operations)]
         rows.append(_line(cells))
     return _table(["kernel", "half", "count", "bytes each", "operations"], rows)
 

@@ -133,7 +133,7 @@ const MATMULS = [["path", r => r.path], ["role", r => r.role], ["M", r => r.m], 
   ["reason", r => r.reason], ["source", r => r.source]];
 const SAVED = [["path", r => r.path], ["value", r => `${r.dtype}[${r.shape}]`], ["as", r => r.form],
   ["before", r => r.bytes_before, bytes], ["after", r => r.bytes, bytes], ["reason", r => r.reason], ["source", r => r.source]];
-const KERNELS = [["kernel", r => r.name], ["half", r => r.half], ["space", r => r.space], ["bytes", r => r.moved, bytes],
+const KERNELS = [["kernel", r => r.name], ["half", r => r.half], ["space", r => r.space], ["bytes", r => r.moved, v => v ? bytes(v) : "?"],
   ["operations", r => r.operations], ["from", r => r.origins]];
 const ERRORS = [["path", r => r.path], ["role", r => r.role], ["operand", r => r.side], ["cast", r => r.cast],
   ["SQNR, dB", r => r.sqnr ?? "", v => v === "" ? "" : v.toFixed(1)], ["amax", r => r.amax, v => v.toPrecision(3)],

@@ -15,7 +15,7 @@ from fp8compile.insight.grouping import (
 from fp8compile.insight.numbers import WIDTH, counted, si, size
 from fp8compile.insight.optimizer_text import optimizer_tables
 from fp8compile.insight.totals import Totals, bytes_before, totals
-from fp8compile.plan import FP8, Loss, Matmul, Plan, Recomputed, Saved
+from fp8compile.plan import FP8, Kernel, Loss, Matmul, Plan, Recomputed, Saved
 from fp8compile.statistics import ALTERNATIVES, Row
 
 MASKS = {"causal": "attention is causal by a constant mask", "everything": "a constant mask lets everything through"}
@@ -211,6 +211,11 @@ def value(row: Saved | Recomputed) -> str:
     return f"{row.dtype}[{', '.join(map(str, row.shape))}]"
 
 
+def moved(kernel: Kernel) -> str:
+    """Bytes that a kernel reads and writes; "?" where only the data knows."""
+    return size(kernel.moved) if kernel.moved else "?"
+
+
 def _kernels(plan: Plan) -> Iterator[str]:
     for half, lowered in plan.halves.items():
         for left in lowered.left:
@@ -222,9 +227,8 @@ def _kernels(plan: Plan) -> Iterator[str]:
     yield _cut(f"    {'kernel':<{name}}  {'half':<{half}}  {'each':>10}  {'':>5} operations")
     for kernel, count in groups:
         times = f"×{count}" if count > 1 else ""
-        moved = size(kernel.moved) if kernel.moved else "?"
         operations = ", ".join(kernel.operations)
-        yield _cut(f"    {kernel.name:<{name}}  {kernel.half:<{half}}  {moved:>10}  {times:>5} {operations}")
+        yield _cut(f"    {kernel.name:<{name}}  {kernel.half:<{half}}  {moved(kernel):>10}  {times:>5} {operations}")
 
 
 def statistics_text(rows: Sequence[Row]) -> str:

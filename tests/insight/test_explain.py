@@ -69,6 +69,24 @@ def test_symbolic_sizes_count_as_they_were_seen():
     assert explanation.totals.flops == 2 * 24 * 32 * 64 * 5  # five matmuls: the input needs no gradient
 
 
+def test_kernels_of_symbolic_sizes_move_what_was_seen():
+    """As many bytes as the same model with 24 rows, fixed; their space has the symbol. Others differ in what really is
+    different: an amax over the pieces of any number of rows, a transposed payload without padding."""
+    x = batch(24, 32)
+    fixed = fp8compile.explain(mlp(), x, options=ALL).rows("kernels")
+    marked = x.clone()
+    torch._dynamo.mark_dynamic(marked, 0)
+    explanation = fp8compile.explain(mlp(), marked, options=ALL)
+    rows = explanation.rows("kernels")
+    symbol = next(iter(explanation.plans[0].hints))
+    assert any(f"{symbol}×64" in row["space"] for row in rows)
+    assert all(row["moved"] > 0 for row in rows)
+    for kind in ("rows_e4m3_amax_", "tiles_amax_col_sum_"):
+        a, b = ([row["moved"] for row in found if row["name"].startswith(kind)] for found in (fixed, rows))
+        assert sorted(a) == sorted(b) != []
+    assert "?" not in {part for line in str(explanation).splitlines() for part in line.split()}
+
+
 def test_a_model_without_anything_to_convert_says_so_and_why():
     with pytest.warns(Fp8Warning, match="NOTHING was converted"):
         explanation = fp8compile.explain(mlp(), batch())
