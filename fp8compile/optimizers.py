@@ -8,7 +8,6 @@ is compiled with the states as they are, and `fp8compile.prepare_optimizer` does
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator  # knows the fr
 from torch.optim import Optimizer
 
 from fp8compile import optim, unscaling
-from fp8compile.errors import Fp8Warning
+from fp8compile.calling_line import warn_user
 from fp8compile.options import Options
 from fp8compile.parameter_groups import group_rows
 from fp8compile.passes import open_states, refuse_view_writes, spread_scalars, states_once
@@ -103,4 +102,4 @@ def _is_state(x: Any) -> bool:
 
 
 def _say(message: str) -> None:
-    warnings.warn(f"fp8: {message}.", Fp8Warning, stacklevel=3)
+    warn_user(f"fp8: {message}.")

@@ -235,7 +235,7 @@ class Plan:
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
     backward when it is first needed). `states`, `groups`: those of an optimizer, and of its parameters.
     `losses`: what became of cross-entropies with large logits. `masks`: those of attention that are not made.
-    `hints`: symbolic sizes of rows → what they were when this was compiled.
+    `hints`: symbolic sizes of rows → what they were when this was compiled. `called`: the user's line that compiled it.
     """
 
     graph: str = "training"
@@ -252,6 +252,7 @@ class Plan:
     losses: list[Loss] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     hints: dict[str, int] = field(default_factory=dict)
+    called: str = field(default="", compare=False)
 
     def row(self, node: str) -> Matmul | None:
         """The row of the matmul at graph node `node`."""
@@ -280,6 +281,11 @@ class Plan:
         known = {name: sympy.Integer(hint) for name, hint in self.hints.items() if name.isidentifier()}
         number = sympy.parse_expr(size, local_dict=known)  # a padded size: "16*((s33 + 15)//16)"
         return int(number) if number.is_Integer else 0
+
+    def line(self, row: Matmul | Saved | Recomputed) -> str:
+        """The user's line of a row. The modules of an nn.Sequential that is compiled itself have none, as torch's own
+        code calls them: then the line that called the whole."""
+        return row.source or (f"called at {self.called}" if row.path and self.called else "")
 
     @property
     def converted(self) -> list[Matmul]:

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -24,8 +23,8 @@ from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live and die with Inductor's cache
 
 from fp8compile import edits
+from fp8compile.calling_line import calling_line, warn_user
 from fp8compile.compilations import Compilations, Frame
-from fp8compile.errors import Fp8Warning
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.text import one_line
 from fp8compile.options import Options
@@ -105,10 +104,12 @@ class Record:
         self.optimizer = optimizer
         self.options = options
         self._also = also
+        self._called = calling_line()
         self._file = _folder() / f"{key}.json"
 
     def add(self, plan: Plan) -> None:
         """The plan of a joint or inference graph; what follows belongs to it."""
+        plan.called = self._called
         self.plans.append(plan)
 
     def add_saved(self, saved: list[Saved], recomputed: dict[str, int], restored: list[Recomputed]) -> None:
@@ -140,6 +141,7 @@ class Record:
             if self.optimizer is not None:
                 self.plans = [replace(self.optimizer, halves=plan.halves) for plan in self.plans]
             for plan in self.plans:
+                plan.called = self._called
                 _warn_again(plan)
         _compiled.add(self.plans, frame)
         for plan in self.plans:
@@ -166,9 +168,11 @@ def _warn_again(plan: Plan) -> None:
     """What failed when this graph was compiled still has its consequences."""
     for half, lowered in plan.halves.items():
         if lowered.failure:
-            _say(f"fp8: the {half} graph, found in a cache, was compiled without generated kernels: {lowered.failure}")
+            warn_user(
+                f"fp8: the {half} graph, found in a cache, was compiled without generated kernels: {lowered.failure}"
+            )
     if plan.failure:
-        _say(f"fp8: this graph, found in a cache, was compiled without FP8: {plan.failure}")
+        warn_user(f"fp8: this graph, found in a cache, was compiled without FP8: {plan.failure}")
 
 
 def _write(file: Path, text: str) -> None:
@@ -185,12 +189,12 @@ def _warn(plans: list[Plan], options: Options) -> None:
     if candidates and not any(m.decision == "fp8" for m in matmuls):
         main = Counter(m.reason for m in candidates).most_common(3)
         listed = "; ".join(f"{count}× {reason}" for reason, count in main)
-        _say(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.")
+        warn_user(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.")
     for text in (READ_ROUNDED, CAST_AGAIN):
         found = [m for m in matmuls if text in m.reason]
         if found:
             example = f"{found[0].path or 'the model itself'} {found[0].role}: {found[0].reason}"
-            _say(f"fp8: {len(found)} matmuls do not take a weight as it was gathered. {example}.")
+            warn_user(f"fp8: {len(found)} matmuls do not take a weight as it was gathered. {example}.")
     _check_patterns("skip", options.skip, "matmul", {m.path for m in matmuls}, {m.path for m in candidates})
     kept = {row.path for plan in plans for row in plan.saved} | {m.path for m in matmuls}
     forms = [pattern for pattern, _ in options.save if pattern != "*"]
@@ -205,7 +209,7 @@ def _check_patterns(option: str, patterns: Sequence[str], what: str, paths: set[
             _matched.add(f"{option} {pattern}")
             listed = sorted(path or "(the model itself)" for path in shown_paths)
             shown = ", ".join(listed[:6]) + (", …" if len(listed) > 6 else "")
-            _say(f"fp8: {option} pattern {pattern!r} matches no {what} of this graph. Paths here: {shown}.")
+            warn_user(f"fp8: {option} pattern {pattern!r} matches no {what} of this graph. Paths here: {shown}.")
 
 
 def _could_be(matmul: Matmul) -> bool:
@@ -215,7 +219,3 @@ def _could_be(matmul: Matmul) -> bool:
 
 def _names(pattern: str, path: str) -> bool:
     return Options(skip=(pattern,)).skips(path) is not None
-
-
-def _say(message: str) -> None:
-    warnings.warn(message, Fp8Warning, stacklevel=4)

@@ -18,7 +18,6 @@ import json
 import platform
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from torch import fx
 
 from fp8compile import environment
-from fp8compile.errors import Fp8Warning
+from fp8compile.calling_line import warn_user
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.graph_files import write_graph
 from fp8compile.insight.memory import Timeline
@@ -197,8 +196,4 @@ def dump(path: str | Path) -> Iterator[Path]:
     finally:
         environment.folder = before
     if len(list(root.glob("graph*"))) == count:
-        warnings.warn(
-            "fp8: nothing was compiled while dumping; torch.compiler.reset() forgets what was compiled before",
-            Fp8Warning,
-            stacklevel=3,
-        )
+        warn_user("fp8: nothing was compiled while dumping; torch.compiler.reset() forgets what was compiled before")

@@ -73,16 +73,19 @@ class Explanation(AllGraphs):
 def _rows(plan: Plan, table: str) -> Iterator[dict[str, Any]]:
     if table == "matmuls":
         for row in plan.matmuls:
-            yield {**_flat(asdict(row), row.left, row.right), "flops": flops(row, plan)}
+            yield {**_flat(asdict(row), row.left, row.right), "source": plan.line(row), "flops": flops(row, plan)}
     elif table == "saved":
         for row in plan.saved:
-            yield {**_joined(asdict(row)), "bytes_before": bytes_before(row, plan)}
+            yield {**_joined(asdict(row)), "source": plan.line(row), "bytes_before": bytes_before(row, plan)}
     elif table == "groups":
         for row in plan.groups:
             told = {**asdict(row), "others": "; ".join(others(row))}
             yield {**told.pop("settings"), **told}
+    elif table == "recomputed":
+        for row in plan.restored:
+            yield {**_joined(asdict(row)), "source": plan.line(row)}
     else:
-        for row in plan.restored if table == "recomputed" else getattr(plan, table):
+        for row in getattr(plan, table):
             yield _joined(asdict(row))
 
 

@@ -18,7 +18,7 @@ from fp8compile.plan import Kernel, Matmul, Plan, Recomputed, Saved, State
 ROLES = ("output", "grad_input", "grad_weight", "other")
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 NUMBER_OF = re.compile(r"\d+(?= elements)")  # in reasons that differ in the size of a parameter only
-Row = TypeVar("Row")
+Row = TypeVar("Row", Matmul, Saved, Recomputed)
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Layers:
 
 def matmul_groups(plan: Plan) -> list[Layers]:
     """The matmuls of a graph by module, in the order in which the model runs them."""
-    return _grouped(plan.matmuls, _matmul_key, lambda m: ROLES.index(m.role))
+    return _grouped(plan, plan.matmuls, _matmul_key, lambda m: ROLES.index(m.role))
 
 
 def saved_groups(plan: Plan) -> list[Layers]:
     """The saved tensors of a graph by module."""
-    return _grouped(plan.saved, _saved_key, lambda row: 0)
+    return _grouped(plan, plan.saved, _saved_key, lambda row: 0)
 
 
 def restored_groups(plan: Plan) -> list[Layers]:
     """The values that backward computes again, by module."""
-    return _grouped(plan.restored, _restored_key, lambda row: 0)
+    return _grouped(plan, plan.restored, _restored_key, lambda row: 0)
 
 
 def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
@@ -108,17 +108,19 @@ def _restored_key(row: Recomputed) -> Hashable:
     return (row.shape, row.dtype, row.bytes, sources)
 
 
-def _grouped(rows: Sequence[Row], key: Callable[[Row], Hashable], rank: Callable[[Row], int]) -> list[Layers]:
+def _grouped(
+    plan: Plan, rows: Sequence[Row], key: Callable[[Row], Hashable], rank: Callable[[Row], int]
+) -> list[Layers]:
     modules: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        modules.setdefault((row.path, row.source), []).append(row)  # type: ignore[attr-defined]
+        modules.setdefault((row.path, plan.line(row)), []).append(row)
     groups: dict[Hashable, list[tuple[str, list[tuple[Row, int]]]]] = {}
     for (path, source), members in modules.items():
         lines = _counted(sorted(members, key=rank), key)
         signature = (NUMBER.sub("*", path), source, tuple((key(row), count) for row, count in lines))
         groups.setdefault(signature, []).append((path, lines))
     return [
-        Layers(pattern([path for path, _ in group]), len(group), group[0][1][0][0].source, tuple(group[0][1]))  # type: ignore[attr-defined]
+        Layers(pattern([path for path, _ in group]), len(group), plan.line(group[0][1][0][0]), tuple(group[0][1]))
         for group in groups.values()
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import linecache
 from html.parser import HTMLParser
 from typing import Any
 
@@ -85,6 +86,36 @@ def test_kernels_of_symbolic_sizes_move_what_was_seen():
         a, b = ([row["moved"] for row in found if row["name"].startswith(kind)] for found in (fixed, rows))
         assert sorted(a) == sorted(b) != []
     assert "?" not in {part for line in str(explanation).splitlines() for part in line.split()}
+
+
+def test_modules_of_a_sequential_have_the_line_that_called_it():
+    """Torch's own code calls them, and torch leaves that out of a node's trace. A module of the user's has its own."""
+    model, x = mlp(), batch()
+    here = "called at test_explain.py:"
+    explanation = fp8compile.explain(model, x, options=ALL)
+    for table in ("matmuls", "saved", "recomputed"):
+        rows = [row for row in explanation.rows(table) if row["path"]]
+        assert rows
+        for row in rows:
+            assert row["source"].startswith(here)
+            assert row["source"].endswith("explanation = fp8compile.explain(model, x, options=ALL)")
+    assert f"  2    {here}" in str(explanation)
+    assert all(row.source == "" for row in explanation.matmuls)  # by which a plan knows what it kept
+    torch.compile(model, backend="fp8", options={**ALL, "executor": "eager"})(x).sum().backward()
+    (line,) = {row["source"] for row in fp8compile.last_compile().rows() if row["path"]}
+    assert line.endswith('torch.compile(model, backend="fp8", options={**ALL, "executor": "eager"})(x).sum().backward()')
+    rows = fp8compile.explain(Gated(), torch.randn(32, 64), options=ALL).rows()
+    assert {row["source"].split(":")[0] for row in rows} == {"test_explain.py"}
+
+
+def test_warnings_point_at_the_user_s_line():
+    model, x = mlp(), batch()
+    with pytest.warns(Fp8Warning, match="NOTHING was converted") as caught:
+        torch.compile(model, backend="fp8", options={"executor": "eager"})(x)
+    (warning,) = [w for w in caught if "NOTHING" in str(w.message)]
+    assert warning.filename == __file__
+    line = linecache.getline(warning.filename, warning.lineno)
+    assert "torch.compile(model" in line
 
 
 def test_a_model_without_anything_to_convert_says_so_and_why():
