@@ -322,6 +322,25 @@ def test_the_table():
     assert lines[4].startswith("(the model itself) output left")
 
 
+def test_delayed_scales_are_told(tmp_path: Path):
+    recipe = {"base": "mixed", "output": {"left": {"granularity": "tensor", "delayed": True}}}
+    watched = fp8compile.watch(nn.Linear(32, 16), options={**ALL, "recipe": recipe})
+    watched(torch.randn(16, 32)).sum().backward()
+    casts = {(row.role, row.side): (row.cast, row.delayed) for row in watched.statistics.rows()}
+    assert casts == {
+        ("output", "left"): ("e4m3 tensor", 16),
+        ("output", "right"): ("e4m3 tensor", 0),
+        ("grad_weight", "left"): ("e4m3 tensor", 0),
+        ("grad_weight", "right"): ("e4m3 tensor", 0),
+    }
+    lines = str(watched.statistics).splitlines()
+    (told,) = [line for line in lines if "e4m3 tensor delayed(16)" in line]
+    assert "output left" in told
+    assert max(map(len, lines)) <= 120
+    watched.statistics.save(tmp_path / "s.json")
+    assert fp8compile.Statistics.load(tmp_path / "s.json").rows() == watched.statistics.rows()
+
+
 @pytest.mark.parametrize("recipe", ["mixed", "rowwise", "blockwise"])
 def test_sizes_that_are_padded_and_change(recipe: str):
     """20, 12 and 7 features, 5 to 19 rows: casts are padded to multiples of 16, of which nothing is seen here."""

@@ -135,7 +135,7 @@ const SAVED = [["path", r => r.path], ["value", r => `${r.dtype}[${r.shape}]`], 
   ["before", r => r.bytes_before, bytes], ["after", r => r.bytes, bytes], ["reason", r => r.reason], ["source", r => r.source]];
 const KERNELS = [["kernel", r => r.name], ["half", r => r.half], ["space", r => r.space], ["bytes", r => r.moved, v => v ? bytes(v) : "?"],
   ["operations", r => r.operations], ["from", r => r.origins]];
-const ERRORS = [["path", r => r.path], ["role", r => r.role], ["operand", r => r.side], ["cast", r => r.cast],
+const ERRORS = [["path", r => r.path], ["role", r => r.role], ["operand", r => r.side], ["cast", r => r.delayed ? `${r.cast} delayed(${r.delayed})` : r.cast],
   ["SQNR, dB", r => r.sqnr ?? "", v => v === "" ? "" : v.toFixed(1)], ["amax", r => r.amax, v => v.toPrecision(3)],
   ["saturated", r => r.saturated, v => v.toExponential(1)], ["underflown", r => r.underflown, v => v.toExponential(1)], ["steps", r => r.steps]];
 const GROUPS = [["group", r => r.group], ["parameters", r => r.parameters], ["elements", r => r.elements], ["in 8 bits", r => r.in_8_bits],

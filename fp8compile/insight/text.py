@@ -236,15 +236,18 @@ def statistics_text(rows: Sequence[Row]) -> str:
     formats = [c.split(" ")[0] for c in ALTERNATIVES]
     names = [c.split(" ")[1].replace("group", "g") for c in ALTERNATIVES]
     first = [f if i == 0 or formats[i - 1] != f else "" for i, f in enumerate(formats)]
+    width = max([15, *(len(_cast(row)) for row in rows)])
+    room = 36 + 15 - width  # so that all of it fits a terminal
     lines = [
         f"{'':74}what if: SQNR in dB as",
-        f"{'operand':<36}{'cast':<15} SQNR    amax  under    sat" + "".join(f" {f:>6}" for f in first),
+        f"{'operand':<{room}}{'cast':<{width}} SQNR    amax  under    sat" + "".join(f" {f:>6}" for f in first),
         " " * 74 + "".join(f" {n:>6}" for n in names),
     ]
     for row in sorted(rows, key=lambda r: 1e9 if r.sqnr is None else r.sqnr):
         others = "".join(f" {_number(row.what_if.get(c)):>6}" for c in ALTERNATIVES)
         shares = f"{row.underflown:>6.1%} {row.saturated:>6.1%}"
-        lines.append(f"{_operand(row):<36}{row.cast:<15}{_number(row.sqnr):>5} {row.amax:>7.2g} {shares}{others}")
+        start = f"{_operand(row, room - 1):<{room}}{_cast(row):<{width}}"
+        lines.append(f"{start}{_number(row.sqnr):>5} {row.amax:>7.2g} {shares}{others}")
         if row.skipped:
             lines.append(
                 f"{'':37}{row.skipped} of {row.steps + row.skipped} executions were not finite, and are left out"
@@ -252,10 +255,14 @@ def statistics_text(rows: Sequence[Row]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _operand(row: Row) -> str:
-    """Path, role and side in 35 columns; of a long path, its end."""
+def _cast(row: Row) -> str:
+    return f"{row.cast} delayed({row.delayed})" if row.delayed else row.cast
+
+
+def _operand(row: Row, room: int) -> str:
+    """Path, role and side in `room` columns; of a long path, its end."""
     rest = f" {row.role} {row.side}"
-    path, room = row.path or "(the model itself)", 35 - len(rest)
+    path, room = row.path or "(the model itself)", room - len(rest)
     return (path if len(path) <= room else "…" + path[len(path) - room + 1 :]) + rest
 
 

@@ -103,7 +103,9 @@ def test_modules_of_a_sequential_have_the_line_that_called_it():
     assert all(row.source == "" for row in explanation.matmuls)  # by which a plan knows what it kept
     torch.compile(model, backend="fp8", options={**ALL, "executor": "eager"})(x).sum().backward()
     (line,) = {row["source"] for row in fp8compile.last_compile().rows() if row["path"]}
-    assert line.endswith('torch.compile(model, backend="fp8", options={**ALL, "executor": "eager"})(x).sum().backward()')
+    assert line.endswith(
+        'torch.compile(model, backend="fp8", options={**ALL, "executor": "eager"})(x).sum().backward()'
+    )
     rows = fp8compile.explain(Gated(), torch.randn(32, 64), options=ALL).rows()
     assert {row["source"].split(":")[0] for row in rows} == {"test_explain.py"}
 
