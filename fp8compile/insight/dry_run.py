@@ -95,9 +95,21 @@ def _no_optimizer_step(reached: list[Optimizer]) -> Iterator[None]:
 def _backward(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
     scalar = loss(output) if loss is not None else _default_loss(output)
     if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
-        raise Fp8Error(f"explain: the loss must be a scalar tensor, and is {type(scalar).__name__}; give loss=…")
+        raise Fp8Error(_no_scalar(scalar, loss is not None))
     if scalar.requires_grad:
         scalar.backward()
+
+
+def _no_scalar(found: Any, given: bool) -> str:
+    """What is wrong with a loss, and what to do."""
+    what = f"a {type(found).__name__}"
+    if isinstance(found, torch.Tensor):
+        what = f"a tensor of shape {list(found.shape)}"
+    where = "what loss=… returns" if given else "the `loss` of the model's output"
+    return (
+        f"explain: backward begins at one number, and {where} is {what}. Give a loss that reduces it, such as "
+        "loss=lambda output: output.float().mean(), with the part of your model's output that you train in its place"
+    )
 
 
 def _default_loss(output: Any) -> torch.Tensor:

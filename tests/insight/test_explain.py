@@ -7,7 +7,7 @@ import functools
 import json
 import linecache
 from html.parser import HTMLParser
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -402,9 +402,28 @@ def test_before_a_payload_was_the_tensor_that_was_cast():
     assert explanation.totals.saved_before == 2 * 16 * 32 + 2 * 16 * 64  # the input, and what GELU reads
 
 
+class LossOutput(NamedTuple):
+    loss: torch.Tensor
+
+
 def test_a_loss_that_is_no_scalar_is_refused():
-    with pytest.raises(Fp8Error, match="the loss must be a scalar"):
+    with pytest.raises(
+        Fp8Error, match=r"what loss=… returns is a tensor of shape \[16, 32\]\. Give a loss that reduces it"
+    ):
         fp8compile.explain(mlp(), batch(), loss=lambda out: out, options=ALL)
+    with pytest.raises(Fp8Error, match=r"what loss=… returns is a dict\. Give a loss"):
+        fp8compile.explain(mlp(), batch(), loss=lambda out: {"loss": out}, options=ALL)
+
+    class Unreduced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return LossOutput(self.inner(x).float().mean(-1))
+
+    with pytest.raises(Fp8Error, match=r"the `loss` of the model's output is a tensor of shape \[16\]"):
+        fp8compile.explain(Unreduced(), batch(), options=ALL)
 
 
 # ---- what it leaves alone -------------------------------------------------------------------------------------------
