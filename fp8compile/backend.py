@@ -32,7 +32,7 @@ from fp8compile.partitioner import Partitioner
 from fp8compile.passes import skip_overflow
 from fp8compile.passes.compilation import Compilation, Input, aten, device_of
 from fp8compile.passes.graph_text import graph_text
-from fp8compile.passes.optimizer_pipeline import has_states, run_optimizer
+from fp8compile.passes.optimizer_pipeline import OPTIMIZER, has_states, run_optimizer
 from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
 from fp8compile.passes.snapshot import Snapshot, copy_graph, restore_graph
 from fp8compile.plan import Lowered, Plan
@@ -180,7 +180,7 @@ def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lo
         updates = run_optimizer(graph, dump.observer("optimizer", graph) if dump else None)
     except Exception as error:
         if dump:
-            dump.failed("optimizer", error, graph, ["forward_states", "merge_updates", "skip_overflow"])
+            dump.failed("optimizer", error, graph, [step.name for step in OPTIMIZER])
         if options.strict:
             raise
         restore_graph(graph, backup.graph())

@@ -22,8 +22,9 @@ from fp8compile import backend
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
 from fp8compile.insight import stages
 from fp8compile.insight.memory import timeline
-from fp8compile.passes import pipeline
+from fp8compile.passes import optimizer_pipeline, pipeline
 from fp8compile.passes.compilation import Compilation, aten
+from fp8compile.passes.optimizer_pipeline import OPTIMIZER
 
 ALL = {"select": "all", "executor": "eager"}
 JOINT = ["input", *(step.name for step in pipeline.PIPELINE)]
@@ -62,6 +63,48 @@ def test_every_stage_is_there_in_order(tmp_path: Path):
         assert stage["text_only"] == ""
     assert "graph0: recipe=mixed, select='all', executor='eager'" in listing
     assert "FAILED" not in listing
+
+
+def test_the_index_is_in_a_reader_s_order(tmp_path: Path):
+    """Plan, graphs as the passes made them, kernels, code: however the halves came."""
+    dumped(tmp_path, executor="inductor")
+    lines = (tmp_path / "index.txt").read_text().splitlines()
+    places = [lines.index(f"  {title}") for title in ("plan.txt  plan.json", "graphs, in the order of the passes")]
+    places += [lines.index("  Inductor's code")]
+    assert places == sorted(places)
+    halves = ["cut", "lower_markers", "bf16"]
+    stems = [line.split(".txt")[0].strip()[3:] for line in lines[places[1] + 1 : places[2]]]
+    assert stems == [f"joint_{n}" for n in JOINT] + [f"{h}_{n}" for h in ("forward", "backward") for n in halves]
+    code = [line.split("_", 1)[1] for line in lines[places[2] + 1 :]]
+    assert code == ["forward_inductor_code.py", "backward_inductor_code.py"]
+
+
+def test_kernels_are_listed_with_the_graph_that_runs_them(tmp_path: Path):
+    index = dumped(tmp_path)
+    lines = (tmp_path / "index.txt").read_text().splitlines()
+    listed = [line.split() for line in lines[lines.index("  kernels") + 1 :]]
+    assert [half for _, half, *_ in listed] == sorted((half for _, half, *_ in listed), reverse=True)
+    files = {(tmp_path / "graph0" / file).resolve() for file, *_ in listed}
+    assert files == set((tmp_path / "kernels").resolve().glob("*.py"))
+    assert len(index["graphs"]["graph0"]["kernels"]) == sum(int((n or ["×1"])[0][1:]) for _, _, *n in listed)
+
+
+@pytest.mark.parametrize("step", [step.name for step in OPTIMIZER if not step.scaled])
+def test_a_failing_pass_of_an_optimizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str):
+    def fails(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    broken = tuple(dataclasses.replace(s, run=fails) if s.name == step else s for s in OPTIMIZER)
+    monkeypatch.setattr(optimizer_pipeline, "OPTIMIZER", broken)
+    parameter = torch.nn.Parameter(torch.randn(64, 128))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    optimizer.step()
+    with pytest.warns(Fp8Warning, match="run operator by operator"):
+        torch.compile(optimizer.step, backend="fp8", options={"executor": "eager", "dump": tmp_path})()
+    (graph,) = json.loads((tmp_path / "index.json").read_text())["graphs"].values()
+    assert [f["step"] for f in graph["failures"]] == [step]
+    assert graph["stages"][-1]["name"] == f"{step}_failed"
 
 
 def test_the_plan_is_the_plan(tmp_path: Path):
