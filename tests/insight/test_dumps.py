@@ -312,14 +312,17 @@ def test_a_failure_of_inductor_in_backward(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_difference_of_two_stages(tmp_path: Path):
     dumped(tmp_path)
-    text = stages.diff(tmp_path, "input", "graph0/joint/share_casts")
+    text = fp8compile.diff(str(tmp_path), "input", "graph0/joint/share_casts")
     assert text.startswith("--- graph0/joint/input\n+++ graph0/joint/share_casts\n")
     assert "-%addmm: bf16[16, 64] = addmm(" in text
     assert "fp8.scaled_mm(" in text
     assert stages.diff(tmp_path, "select_matmuls", "assign_scales") == ""
     assert stages.find(tmp_path, "09_joint_quantize_matmuls.txt").name == "graph0/joint/quantize_matmuls"
     with pytest.raises(OptionError, match="Did you mean 'graph0/joint/share_casts'"):
-        stages.find(tmp_path, "joint/share_cast")
+        fp8compile.diff(tmp_path, "input", "joint/share_cast")
+    with pytest.raises(Fp8Error, match="is no dump"):
+        fp8compile.diff(tmp_path / "elsewhere", "input", "share_casts")
+    assert len(fp8compile.diff(tmp_path, "input", "share_casts", context=0)) < len(text)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
