@@ -23,14 +23,25 @@ def optimizer_tables(plan: Plan) -> Iterator[Iterator[str]]:
 
 
 def _groups(plan: Plan) -> Iterator[str]:
-    if not plan.groups:
-        return
-    yield f"    {'group':<7}{'parameters':<24}{'in 8 bits':<11}{'states':<24}settings"
-    for row in plan.groups:
-        what = f"{row.parameters} of {si(row.elements)}elements"
-        change = f"{size(row.before)} → {size(row.after)}"
-        yield from _wrapped(f"    {row.group:<7}{what:<24}{row.in_8_bits:<11}{change:<24}", settings(row))
-        yield from _wrapped(f"{'':11}{'':24}{'not:':<11}", "; ".join(others(row))) if row.others else ()
+    titles = ("group", "parameters", "in 8 bits", "states")
+    rows = [
+        (str(g.group), f"{g.parameters} of {si(g.elements)}elements", str(g.in_8_bits), _change(g.before, g.after))
+        for g in plan.groups
+    ]
+    widths = [2 + max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    if plan.groups:
+        yield _cells(titles, widths) + "settings"
+    for row, g in zip(rows, plan.groups, strict=True):
+        yield from _wrapped(_cells(row, widths), settings(g))
+        yield from _wrapped(_cells(("", "", "not:"), widths[:3]), "; ".join(others(g))) if g.others else ()
+
+
+def _cells(texts: Sequence[str], widths: Sequence[int]) -> str:
+    return "    " + "".join(f"{text:<{width}}" for text, width in zip(texts, widths, strict=True))
+
+
+def _change(before: int, after: int) -> str:
+    return f"{size(before)} → {size(after)}"
 
 
 def settings(row: Group) -> str:
@@ -54,16 +65,14 @@ def others(row: Group) -> list[str]:
 
 
 def _states(plan: Plan) -> Iterator[str]:
+    titles = ("state of the optimizer", "as", "bytes")
     groups = state_groups(plan)
-    if not groups:
-        return
-    names = [f"{g.first.name} ×{g.count}" for g in groups]
-    width = max(22, *map(len, names))
-    yield f"    {'state of the optimizer':<{width}}  {'as':<14}  {'bytes':<22}  reason"
-    for name, g in zip(names, groups, strict=True):
-        change = f"{size(g.before)} → {size(g.after)}"
-        form = g.first.format or g.first.dtype
-        yield from _wrapped(f"    {name:<{width}}  {form:<14}  {change:<22}  ", g.reason)
+    rows = [(f"{g.first.name} ×{g.count}", g.first.format or g.first.dtype, _change(g.before, g.after)) for g in groups]
+    widths = [2 + max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    if groups:
+        yield _cells(titles, widths) + "reason"
+    for row, g in zip(rows, groups, strict=True):
+        yield from _wrapped(_cells(row, widths), g.reason)
 
 
 def _updates(plan: Plan) -> Iterator[str]:
