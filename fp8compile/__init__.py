@@ -34,6 +34,7 @@ from fp8compile.insight.dry_run import explain  # noqa: E402
 from fp8compile.insight.dumps import dump  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
 from fp8compile.insight.graph_files import example_inputs, load_graph  # noqa: E402
+from fp8compile.insight.stages import diff  # noqa: E402
 from fp8compile.insight.watching import watch  # noqa: E402
 from fp8compile.optim import plain_state_dict, prepare_optimizer  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
@@ -78,6 +79,7 @@ __all__ = [
     "compiles",
     "compress_gradients",
     "delayed",
+    "diff",
     "dump",
     "example_inputs",
     "explain",

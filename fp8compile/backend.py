@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
 from fp8compile import delayed, devices, failures, optimizers, plans, scheduled
+from fp8compile.compilations import current_frame
 from fp8compile.errors import OptionError
 from fp8compile.insight.baseline import DumpingPartitioner
 from fp8compile.insight.dumps import Dump
@@ -31,7 +32,7 @@ from fp8compile.partitioner import Partitioner
 from fp8compile.passes import skip_overflow
 from fp8compile.passes.compilation import Compilation, Input, aten, device_of
 from fp8compile.passes.graph_text import graph_text
-from fp8compile.passes.optimizer_pipeline import has_states, run_optimizer
+from fp8compile.passes.optimizer_pipeline import OPTIMIZER, has_states, run_optimizer
 from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
 from fp8compile.passes.snapshot import Snapshot, copy_graph, restore_graph
 from fp8compile.plan import Lowered, Plan
@@ -80,7 +81,7 @@ def _compile(
     dump = Dump(parsed.dump, parsed) if parsed.dump else None
     joint = JointPass(parsed, known, namespace, dump, optimizer=states)
     key = plans.key(gm, example_inputs, joint.uuid())
-    record = joint.record = plans.Record(key, parsed, dump.plans if dump else None)
+    record = joint.record = plans.Record(key, parsed, dump.plans if dump else None, states)
     lowering = LoweringPass(parsed, dump)
     joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
     settings = _inductor_settings(parsed, joint.optimizer is not None) | {
@@ -91,7 +92,7 @@ def _compile(
     compile_half = _run_eagerly if parsed.executor == "eager" else _compile_half
     inner: Any = functools.partial(compile_half, lowering=lowering, record=record)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
-    record.close()
+    record.close(current_frame(example_inputs))
     return compiled, record.plans
 
 
@@ -121,14 +122,15 @@ class JointPass(CustomGraphPass):
         try:
             run(c)
         except Exception as error:
+            c.plan = c.plan.undone(failures.first_line(error))
             if self.dump:
                 self.dump.failed("joint", error, graph, [step.name for step in PIPELINE])
+                self.dump.plans([c.plan])  # of a compilation that ends here nothing else will be written
             if self.options.strict or isinstance(error, OptionError):  # a plan that does not fit: the user's to mend
                 raise
             module: Any = graph.owning_module
             module.graph = as_it_was = backup.graph()
             failures.warn(error, as_it_was, self.options)
-            c.plan = Plan(c.plan.graph, c.plan.recipe, c.plan.device, failure=failures.first_line(error))
         if self.record is not None:
             self.record.add(c.plan)
 
@@ -178,7 +180,7 @@ def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lo
         updates = run_optimizer(graph, dump.observer("optimizer", graph) if dump else None)
     except Exception as error:
         if dump:
-            dump.failed("optimizer", error, graph, ["forward_states", "merge_updates", "skip_overflow"])
+            dump.failed("optimizer", error, graph, [step.name for step in OPTIMIZER])
         if options.strict:
             raise
         restore_graph(graph, backup.graph())

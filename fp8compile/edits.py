@@ -7,7 +7,7 @@
 A row speaks of a matmul by module path, role and occurrence (a module may run several times): node names and the
 number of tokens may differ. Its feature sizes, where it has them, must agree, so that a plan of another model is found
 out. A merged row speaks of each of its `merged` paths. Matmuls without a row are decided as usual, so rows may be
-deleted.
+deleted; those of a graph of which a pass failed say nothing.
 A saved tensor is known by module path, source line, dtype, last dimension and occurrence.
 
 The content of the plan is part of `Options`, and so of every cache's key.
@@ -78,6 +78,7 @@ def load(value: Any) -> Edits:
 
 
 def _edits(name: str, plans: Sequence[Plan]) -> Edits:
+    plans = [p for p in plans if not p.failure]
     graphs = tuple(GraphEdits(p.graph, tuple(_decisions(p, name))) for p in plans if p.matmuls)
     return Edits(name, graphs, tuple(form for p in plans for form in _saved_forms(p, name)))
 

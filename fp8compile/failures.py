@@ -5,13 +5,12 @@ from __future__ import annotations
 import platform
 import tempfile
 import traceback
-import warnings
 from pathlib import Path
 
 import torch
 from torch import fx
 
-from fp8compile.errors import Fp8Warning
+from fp8compile.calling_line import warn_user
 from fp8compile.options import Options
 from fp8compile.passes.graph_text import graph_text
 
@@ -21,11 +20,9 @@ def warn(
 ) -> None:
     """Write a report on `error` and warn with its path and the consequence; `graph` is the graph before any pass."""
     path = _write(error, graph, options)
-    warnings.warn(
+    warn_user(
         f"fp8: a pass failed ({first_line(error)}). {consequence}. "
-        f"A bug report is ready at {path}; options={{'strict': True}} raises instead.",
-        Fp8Warning,
-        stacklevel=2,
+        f"A bug report is ready at {path}; options={{'strict': True}} raises instead."
     )
 
 

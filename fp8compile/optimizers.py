@@ -8,7 +8,6 @@ is compiled with the states as they are, and `fp8compile.prepare_optimizer` does
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +20,9 @@ from torch._dynamo.symbolic_convert import InstructionTranslator  # knows the fr
 from torch.optim import Optimizer
 
 from fp8compile import optim, unscaling
-from fp8compile.errors import Fp8Warning
+from fp8compile.calling_line import warn_user
 from fp8compile.options import Options
+from fp8compile.parameter_groups import group_rows
 from fp8compile.passes import open_states, refuse_view_writes, spread_scalars, states_once
 from fp8compile.plan import MergedUpdate, Plan
 
@@ -69,7 +69,8 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], o
     if (sources := gm.__dict__.get("_param_name_to_source")) is not None:  # AOTAutograd asks where a buffer comes from
         sources |= {name: AttrSource(sources[state], part) for name, (state, part) in opened.items()}
         sources |= {name: AttrSource(next(iter(sources.values())), name) for name in added}  # one that it will not meet
-    return Plan("optimizer", states=optim.state_rows(opt))
+    states = optim.state_rows(opt)
+    return Plan("optimizer", states=states, groups=group_rows(opt, states))
 
 
 def warn_of_unmerged(updates: list[MergedUpdate]) -> None:
@@ -101,4 +102,4 @@ def _is_state(x: Any) -> bool:
 
 
 def _say(message: str) -> None:
-    warnings.warn(f"fp8: {message}.", Fp8Warning, stacklevel=3)
+    warn_user(f"fp8: {message}.")

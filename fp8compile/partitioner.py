@@ -12,7 +12,6 @@ which nothing would be kept as FP8 is left to torch's own partitioner.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,8 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's base: its uuid() keys the caches
 
 from fp8compile import devices, failures, ops
-from fp8compile.errors import Fp8Warning, OptionError
+from fp8compile.calling_line import warn_user
+from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import describe
 from fp8compile.passes.compilation import Compilation, device_of
@@ -130,7 +130,7 @@ def _partition(
         return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
     choice = plan_within(gm.graph, halves, options.activation_budget, devices.describe(device_of(gm.graph)))
     if choice.missed:
-        warnings.warn(f"fp8: {choice.missed}", Fp8Warning, stacklevel=2)
+        warn_user(f"fp8: {choice.missed}")
     saved = choice.saved
     sizes = [n for n in saved if p.is_sym_node(n)]
     objects = [n for n in saved if n not in sizes and is_object(n)]

@@ -87,6 +87,9 @@ class Saved:
     form: what is kept: the name of `dtype` for the value itself, or payload and granularity, as "e4m3 group(128)".
     bytes: what that form takes, scales included (of a symbolic size: at the sizes seen when it was compiled).
     reason: why it has this form.
+    before: bytes of what it stands for, where that is not the value itself: for an FP8 payload that a matmul of
+    backward reads, the tensor that was cast, unless a parameter or another row is that already (then 0, as for amaxes
+    and scales, which nothing but FP8 has).
     """
 
     node: str
@@ -97,6 +100,7 @@ class Saved:
     form: str
     bytes: int
     reason: str
+    before: int | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,8 @@ class Kernel:
     """One generated kernel of a compiled graph.
 
     half: forward, backward, or inference. space: rows × cols of its parts. operations: what it computes, with counts.
-    moved: bytes that it reads and writes at least; 0 where a size is symbolic. origins: the user's lines.
+    moved: bytes that it reads and writes at least, of symbolic sizes as they were seen when it was compiled; 0 where
+    only the data knows a size. origins: the user's lines.
     """
 
     name: str
@@ -180,6 +185,25 @@ class State:
 
 
 @dataclass(frozen=True)
+class Group:
+    """One group of parameters of an optimizer, counted as `optimizer.param_groups` is.
+
+    settings: its hyperparameters by name ("lr", "betas", …), as they were; several numbers as text.
+    parameters, elements: how many, and how many numbers they have. in_8_bits: parameters with a state in 8 bits;
+    others: why the others have none, with counts. before, after: bytes of its states, as plain tensors and as kept.
+    """
+
+    group: int
+    parameters: int
+    elements: int
+    in_8_bits: int
+    before: int
+    after: int
+    others: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class MergedUpdate:
     """So many parameters that one launch updates, by an expression of so many values; reason: why it is not merged."""
 
@@ -203,15 +227,15 @@ class Lowered:
 
 @dataclass
 class Plan:
-    """Rows for every matmul of one graph; `graph` says which (training, inference or optimizer), `failure` why no pass
-    ran.
+    """Rows for every matmul of one graph; `graph` says which (training, inference or optimizer), `failure` why
+    nothing of it was carried out.
 
     `saved`: what the forward half keeps for the backward half, parameters left out; `recomputed`: how many nodes of
     each operator the backward half computes again; `restored`: which values it gets in that way.
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
-    backward when it is first needed). `states`: those of an optimizer.
+    backward when it is first needed). `states`, `groups`: those of an optimizer, and of its parameters.
     `losses`: what became of cross-entropies with large logits. `masks`: those of attention that are not made.
-    `hints`: symbolic sizes of rows → what they were when this was compiled.
+    `hints`: symbolic sizes of rows → what they were when this was compiled. `called`: the user's line that compiled it.
     """
 
     graph: str = "training"
@@ -224,9 +248,11 @@ class Plan:
     restored: list[Recomputed] = field(default_factory=list)
     halves: dict[str, Lowered] = field(default_factory=dict)
     states: list[State] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     hints: dict[str, int] = field(default_factory=dict)
+    called: str = field(default="", compare=False)
 
     def row(self, node: str) -> Matmul | None:
         """The row of the matmul at graph node `node`."""
@@ -236,6 +262,18 @@ class Plan:
         """Replace fields of the row at node `which`."""
         self.matmuls = [replace(m, **changes) if m.node == which else m for m in self.matmuls]
 
+    def undone(self, failure: str) -> Plan:
+        """This plan where a pass failed, so that none of it is carried out: reasons keep what had been decided."""
+        rows = [
+            replace(m, decision=BF16, reason=f"a pass failed; FP8 was decided: {m.reason}") if m.decision == FP8 else m
+            for m in self.matmuls
+        ]
+        losses = [
+            replace(x, chunk=0, reason=f"a pass failed; chunks of {x.chunk} rows were decided") if x.chunk else x
+            for x in self.losses
+        ]
+        return replace(self, matmuls=rows, losses=losses, masks=[], failure=failure)
+
     def size(self, size: int | str) -> int:
         """A size of a row as a number; 0 for a symbolic one of which nothing is known."""
         if isinstance(size, int) or size in self.hints:
@@ -243,6 +281,11 @@ class Plan:
         known = {name: sympy.Integer(hint) for name, hint in self.hints.items() if name.isidentifier()}
         number = sympy.parse_expr(size, local_dict=known)  # a padded size: "16*((s33 + 15)//16)"
         return int(number) if number.is_Integer else 0
+
+    def line(self, row: Matmul | Saved | Recomputed) -> str:
+        """The user's line of a row. The modules of an nn.Sequential that is compiled itself have none, as torch's own
+        code calls them: then the line that called the whole."""
+        return row.source or (f"called at {self.called}" if row.path and self.called else "")
 
     @property
     def converted(self) -> list[Matmul]:
@@ -295,13 +338,19 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """A plan from `to_json`'s text. Raises `OptionError` for another."""
-        return _plan(parsed(text), "the plan")
+        """A plan from `to_json`'s text, or an explanation's of one graph. Raises `OptionError` for another."""
+        data = parsed(text)
+        if isinstance(data, dict) and "plans" in data:
+            plans = plans_from_json(text)
+            if len(plans) != 1:
+                raise OptionError(f"this is an explanation of {len(plans)} graphs: Explanation.from_json reads them")
+            return plans[0]
+        return _plan(data, "the plan")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 
-TABLES = {"saved": Saved, "restored": Recomputed, "states": State, "losses": Loss, "masks": Mask}
+TABLES = {"saved": Saved, "restored": Recomputed, "states": State, "groups": Group, "losses": Loss, "masks": Mask}
 UNSAID = {"node": "", "source": "", "kind": "mm", "m": 0, "n": 0, "k": 0}  # of a matmul's row; a size of 0: any
 UNSAID_SAVED = {"node": "", "bytes": 0, "reason": ""}
 

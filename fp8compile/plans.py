@@ -12,10 +12,9 @@ import json
 import logging
 import os
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live and die with Inductor's cache
 
 from fp8compile import edits
-from fp8compile.errors import Fp8Warning
+from fp8compile.calling_line import calling_line, warn_user
+from fp8compile.compilations import Compilations, Frame
+from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.text import one_line
 from fp8compile.options import Options
 from fp8compile.plan import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Recomputed, Saved, lowered_from
@@ -32,7 +33,7 @@ from fp8compile.plan import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Rec
 # Left on purpose: a graph of nothing else is no surprise.
 BY_DEFAULT = ("the output head", "recipe ", "operations=", edits.REASON, edits.SCHEDULED)
 logger = logging.getLogger("fp8compile")  # quiet unless asked: TORCH_LOGS="fp8compile", or logging's own ways
-_compiled: list[Plan] = []
+_compiled = Compilations()
 _matched: set[str] = set()  # skip patterns that have matched, or of which was said that they have not
 
 
@@ -40,35 +41,35 @@ _matched: set[str] = set()  # skip patterns that have matched, or of which was s
 def collected() -> Iterator[list[Plan]]:
     """Plans of what is compiled in this context go to the list it gives, and not to `compiles()`."""
     global _compiled
-    before, _compiled = _compiled, []
+    before, _compiled = _compiled, Compilations()
     try:
-        yield _compiled
+        yield _compiled.plans
     finally:
         _compiled = before
 
 
-def last_compile() -> Plan:
-    """The plan of the graph that was compiled last and has matmuls; where none has, of the optimizer compiled last.
+def last_compile() -> Explanation:
+    """What `explain` tells, of what was compiled last, without compiling again; also where a cache had it.
 
-    `compiles()` has all of them. Raises `LookupError` before the first.
+    All graphs that the last call of a compiled function made (graph breaks make several), one without matmuls left out;
+    graphs which that call found compiled are not in it. An optimizer that was compiled after a model does not hide it:
+    where graphs with matmuls have been compiled, it is of those. `compiles()` has everything. Raises `LookupError`
+    before the first.
     """
-    for plans in (
-        [plan for plan in _compiled if plan.matmuls or plan.failure],
-        [plan for plan in _compiled if plan.states or plan.updates],
-    ):
-        if plans:
-            return plans[-1]
+    if found := _compiled.last():
+        return Explanation(found)
     raise LookupError("nothing has been compiled with backend='fp8' yet: call the compiled model once")
 
 
 def compiles() -> list[Plan]:
     """The plans of all graphs that this process has compiled, oldest first (graph breaks make several)."""
-    return list(_compiled)
+    return list(_compiled.plans)
 
 
 def reset() -> None:
     """Forget all plans."""
-    _compiled.clear()
+    _compiled.plans.clear()
+    _compiled.calls.clear()
     _matched.clear()
 
 
@@ -90,15 +91,25 @@ class Record:
     The plan comes with the joint graph, each half's kernels when that half is compiled; backward may come much later.
     """
 
-    def __init__(self, key: str, options: Options, also: Callable[[Sequence[Plan]], None] | None = None):
-        """`also` sees the plans whenever they are written."""
+    def __init__(
+        self,
+        key: str,
+        options: Options,
+        also: Callable[[Sequence[Plan]], None] | None = None,
+        optimizer: Plan | None = None,
+    ):
+        """`also` sees the plans whenever they are written. optimizer: what is known of one before any pass runs: its
+        settings may have changed since a cache was filled."""
         self.plans: list[Plan] = []
+        self.optimizer = optimizer
         self.options = options
         self._also = also
+        self._called = calling_line()
         self._file = _folder() / f"{key}.json"
 
     def add(self, plan: Plan) -> None:
         """The plan of a joint or inference graph; what follows belongs to it."""
+        plan.called = self._called
         self.plans.append(plan)
 
     def add_saved(self, saved: list[Saved], recomputed: dict[str, int], restored: list[Recomputed]) -> None:
@@ -119,15 +130,20 @@ class Record:
         if self._also is not None:
             self._also(self.plans)
 
-    def close(self) -> None:
-        """The call is over: if all of it came from a cache, look up what was decided then; say what went undone."""
+    def close(self, frame: Frame | None = None) -> None:
+        """The call is over: if all of it came from a cache, look up what was decided then; say what went undone.
+
+        frame: where the graph comes from."""
         if self.plans:
             self.write()
         elif self._file.exists():
             self.plans = [Plan.from_json(text) for text in self._file.read_text().split("\n---\n")]
+            if self.optimizer is not None:
+                self.plans = [replace(self.optimizer, halves=plan.halves) for plan in self.plans]
             for plan in self.plans:
+                plan.called = self._called
                 _warn_again(plan)
-        _compiled.extend(self.plans)
+        _compiled.add(self.plans, frame)
         for plan in self.plans:
             logger.info("%s", one_line(plan))
         _warn(self.plans, self.options)
@@ -152,9 +168,11 @@ def _warn_again(plan: Plan) -> None:
     """What failed when this graph was compiled still has its consequences."""
     for half, lowered in plan.halves.items():
         if lowered.failure:
-            _say(f"fp8: the {half} graph, found in a cache, was compiled without generated kernels: {lowered.failure}")
+            warn_user(
+                f"fp8: the {half} graph, found in a cache, was compiled without generated kernels: {lowered.failure}"
+            )
     if plan.failure:
-        _say(f"fp8: this graph, found in a cache, was compiled without FP8: {plan.failure}")
+        warn_user(f"fp8: this graph, found in a cache, was compiled without FP8: {plan.failure}")
 
 
 def _write(file: Path, text: str) -> None:
@@ -166,17 +184,17 @@ def _write(file: Path, text: str) -> None:
 
 
 def _warn(plans: list[Plan], options: Options) -> None:
-    matmuls = [m for plan in plans for m in plan.matmuls]
+    matmuls = [m for plan in plans if not plan.failure for m in plan.matmuls]  # a failure has been told
     candidates = [m for m in matmuls if _could_be(m)]
     if candidates and not any(m.decision == "fp8" for m in matmuls):
         main = Counter(m.reason for m in candidates).most_common(3)
         listed = "; ".join(f"{count}× {reason}" for reason, count in main)
-        _say(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.")
+        warn_user(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.")
     for text in (READ_ROUNDED, CAST_AGAIN):
         found = [m for m in matmuls if text in m.reason]
         if found:
             example = f"{found[0].path or 'the model itself'} {found[0].role}: {found[0].reason}"
-            _say(f"fp8: {len(found)} matmuls do not take a weight as it was gathered. {example}.")
+            warn_user(f"fp8: {len(found)} matmuls do not take a weight as it was gathered. {example}.")
     _check_patterns("skip", options.skip, "matmul", {m.path for m in matmuls}, {m.path for m in candidates})
     kept = {row.path for plan in plans for row in plan.saved} | {m.path for m in matmuls}
     forms = [pattern for pattern, _ in options.save if pattern != "*"]
@@ -191,7 +209,7 @@ def _check_patterns(option: str, patterns: Sequence[str], what: str, paths: set[
             _matched.add(f"{option} {pattern}")
             listed = sorted(path or "(the model itself)" for path in shown_paths)
             shown = ", ".join(listed[:6]) + (", …" if len(listed) > 6 else "")
-            _say(f"fp8: {option} pattern {pattern!r} matches no {what} of this graph. Paths here: {shown}.")
+            warn_user(f"fp8: {option} pattern {pattern!r} matches no {what} of this graph. Paths here: {shown}.")
 
 
 def _could_be(matmul: Matmul) -> bool:
@@ -201,7 +219,3 @@ def _could_be(matmul: Matmul) -> bool:
 
 def _names(pattern: str, path: str) -> bool:
     return Options(skip=(pattern,)).skips(path) is not None
-
-
-def _say(message: str) -> None:
-    warnings.warn(message, Fp8Warning, stacklevel=4)

@@ -12,7 +12,6 @@ evaluates what is trained. `schedules()` gives all of this process, `scheduled_p
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +22,8 @@ from torch import fx
 from torch._guards import TracingContext, tracing  # what Dynamo knew of the graph: compiled again, it must be the same
 
 from fp8compile import devices, edits, failures, plans, statistics
+from fp8compile.calling_line import warn_user
 from fp8compile.edits import Edits, SavedKey, saved_key
-from fp8compile.errors import Fp8Warning
 from fp8compile.insight.explanation import Explanation
 from fp8compile.moves import Ladders, Move, keyed
 from fp8compile.options import KEEP_ALL, Options
@@ -230,7 +229,7 @@ class Scheduled:
     def _end(self, why: str) -> None:
         self.why_done = why
         if why.startswith("not compiled"):
-            warnings.warn(f"fp8: the schedule of a graph stays as it is: {why}.", Fp8Warning, stacklevel=3)
+            warn_user(f"fp8: the schedule of a graph stays as it is: {why}.")
         logger.info("schedule: %s", why)
 
     # ---- versions -----------------------------------------------------------------------------------------------

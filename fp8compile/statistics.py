@@ -49,7 +49,8 @@ class Row:
     or all zeros.
 
     evenly: (by_rows, by_columns) by cast. trait: "product" of an operand that is the product of two matmuls' results,
-    as SwiGLU's. role "saved": a tensor kept for backward; occurrence and side are then the rest of its key.
+    as SwiGLU's. delayed: of how many steps its scale comes, 0: of this one. role "saved": a tensor kept for backward;
+    occurrence and side are then the rest of its key.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Row:
     by_columns: float | None = None
     evenly: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
     trait: str = ""
+    delayed: int = 0
 
 
 @dataclass
@@ -97,7 +99,9 @@ class Statistics:
         found = list(self._kept)
         for key, sums in self._sums.items():
             cast, operands, *trait = json.loads(key)
-            found += [_row(operand, cast, sums.tolist(), "".join(trait)) for operand in operands]
+            cast, _, delay = cast.partition(" delayed(")
+            history = int(delay.removesuffix(")") or 0)
+            found += [_row(operand, cast, sums.tolist(), "".join(trait), history) for operand in operands]
         return found
 
     def plan(self, minimum: float) -> list[Plan]:
@@ -195,7 +199,7 @@ def _joined(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _row(operand: Sequence[Any], cast: str, sums: Sequence[float], trait: str = "") -> Row:
+def _row(operand: Sequence[Any], cast: str, sums: Sequence[float], trait: str = "", history: int = 0) -> Row:
     s = dict(zip(SUMS, sums, strict=False))
     path, role, occurrence, side = operand
     rows, columns = (sums[len(SUMS) + i * len(LINE) :][: len(LINE)] for i in range(2))
@@ -205,7 +209,7 @@ def _row(operand: Sequence[Any], cast: str, sums: Sequence[float], trait: str = 
         path, role, occurrence, side, cast, int(s["steps"]), int(s["skipped"]), s["amax"],
         s["saturated"] / max(s["elements"], 1), s["underflown"] / max(s["nonzero"], 1),
         _decibels(s["signal"], s["noise"]), {c: _decibels(s["signal"], s[c]) for c in ALTERNATIVES},
-        *even[0], dict(zip(ALTERNATIVES, even[1:], strict=True)), trait,
+        *even[0], dict(zip(ALTERNATIVES, even[1:], strict=True)), trait, history,
     )  # fmt: skip
 
 

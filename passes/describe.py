@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import fx
 
 from fp8compile import ops
@@ -18,6 +20,7 @@ from fp8compile.passes.saved_forms import Form, as_it_is, dtype_name, made_at
 from fp8compile.plan import Kernel, Recomputed, Saved
 
 BOOKKEEPING = ("load", "constant", "float", "round", "load_max")  # operations that say nothing about the kernel
+FP8_ONLY = (ops.amax, ops.scale, ops.delayed_scale, ops.quantize)  # what no other training has
 
 
 def describe_kernels(graph: fx.Graph, half: str) -> list[Kernel]:
@@ -27,14 +30,24 @@ def describe_kernels(graph: fx.Graph, half: str) -> list[Kernel]:
 
 def _describe(node: fx.Node, half: str) -> Kernel:
     region, schedule = spec_of(node)
+    given: list[Any] = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in node.args[1]]  # type: ignore[union-attr]
+    symbols = dict(zip(region.sizes, map(str, given), strict=True))
+    seen = {name: _seen(size) for name, size in zip(region.sizes, given, strict=True)}
     return Kernel(
         generated.kernel_name(region, schedule),
         half,
-        tuple(f"{part.rows}×{part.cols}" for part in region.parts),
+        tuple(f"{symbols.get(str(part.rows), part.rows)}×{part.cols}" for part in region.parts),
         _operations(region.parts),
-        0 if region.sizes else sum(sum(generated.moved(part, region).values()) for part in region.parts),
+        0 if 0 in seen.values() else sum(sum(generated.moved(part, region, seen).values()) for part in region.parts),
         region.origins,
     )
+
+
+def _seen(size: Any) -> int:
+    """A size as it was when the graph was traced; 0 for one that only the data knows."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 0
+    return size if isinstance(size, int) else 0
 
 
 def _operations(parts: tuple[Part, ...]) -> tuple[str, ...]:
@@ -50,9 +63,9 @@ def _operations(parts: tuple[Part, ...]) -> tuple[str, ...]:
 def describe_saved(saved: Iterable[fx.Node], static: set[fx.Node], forms: Mapping[fx.Node, Form]) -> list[Saved]:
     """A row for each saved tensor that is no parameter (`static`)."""
     rows = []
-    for node in saved:
-        if not is_tensor(node) or node in static:
-            continue
+    kept = [n for n in saved if is_tensor(n) and n not in static]
+    counted = static | {made_at(n) for n in kept if made_at(n).target not in FP8_ONLY}
+    for node in kept:
         x = value(node)
         form = forms.get(node) or as_it_is(x, _why_itself(node))
         shape = tuple(n if isinstance(n, int) else str(n) for n in x.shape)
@@ -66,9 +79,22 @@ def describe_saved(saved: Iterable[fx.Node], static: set[fx.Node], forms: Mappin
                 form.name(x),
                 form.bytes,
                 form.reason,
+                _before(node, counted),
             )
         )
     return rows
+
+
+def _before(node: fx.Node, counted: set[fx.Node]) -> int | None:
+    """`Saved.before`. counted: nodes whose bytes other rows have already; it grows."""
+    cast = made_at(node)
+    if cast.target not in FP8_ONLY:
+        return None
+    source = made_at(cast.args[0]) if cast.target is ops.quantize else None  # type: ignore[arg-type]
+    if source is None or source in counted:
+        return 0
+    counted.add(source)
+    return as_it_is(value(cast.args[0]), "").bytes  # type: ignore[arg-type]
 
 
 def _why_itself(node: fx.Node) -> str:

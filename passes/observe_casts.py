@@ -75,11 +75,19 @@ def _emit(
     operands = list(dict.fromkeys(o for q in quantizes for o in _operands(q, readers)))
     cast = f"{quantizes[0].args[2]} {quantizes[0].args[3]}"
     tensors = list(dict.fromkeys(q.args[0] for q in quantizes))
-    rest = (tensors, cast, transpose, c.options.watch, _key(cast, operands, tensors))
+    rest = (tensors, cast, transpose, c.options.watch, _key(f"{cast}{_delay(quantizes[0])}", operands, tensors))
     node = c.emit(ops.observe, scale, *rest, like=scale, before=place)
     if "recompute" in node.meta:  # in a checkpointed region: computed again, it would be measured again
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return node
+
+
+def _delay(quantize: fx.Node) -> str:
+    """ " delayed(16)" for a cast whose scale comes from a history; its rows say so."""
+    scale: Any = quantize.args[1]
+    while scale.target is ops.observe:
+        scale = scale.args[0]
+    return f" delayed({scale.args[3]})" if scale.target is ops.delayed_scale else ""
 
 
 def _key(cast: str, operands: Any, tensors: list[Any]) -> str:

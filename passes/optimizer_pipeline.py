@@ -6,6 +6,7 @@ It runs where kernels are made of the halves of a model: last, so that nothing o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -15,6 +16,40 @@ from fp8compile.passes.graph_text import graph_text
 from fp8compile.plan import MergedUpdate
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of the pipeline: a name, what it does to a graph whose scaled loss overflowed where a node says so, and
+    why it stands where it stands. It returns what it merged, or None.
+
+    scaled: it has something to do only where a loss is scaled.
+    """
+
+    name: str
+    run: Callable[[fx.Graph, fx.Node | None], list[MergedUpdate] | None]
+    why: str
+    scaled: bool = False
+
+
+OPTIMIZER = (
+    Step(
+        "forward_states",
+        lambda graph, _: forward_states.run(graph),
+        "first: then an update is one expression from what was stored to what is stored",
+    ),
+    Step(
+        "merge_updates",
+        lambda graph, _: merge_updates.run(graph),
+        "finds the expressions, and makes one operator of equal ones",
+    ),
+    Step(
+        "stack_numbers",
+        lambda graph, _: stack_numbers.run(graph),
+        "now it is known which numbers belong together",
+    ),
+    Step("skip_overflow", skip_overflow.run, "last: what is merged skips by itself", scaled=True),
+)
+
+
 def has_states(graph: fx.Graph) -> bool:
     """Whether this is the graph of an optimizer with 8-bit states, or of one that unscales its gradients."""
     return any(n.target in (state_ops.store_state, state_ops.unscale) for n in graph.nodes)
@@ -22,20 +57,14 @@ def has_states(graph: fx.Graph) -> bool:
 
 def run_optimizer(graph: fx.Graph, observe: Callable[[str, str], None] | None = None) -> list[MergedUpdate]:
     """Rewrite an optimizer graph in place; returns what was merged. `observe(stage, text)` sees it after each pass."""
-
-    def show(stage: str) -> None:
-        if observe:
-            observe(stage, graph_text(graph))
-
-    show("input")
     overflow = skip_overflow.overflow_of(graph)
-    forward_states.run(graph)  # first: then an update is one expression from what was stored to what is stored
-    show("forward_states")
-    rows = merge_updates.run(graph)  # finds the expressions, and makes one operator of equal ones
-    show("merge_updates")
-    stack_numbers.run(graph)  # now it is known which numbers belong together
-    show("stack_numbers")
-    if overflow is not None:
-        skip_overflow.run(graph, overflow)  # last: what is merged skips by itself
-        show("skip_overflow")
+    rows: list[MergedUpdate] = []
+    if observe:
+        observe("input", graph_text(graph))
+    for step in OPTIMIZER:
+        if overflow is None and step.scaled:
+            continue
+        rows += step.run(graph, overflow) or []
+        if observe:
+            observe(step.name, graph_text(graph))
     return rows

@@ -59,7 +59,15 @@ def _nothing() -> fp8compile.Explanation:
         return fp8compile.explain(Nothing().bfloat16(), torch.randn(4, 3, 8, 8).bfloat16(), options=OPTIONS)
 
 
-EXAMPLES = {"llama": _llama, "gpt2": _gpt2, "nothing": _nothing}
+def _optimizer() -> fp8compile.Explanation:
+    model = Llama(LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden=128), max_seq=32)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return fp8compile.explain(torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1).step)
+
+
+EXAMPLES = {"llama": _llama, "gpt2": _gpt2, "nothing": _nothing, "optimizer": _optimizer}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

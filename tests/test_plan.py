@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile.plan import BF16, FP8, Kernel, Lowered, Matmul, Operand, Plan, Saved
+from fp8compile import plans
+from fp8compile.errors import OptionError
+from fp8compile.options import Options
+from fp8compile.plan import BF16, FP8, Group, Kernel, Lowered, Matmul, MergedUpdate, Operand, Plan, Saved
 
 
 def a_plan() -> Plan:
@@ -84,14 +87,29 @@ def test_the_plan_of_a_compilation_survives_the_round_trip():
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     options = {"select": "all", "executor": "eager", "strict": True}
     torch.compile(model, backend="fp8", options=options)(torch.randn(16, 32)).sum().backward()
-    plan = fp8compile.last_compile()
+    (plan,) = fp8compile.last_compile().plans
     assert len(plan.converted) == 5
     assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(fp8compile.last_compile().to_json()) == plan
+    with pytest.raises(OptionError, match="an explanation of 2 graphs"):
+        Plan.from_json(fp8compile.Explanation([plan, plan]).to_json())
+
+
+def test_an_optimizer_found_in_a_cache_has_the_settings_of_today():
+    def optimizer(rate: float) -> Plan:
+        return Plan("optimizer", groups=[Group(0, 1, 8, 0, 64, 64, settings={"lr": rate})])
+
+    with plans.collected() as found:
+        first = plans.Record("a graph", Options(), optimizer=optimizer(0.1))
+        first.add(optimizer(0.1))
+        first.add_half("inference", Lowered(updates=[MergedUpdate(1, 8, (), 3)]))
+        plans.Record("a graph", Options(), optimizer=optimizer(0.2)).close()
+    (plan,) = found
+    assert plan.groups[0].settings == {"lr": 0.2}
+    assert plan.updates == [MergedUpdate(1, 8, (), 3)]
 
 
 def test_before_the_first_compilation_there_is_no_plan():
-    from fp8compile import plans
-
     plans.reset()
     with pytest.raises(LookupError, match="nothing has been compiled with backend='fp8' yet"):
         fp8compile.last_compile()

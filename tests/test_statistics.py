@@ -299,11 +299,11 @@ def test_the_compiled_model_gives_its_options_and_stays():
     model, x = nn.Linear(32, 16), torch.randn(16, 32)
     compiled = torch.compile(model, backend="fp8", options={**ALL, "recipe": "tensorwise"})
     compiled(x).sum().backward()
-    last = fp8compile.last_compile()
+    (last,) = fp8compile.last_compile().plans
     watched = fp8compile.watch(compiled)
     watched(x).sum().backward()
     assert {row.cast for row in watched.statistics.rows()} == {"e4m3 tensor", "e5m2 tensor"}
-    assert fp8compile.last_compile() is last
+    assert fp8compile.last_compile().plans[0] is last
     with pytest.raises(OptionError, match="'watch' is a name"):
         fp8compile.Options.parse({"watch": True})
 
@@ -320,6 +320,25 @@ def test_the_table():
     assert lines[3].startswith("…j+k_proj+v_proj) grad_weight right e4m3 group(128)")
     assert lines[3].split()[-9:] == ["1.2e+04", "25.0%", "50.0%", "30.0", "30.0", "30.0", "-", "30.0", "30.0"]
     assert lines[4].startswith("(the model itself) output left")
+
+
+def test_delayed_scales_are_told(tmp_path: Path):
+    recipe = {"base": "mixed", "output": {"left": {"granularity": "tensor", "delayed": True}}}
+    watched = fp8compile.watch(nn.Linear(32, 16), options={**ALL, "recipe": recipe})
+    watched(torch.randn(16, 32)).sum().backward()
+    casts = {(row.role, row.side): (row.cast, row.delayed) for row in watched.statistics.rows()}
+    assert casts == {
+        ("output", "left"): ("e4m3 tensor", 16),
+        ("output", "right"): ("e4m3 tensor", 0),
+        ("grad_weight", "left"): ("e4m3 tensor", 0),
+        ("grad_weight", "right"): ("e4m3 tensor", 0),
+    }
+    lines = str(watched.statistics).splitlines()
+    (told,) = [line for line in lines if "e4m3 tensor delayed(16)" in line]
+    assert "output left" in told
+    assert max(map(len, lines)) <= 120
+    watched.statistics.save(tmp_path / "s.json")
+    assert fp8compile.Statistics.load(tmp_path / "s.json").rows() == watched.statistics.rows()
 
 
 @pytest.mark.parametrize("recipe", ["mixed", "rowwise", "blockwise"])

@@ -8,27 +8,22 @@ changes by itself. An optimizer's step ends the run, and nothing of it happens.
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import config as dynamo_config  # compiling aside must not use up a model's recompilations
-from torch._dynamo import pgo  # nor tell it of sizes that it has not seen
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves  # what a model returns may nest
 
 from fp8compile import plans
+from fp8compile.compilations import told
 from fp8compile.errors import Fp8Error
+from fp8compile.insight.aside import backend_aside, function_aside, recompiling
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.optimizer_rows import optimizer_of, optimizer_plan
 from fp8compile.insight.unchanged import unchanged
-
-LIMITS = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 
 
 class _OptimizerReached(Exception):  # noqa: N818
@@ -60,14 +55,13 @@ def explain(
         return Explanation([optimizer_plan(opt, known if options is None else options)])
     chosen = {"executor": "eager", **(known if options is None else options), "schedule": None}
     reached: list[Optimizer] = []
-    with unchanged(original, args, kwargs), plans.collected() as found, _no_optimizer_step(reached), _recompiling():
+    with unchanged(original, args, kwargs), plans.collected() as found, _no_optimizer_step(reached), recompiling():
         dynamic = getattr(getattr(target, "dynamo_ctx", None), "_dynamic", None)  # as a compiled model was told
-        compiled = torch.compile(_aside(original), backend=_backend_aside(), options=chosen, dynamic=dynamic)
+        compiled = torch.compile(function_aside(original), backend=backend_aside(), options=chosen, dynamic=dynamic)
         output = compiled(*args, **kwargs)
         if isinstance(original, nn.Module) or loss is not None:
             _backward(output, loss)
-    graphs = [plan for plan in found if plan.matmuls or plan.failure] or found[:1]
-    return Explanation(graphs + [optimizer_plan(opt, chosen) for opt in reached])
+    return Explanation(told(found) + [optimizer_plan(opt, chosen) for opt in reached])
 
 
 def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
@@ -84,35 +78,6 @@ def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[
     return original, known
 
 
-def _aside(target: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own for this one compilation: what Dynamo keeps of it never mixes with the model's.
-
-    Of a function it is a copy, so that modules have the same paths as in the function itself.
-    """
-    function = getattr(target, "__func__", target)
-    if isinstance(function, types.FunctionType):
-        code = function.__code__.replace()
-        rest = (function.__name__, function.__defaults__, function.__closure__)
-        twin = types.FunctionType(code, function.__globals__, *rest)
-        twin.__kwdefaults__ = function.__kwdefaults__
-        return twin if function is target else types.MethodType(twin, target.__self__)  # type: ignore[attr-defined]
-
-    def model(*args: Any, **kwargs: Any) -> Any:
-        return target(*args, **kwargs)
-
-    model.__code__ = model.__code__.replace()
-    return model
-
-
-def _backend_aside() -> Callable[..., Any]:
-    """The backend as an object of its own: a function after a graph break, known to Dynamo, is compiled again."""
-    from fp8compile.backend import fp8  # here, so that looking at plans imports no compiler
-
-    aside: Any = functools.partial(fp8)
-    aside.__name__ = "fp8"  # what errors call it
-    return aside
-
-
 @contextlib.contextmanager
 def _no_optimizer_step(reached: list[Optimizer]) -> Iterator[None]:
     def stop(opt: Optimizer, *_: Any) -> None:
@@ -127,25 +92,24 @@ def _no_optimizer_step(reached: list[Optimizer]) -> Iterator[None]:
         hook.remove()
 
 
-@contextlib.contextmanager
-def _recompiling() -> Iterator[None]:
-    """No limit to recompiling; sizes seen here are forgotten, or those of a later compilation would become symbols."""
-    sizes = pgo.get_code_state()
-    before = copy.deepcopy(dict(sizes))
-    try:
-        with dynamo_config.patch(LIMITS):  # type: ignore[attr-defined]
-            yield
-    finally:
-        sizes.clear()
-        sizes.update(before)
-
-
 def _backward(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
     scalar = loss(output) if loss is not None else _default_loss(output)
     if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
-        raise Fp8Error(f"explain: the loss must be a scalar tensor, and is {type(scalar).__name__}; give loss=…")
+        raise Fp8Error(_no_scalar(scalar, loss is not None))
     if scalar.requires_grad:
         scalar.backward()
+
+
+def _no_scalar(found: Any, given: bool) -> str:
+    """What is wrong with a loss, and what to do."""
+    what = f"a {type(found).__name__}"
+    if isinstance(found, torch.Tensor):
+        what = f"a tensor of shape {list(found.shape)}"
+    where = "what loss=… returns" if given else "the `loss` of the model's output"
+    return (
+        f"explain: backward begins at one number, and {where} is {what}. Give a loss that reduces it, such as "
+        "loss=lambda output: output.float().mean(), with the part of your model's output that you train in its place"
+    )
 
 
 def _default_loss(output: Any) -> torch.Tensor:

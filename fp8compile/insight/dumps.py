@@ -18,7 +18,7 @@ import json
 import platform
 import threading
 import traceback
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from fp8compile import environment
-from fp8compile.errors import Fp8Warning
+from fp8compile.calling_line import warn_user
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.graph_files import write_graph
 from fp8compile.insight.memory import Timeline
@@ -36,6 +36,7 @@ from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.region_graph import regions_of, spec_of
 from fp8compile.plan import Plan
 
+HALVES = ("joint", "optimizer", "inference", "forward", "backward")  # as a reader meets them
 _lock = threading.Lock()  # torch compiles backward on another thread
 
 
@@ -152,8 +153,6 @@ def write_index(root: Path) -> None:
     lines = [", ".join(f"{name} {version}" for name, version in versions().items()), ""]
     for name, index in found.items():
         lines += [*_listed(name, index), ""]
-    names = sorted({kernel["name"] for index in found.values() for kernel in index["kernels"]})
-    lines += [f"kernels/{name}.py" for name in names]
     generated.write_atomically(root / "index.txt", "\n".join(lines).rstrip() + "\n")
 
 
@@ -163,11 +162,23 @@ def _listed(name: str, index: dict[str, Any]) -> Iterator[str]:
         why = failure["why"].splitlines()[0]
         yield f"  FAILED in {failure['step']} ({failure['half']}): {why}  → {failure['file']}"
     yield "  plan.txt  plan.json"
-    for stage in index["stages"]:
+    yield "  graphs, in the order of the passes"
+    for stage in sorted(index["stages"], key=_place):  # torch's threads write the halves as they come
         why = f"  (text only: {stage['text_only']})" if stage["text_only"] else "  .py"
-        yield f"  {stage['file']}.txt{why}"
-    for code in index["code"]:
-        yield f"  {code['file']}"
+        yield f"    {stage['file']}.txt{why}"
+    if counts := Counter((kernel["half"], kernel["name"]) for kernel in index["kernels"]):
+        yield "  kernels"
+    for (half, kernel), count in sorted(counts.items(), key=lambda item: (HALVES.index(item[0][0]), item[0][1])):
+        yield f"    ../kernels/{kernel}.py  {half}" + (f" ×{count}" if count > 1 else "")
+    if index["code"]:
+        yield "  Inductor's code"
+    for code in sorted(index["code"], key=lambda code: HALVES.index(code["half"])):
+        yield f"    {code['file']}"
+
+
+def _place(stage: dict[str, Any]) -> tuple[int, bool]:
+    """Half by half, each in the order in which it was written; what torch would have made of it comes last."""
+    return HALVES.index(stage["half"]), stage["name"] == "bf16"
 
 
 def versions() -> dict[str, str]:
@@ -197,8 +208,4 @@ def dump(path: str | Path) -> Iterator[Path]:
     finally:
         environment.folder = before
     if len(list(root.glob("graph*"))) == count:
-        warnings.warn(
-            "fp8: nothing was compiled while dumping; torch.compiler.reset() forgets what was compiled before",
-            Fp8Warning,
-            stacklevel=3,
-        )
+        warn_user("fp8: nothing was compiled while dumping; torch.compiler.reset() forgets what was compiled before")

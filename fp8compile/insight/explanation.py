@@ -8,21 +8,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8compile.errors import unknown_name
+from fp8compile.insight.all_graphs import AllGraphs
 from fp8compile.insight.html import explanation_html
+from fp8compile.insight.optimizer_text import others
 from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
 from fp8compile.plan import Operand, Plan, plans_from_json
 
-TABLES = ("matmuls", "saved", "recomputed", "kernels", "losses", "masks", "states", "updates")
+TABLES = ("matmuls", "saved", "recomputed", "kernels", "losses", "masks", "groups", "states", "updates")
 
 
 @dataclass
-class Explanation:
+class Explanation(AllGraphs):
     """The plans of one or several graphs (a graph break makes several).
 
     `print` shows tables of at most 120 columns, repeated layers as one; in a notebook it shows itself as HTML.
     `rows` gives plain rows: `pandas.DataFrame(explanation.rows("saved"))`. `to_json` and `from_json` are inverse to
     each other; what `to_json` gives can be edited and handed back as options={"plan": …} (`fp8compile/edits.py`).
+    It has the tables of a `Plan` too: those of all graphs, one after the other.
     """
 
     plans: list[Plan]
@@ -36,8 +39,8 @@ class Explanation:
         """One flat dictionary for each row of a `table`.
 
         matmuls; saved: tensors kept for backward; recomputed: values that backward computes again; kernels; losses:
-        those with large logits; masks: those of attention that are not made; states: of an optimizer; updates:
-        parameters that are updated together.
+        those with large logits; masks: those of attention that are not made; groups: of an optimizer's parameters, with
+        a column for each hyperparameter; states: of an optimizer; updates: parameters that are updated together.
         `graph` is the index of its plan. Matmuls also have `flops`, saved tensors `bytes_before`.
         """
         if table not in TABLES:
@@ -70,12 +73,19 @@ class Explanation:
 def _rows(plan: Plan, table: str) -> Iterator[dict[str, Any]]:
     if table == "matmuls":
         for row in plan.matmuls:
-            yield {**_flat(asdict(row), row.left, row.right), "flops": flops(row, plan)}
+            yield {**_flat(asdict(row), row.left, row.right), "source": plan.line(row), "flops": flops(row, plan)}
     elif table == "saved":
         for row in plan.saved:
-            yield {**_joined(asdict(row)), "bytes_before": bytes_before(row, plan)}
+            yield {**_joined(asdict(row)), "source": plan.line(row), "bytes_before": bytes_before(row, plan)}
+    elif table == "groups":
+        for row in plan.groups:
+            told = {**asdict(row), "others": "; ".join(others(row))}
+            yield {**told.pop("settings"), **told}
+    elif table == "recomputed":
+        for row in plan.restored:
+            yield {**_joined(asdict(row)), "source": plan.line(row)}
     else:
-        for row in plan.restored if table == "recomputed" else getattr(plan, table):
+        for row in getattr(plan, table):
             yield _joined(asdict(row))
 
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
-import torch
-
+from fp8compile.parameter_groups import plain_bytes
 from fp8compile.plan import Kernel, Matmul, Plan, Recomputed, Saved, State
 
 ROLES = ("output", "grad_input", "grad_weight", "other")
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 NUMBER_OF = re.compile(r"\d+(?= elements)")  # in reasons that differ in the size of a parameter only
-Row = TypeVar("Row")
+Row = TypeVar("Row", Matmul, Saved, Recomputed)
 
 
 @dataclass(frozen=True)
@@ -34,17 +33,17 @@ class Layers:
 
 def matmul_groups(plan: Plan) -> list[Layers]:
     """The matmuls of a graph by module, in the order in which the model runs them."""
-    return _grouped(plan.matmuls, _matmul_key, lambda m: ROLES.index(m.role))
+    return _grouped(plan, plan.matmuls, _matmul_key, lambda m: ROLES.index(m.role))
 
 
 def saved_groups(plan: Plan) -> list[Layers]:
     """The saved tensors of a graph by module."""
-    return _grouped(plan.saved, _saved_key, lambda row: 0)
+    return _grouped(plan, plan.saved, _saved_key, lambda row: 0)
 
 
 def restored_groups(plan: Plan) -> list[Layers]:
     """The values that backward computes again, by module."""
-    return _grouped(plan.restored, _restored_key, lambda row: 0)
+    return _grouped(plan, plan.restored, _restored_key, lambda row: 0)
 
 
 def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
@@ -57,9 +56,13 @@ def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
 
 @dataclass(frozen=True)
 class States:
-    """Optimizer states that became the same for the same reason: one of them, how many, their elements and bytes."""
+    """Optimizer states that became the same for the same reason: one of them, how many, their elements and bytes.
+
+    reason: why, for all of them: "small: 64 to 128 elements" where their sizes differ.
+    """
 
     first: State
+    reason: str
     count: int
     elements: int
     before: int
@@ -74,9 +77,17 @@ def state_groups(plan: Plan) -> list[States]:
     found = []
     for same in groups.values():
         elements = sum(prod(row.shape) for row in same)
-        before = elements * getattr(torch, same[0].dtype).itemsize
-        found.append(States(same[0], len(same), elements, before, sum(row.bytes for row in same)))
+        before = sum(map(plain_bytes, same))
+        reason = ranged([row.reason for row in same])
+        found.append(States(same[0], reason, len(same), elements, before, sum(row.bytes for row in same)))
     return sorted(found, key=lambda g: (-g.before, g.first.name))
+
+
+def ranged(reasons: Sequence[str]) -> str:
+    """One text for reasons that differ in numbers of elements only: "64 to 128 elements" for what lies between."""
+    columns = zip(*(map(int, NUMBER_OF.findall(reason)) for reason in reasons), strict=True)
+    texts = iter([str(min(c)) if min(c) == max(c) else f"{min(c)} to {max(c)}" for c in map(list, columns)])
+    return NUMBER_OF.sub(lambda _: next(texts), reasons[0])
 
 
 def _matmul_key(m: Matmul) -> Hashable:
@@ -97,17 +108,19 @@ def _restored_key(row: Recomputed) -> Hashable:
     return (row.shape, row.dtype, row.bytes, sources)
 
 
-def _grouped(rows: Sequence[Row], key: Callable[[Row], Hashable], rank: Callable[[Row], int]) -> list[Layers]:
+def _grouped(
+    plan: Plan, rows: Sequence[Row], key: Callable[[Row], Hashable], rank: Callable[[Row], int]
+) -> list[Layers]:
     modules: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        modules.setdefault((row.path, row.source), []).append(row)  # type: ignore[attr-defined]
+        modules.setdefault((row.path, plan.line(row)), []).append(row)
     groups: dict[Hashable, list[tuple[str, list[tuple[Row, int]]]]] = {}
     for (path, source), members in modules.items():
         lines = _counted(sorted(members, key=rank), key)
         signature = (NUMBER.sub("*", path), source, tuple((key(row), count) for row, count in lines))
         groups.setdefault(signature, []).append((path, lines))
     return [
-        Layers(pattern([path for path, _ in group]), len(group), group[0][1][0][0].source, tuple(group[0][1]))  # type: ignore[attr-defined]
+        Layers(pattern([path for path, _ in group]), len(group), plan.line(group[0][1][0][0]), tuple(group[0][1]))
         for group in groups.values()
     ]
 

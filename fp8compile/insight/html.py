@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from fp8compile.insight import text
+from fp8compile.insight import numbers, optimizer_text, text
 from fp8compile.insight.grouping import (
     Layers,
     kernel_groups,
@@ -33,8 +33,9 @@ def explanation_html(plans: Sequence[Plan]) -> str:
 
 def _plan(plan: Plan, index: int, count: int) -> str:
     prefix = f"graph {index}: " if count > 1 else ""
-    title = f"<h4>{escape(f'{prefix}{plan.graph}, recipe {plan.recipe}, {plan.device}')}</h4>"
-    tables = _matmuls(plan) + _saved(plan) + _restored(plan) + _kernels(plan) + _states(plan)
+    title = f"<h4>{escape(prefix + text.title(plan))}</h4>"
+    tables = _matmuls(plan) + _saved(plan) + _restored(plan) + _kernels(plan)
+    tables += _groups(plan) + _states(plan) + _updates(plan)
     return title + _lines(text.summary(totals([plan]))) + tables
 
 
@@ -67,7 +68,7 @@ def _saved(plan: Plan) -> str:
         rows.append(_heading(group, 6))
         for row, count in group.rows:
             times = f" ×{count}" if count > 1 else ""
-            before, after = text.size(bytes_before(row, plan)), text.size(row.bytes)
+            before, after = numbers.size(bytes_before(row, plan)), numbers.size(row.bytes)
             cells = ["", text.value(row) + times, row.form, before, after, row.reason]
             rows.append(_line(cells))
     return _table(["saved for backward", "", "as", "before", "after", "reason"], rows)
@@ -79,7 +80,7 @@ def _restored(plan: Plan) -> str:
         rows.append(_heading(group, 4))
         for row, count in group.rows:
             times = f" ×{count}" if count > 1 else ""
-            cells = ["", text.value(row) + times, text.size(row.bytes), ", ".join(row.sources)]
+            cells = ["", text.value(row) + times, numbers.size(row.bytes), ", ".join(row.sources)]
             rows.append(_line(cells))
     return _table(["computed again", "", "instead of", "from"], rows)
 
@@ -87,7 +88,7 @@ def _restored(plan: Plan) -> str:
 def _kernels(plan: Plan) -> str:
     rows = []
     for kernel, count in kernel_groups(plan):
-        cells = [kernel.name, kernel.half, str(count), text.size(kernel.moved), ", ".join(kernel.operations)]
+        cells = [kernel.name, kernel.half, str(count), text.moved(kernel), ", ".join(kernel.operations)]
         rows.append(_line(cells))
     return _table(["kernel", "half", "count", "bytes each", "operations"], rows)
 
@@ -96,9 +97,26 @@ def _states(plan: Plan) -> str:
     rows = []
     for g in state_groups(plan):
         form = g.first.format or g.first.dtype
-        cells = [g.first.name, str(g.count), form, text.size(g.before), text.size(g.after), g.first.reason]
+        cells = [g.first.name, str(g.count), form, numbers.size(g.before), numbers.size(g.after), g.reason]
         rows.append(_line(cells))
     return _table(["state of the optimizer", "count", "as", "before", "after", "reason"], rows)
+
+
+def _groups(plan: Plan) -> str:
+    rows = []
+    for g in plan.groups:
+        counts = [str(g.group), str(g.parameters), str(g.elements), str(g.in_8_bits)]
+        sizes = [numbers.size(g.before), numbers.size(g.after)]
+        rows.append(_line([*counts, *sizes, optimizer_text.settings(g), "; ".join(optimizer_text.others(g))]))
+    titles = ["group", "parameters", "elements", "in 8 bits", "states before", "after", "settings", "others"]
+    return _table(titles, rows)
+
+
+def _updates(plan: Plan) -> str:
+    rows = [
+        _line([str(u.parameters), str(u.elements), ", ".join(u.formats), str(u.values), u.reason]) for u in plan.updates
+    ]
+    return _table(["updated together", "elements", "formats", "values", "reason"], rows)
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -1,19 +1,30 @@
-"""The plan of an optimizer that nobody has compiled: which of its states would be kept in 8 bits, and why."""
+"""The plan of an optimizer that nobody has compiled: its groups, its states in 8 bits, and what updates them.
+
+A twin with parameters of the same shapes and no data (device "meta") is compiled aside; nothing of the optimizer is
+read but its settings.
+"""
 
 from __future__ import annotations
 
 import copy
+import types
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from fp8compile import optim
+from fp8compile import optim, plans
 from fp8compile.errors import Fp8Error
+from fp8compile.failures import first_line
+from fp8compile.insight.aside import backend_aside, function_aside, recompiling
 from fp8compile.options import Options
-from fp8compile.plan import Plan
+from fp8compile.parameter_groups import group_rows
+from fp8compile.plan import Lowered, MergedUpdate, Plan
+
+HALF = "inference"  # a step has no backward
+PLAIN = "not merged: no state is in 8 bits, so the step is compiled as it would be without FP8"
 
 
 def optimizer_of(target: Any) -> Optimizer | None:
@@ -23,34 +34,80 @@ def optimizer_of(target: Any) -> Optimizer | None:
 
 
 def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
-    """What `torch.compile(opt.step, backend="fp8", options=options)` makes of the states of `opt`.
+    """What `torch.compile(opt.step, backend="fp8", options=options)` makes of `opt`: states, groups, updates.
 
-    Before its first step: of those that it will have. Raises `Fp8Error` where only a real step can tell.
+    Before its first step: of the states that it will have. Updates are those of parameters that require gradients, all
+    on one device. Raises `Fp8Error` where only a real step can tell the states; where it can tell no update, its row
+    says so.
     """
     optim.refuse_fused(opt)
-    parameters = [p for group in opt.param_groups for p in group["params"]]
-    known = any(opt.state.get(p) for p in parameters)
-    return Plan(
-        "optimizer", states=optim.state_rows(opt if known else _after_a_step(opt), Options.parse(options).states)
-    )
-
-
-def _after_a_step(opt: Optimizer) -> Optimizer:
-    """A copy of `opt` that has made a step with parameters of the same shapes, and no data."""
-    twin = copy.copy(opt)
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**group, "params": [_without_data(p) for p in group["params"]]} for group in opt.param_groups]
+    recipe = optim.recipe_of(opt) if optim.is_prepared(opt) else Options.parse(options).states
+    known = any(opt.state.get(p) for group in opt.param_groups for p in group["params"])
+    twin = _without_data(opt)
     try:
-        type(opt).step(twin)
+        _step_of(twin)()
     except Exception as error:
-        raise Fp8Error(
-            f"explain: the states of {type(opt).__name__} are not known before its first step (a step without data "
-            f"failed: {type(error).__name__}: {error}); make one, then explain"
-        ) from error
+        if not known:
+            raise Fp8Error(
+                f"explain: the states of {type(opt).__name__} are not known before its first step (a step without data "
+                f"failed: {first_line(error)}); make one, then explain"
+            ) from error
+        updates = [_unknown(opt, error)]
+    else:
+        optim.prepare_optimizer(twin, recipe)
+        updates = _updates(twin, options)
+    states = optim.state_rows(opt if known else twin, recipe)
+    return Plan("optimizer", states=states, groups=group_rows(opt, states), halves={HALF: Lowered(updates=updates)})
+
+
+def _updates(twin: Optimizer, options: Mapping[str, Any]) -> list[MergedUpdate]:
+    """What becomes of the updates of `twin`, an optimizer without data that has made a step: it is compiled."""
+    chosen = {**options, "executor": "eager", "schedule": None}
+    with plans.collected() as found, recompiling():
+        try:
+            torch.compile(function_aside(_step_of(twin)), backend=backend_aside(), options=chosen)()
+        except Exception as error:
+            return [_unknown(twin, error)]
+    updates = [update for plan in found for update in plan.updates]
+    return updates or [_row(twin, PLAIN)]
+
+
+def _unknown(opt: Optimizer, error: Exception) -> MergedUpdate:
+    return _row(opt, f"not known before it is compiled: a step without data failed: {first_line(error)}")
+
+
+def _row(opt: Optimizer, reason: str) -> MergedUpdate:
+    """One row for all parameters of `opt`."""
+    trained = [p for group in opt.param_groups for p in group["params"] if p.requires_grad]
+    return MergedUpdate(len(trained), sum(p.numel() for p in trained), (), 0, reason)
+
+
+def _step_of(opt: Optimizer) -> Callable[[], Any]:
+    """The step of its class: a scheduler of learning rates puts a function of its own in its place."""
+    return types.MethodType(type(opt).step, opt)
+
+
+def _without_data(opt: Optimizer) -> Optimizer:
+    """A copy of `opt` before its first step, whose parameters have shapes and no data; hooks are left out."""
+    twin = copy.copy(opt)
+    own = {name: value for name, value in vars(opt).items() if name not in ("step", "_init_group")}
+    vars(twin).update({name: value for name, value in own.items() if name not in vars(twin)})
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {
+            **{name: _on_the_cpu(value) for name, value in group.items()},
+            "params": [_shape_of(p) for p in group["params"]],
+        }
+        for group in opt.param_groups
+    ]
     return twin
 
 
-def _without_data(parameter: torch.Tensor) -> torch.Tensor:
+def _on_the_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value  # a learning rate
+
+
+def _shape_of(parameter: torch.Tensor) -> torch.Tensor:
     twin = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     twin.grad = torch.empty_like(twin) if parameter.requires_grad else None  # a frozen one has no states
     return twin

@@ -72,6 +72,7 @@ function showSummary() {
   if (t.saved) cards.push(card(bytes(t.saved_after), `saved for backward, of ${bytes(t.saved_before)}`, t.saved_after / t.saved_before));
   if (t.milliseconds_bf16) cards.push(card(`${t.milliseconds_decided.toPrecision(3)} ms`, `estimated in matmuls, of ${t.milliseconds_bf16.toPrecision(3)} ms in BF16`));
   if (t.kernels) cards.push(card(String(t.kernels), `generated kernels, which read and write ${bytes(t.moved)}`));
+  if (t.states) cards.push(card(bytes(t.states_after), `optimizer states, of ${bytes(t.states_before)}: ${t.states_8bit} of ${t.states} in 8 bits`, t.states_after / t.states_before));
   $("cards").replaceChildren(...cards);
   $("lines").textContent = [graph.title, ...graph.summary, "", `options: ${graph.options}`,
     Object.entries(data.versions).map(v => v.join(" ")).join(", ")].join("\n");
@@ -132,11 +133,17 @@ const MATMULS = [["path", r => r.path], ["role", r => r.role], ["M", r => r.m], 
   ["reason", r => r.reason], ["source", r => r.source]];
 const SAVED = [["path", r => r.path], ["value", r => `${r.dtype}[${r.shape}]`], ["as", r => r.form],
   ["before", r => r.bytes_before, bytes], ["after", r => r.bytes, bytes], ["reason", r => r.reason], ["source", r => r.source]];
-const KERNELS = [["kernel", r => r.name], ["half", r => r.half], ["space", r => r.space], ["bytes", r => r.moved, bytes],
+const KERNELS = [["kernel", r => r.name], ["half", r => r.half], ["space", r => r.space], ["bytes", r => r.moved, v => v ? bytes(v) : "?"],
   ["operations", r => r.operations], ["from", r => r.origins]];
-const ERRORS = [["path", r => r.path], ["role", r => r.role], ["operand", r => r.side], ["cast", r => r.cast],
+const ERRORS = [["path", r => r.path], ["role", r => r.role], ["operand", r => r.side], ["cast", r => r.delayed ? `${r.cast} delayed(${r.delayed})` : r.cast],
   ["SQNR, dB", r => r.sqnr ?? "", v => v === "" ? "" : v.toFixed(1)], ["amax", r => r.amax, v => v.toPrecision(3)],
   ["saturated", r => r.saturated, v => v.toExponential(1)], ["underflown", r => r.underflown, v => v.toExponential(1)], ["steps", r => r.steps]];
+const GROUPS = [["group", r => r.group], ["parameters", r => r.parameters], ["elements", r => r.elements], ["in 8 bits", r => r.in_8_bits],
+  ["before", r => r.before, bytes], ["after", r => r.after, bytes], ["settings", r => r.settings], ["not in 8 bits", r => r.others]];
+const STATES = [["parameter", r => r.parameter], ["state", r => r.name], ["shape", r => r.shape], ["computed as", r => r.dtype],
+  ["kept as", r => r.format || r.dtype], ["bytes", r => r.bytes, bytes], ["reason", r => r.reason]];
+const UPDATES = [["parameters", r => r.parameters], ["elements", r => r.elements], ["states", r => r.formats], ["values", r => r.values],
+  ["why not together", r => r.reason]];
 
 function showTables() {
   const put = (id, columns, rows, none, onclick) =>
@@ -144,6 +151,9 @@ function showTables() {
   put("matmuls", MATMULS, graph.matmuls, "This graph has no matmuls.");
   put("savedtable", SAVED, graph.saved, "No saved tensors are recorded for this graph.");
   put("kerneltable", KERNELS, graph.kernels, "No kernels were generated for this graph.", showSource);
+  put("grouptable", GROUPS, graph.groups, "This graph is no optimizer's.");
+  put("statetable", STATES, graph.states, "This graph has no optimizer states.");
+  put("updatetable", UPDATES, graph.updates, "No updates of parameters are recorded for this graph.");
   put("errortable", ERRORS, data.statistics, "No statistics in this dump: fp8compile.watch(model) collects them, and save(DUMP / 'statistics.json') puts them here.");
   $("source").replaceChildren();
 }

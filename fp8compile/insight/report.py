@@ -12,7 +12,8 @@ from fp8compile.insight import stages
 from fp8compile.insight.dumps import graphs, versions
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.layout import drawing
-from fp8compile.insight.text import summary
+from fp8compile.insight.optimizer_text import others, settings
+from fp8compile.insight.text import summary, title
 from fp8compile.insight.totals import totals
 from fp8compile.json_rows import an_object, parsed, require
 from fp8compile.plan import read_plans
@@ -70,13 +71,20 @@ def _graph(dump: Path, name: str, index: dict[str, Any], known: list[stages.Stag
     drawn = _drawn([s for s in known if s.name.startswith(f"{name}/")])
     return {
         "name": name,
-        "title": ", ".join(f"{p.graph}, recipe {p.recipe}, {p.device}" for p in explanation.plans),
+        "title": ", ".join(map(title, explanation.plans)),
         "options": index["options"],
         "failures": [{**f, "trace": (folder / f["file"]).read_text()} for f in index["failures"]],
         "summary": summary(totals(explanation.plans)),
         "matmuls": explanation.rows("matmuls"),
         "saved": explanation.rows("saved"),
         "kernels": explanation.rows("kernels"),
+        "groups": [
+            {**asdict(g), "settings": settings(g), "others": "; ".join(others(g))}
+            for plan in explanation.plans
+            for g in plan.groups
+        ],
+        "states": explanation.rows("states"),
+        "updates": explanation.rows("updates"),
         "memory": json.loads(memory.read_text()) if memory.exists() else None,
         "drawings": [{"name": s.name.removeprefix(f"{name}/"), **drawing(s.text)} for s in drawn],
     }

@@ -48,7 +48,13 @@ def find(root: Path, name: str) -> Stage:
 
 
 def diff(root: str | Path, before: str, after: str, context: int = 3) -> str:
-    """The unified difference of two stages' texts ("joint/input", "share_casts", …); "" if they are equal."""
+    """What changed between two stages of the dump in the folder `root`: their texts' unified difference.
+
+    before, after: stages as `fp8compile diff FOLDER` lists them, or ends of their names: "graph0/joint/input",
+    "share_casts"; of several graphs the first one with such a stage. context: lines around each change.
+    Returns lines as `diff -u` has them; "" if the texts are equal. Raises `Fp8Error` for a folder that is no dump,
+    `OptionError` for a stage that it has not.
+    """
     a, b = (find(Path(root), name) for name in (before, after))
     lines = difflib.unified_diff(a.text.splitlines(), b.text.splitlines(), a.name, b.name, lineterm="", n=context)
     return "".join(f"{line}\n" for line in lines)

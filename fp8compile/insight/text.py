@@ -11,13 +11,13 @@ from fp8compile.insight.grouping import (
     matmul_groups,
     restored_groups,
     saved_groups,
-    state_groups,
 )
+from fp8compile.insight.numbers import WIDTH, counted, si, size
+from fp8compile.insight.optimizer_text import optimizer_tables
 from fp8compile.insight.totals import Totals, bytes_before, totals
-from fp8compile.plan import FP8, Loss, Matmul, Plan, Recomputed, Saved
+from fp8compile.plan import FP8, Kernel, Loss, Matmul, Plan, Recomputed, Saved
 from fp8compile.statistics import ALTERNATIVES, Row
 
-WIDTH = 120
 MASKS = {"causal": "attention is causal by a constant mask", "everything": "a constant mask lets everything through"}
 
 
@@ -34,13 +34,16 @@ def explanation_text(plans: Sequence[Plan]) -> str:
 
 def plan_text(plan: Plan, prefix: str = "") -> str:
     """Totals and tables of one graph, ending in a newline."""
-    title = " · ".join(x for x in (f"{prefix}{plan.graph}", plan.recipe and f"recipe {plan.recipe}", plan.device) if x)
-    lines = [_cut(title), *summary(totals([plan]))]
-    tables = (_matmuls(plan), _saved(plan), _restored(plan), _kernels(plan), _states(plan), _updates(plan))
-    for table in tables:
+    lines = [_cut(prefix + title(plan)), *summary(totals([plan]))]
+    for table in (_matmuls(plan), _saved(plan), _restored(plan), _kernels(plan), *optimizer_tables(plan)):
         body = list(table)
         lines += ["", *body] if body else []
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def title(plan: Plan) -> str:
+    """ "training · recipe mixed · cpu": which graph this is."""
+    return " · ".join(x for x in (plan.graph, plan.recipe and f"recipe {plan.recipe}", plan.device) if x)
 
 
 def one_line(plan: Plan) -> str:
@@ -81,7 +84,9 @@ def summary(t: Totals) -> list[str]:
     if t.kernels:
         lines += _labelled("kernels", f"{t.kernels} generated, which read and write {size(t.moved)}")
     lines += _labelled("states", states_change(t)) if t.states else []
-    lines += _labelled("updates", f"{t.updated} parameters in {_count(t.updates, 'launch', 'es')}") if t.updates else []
+    lines += (
+        _labelled("updates", f"{t.updated} parameters in {counted(t.updates, 'launch', 'es')}") if t.updates else []
+    )
     return lines
 
 
@@ -166,11 +171,11 @@ def _saved(plan: Plan) -> Iterator[str]:
     if not groups:
         return
     rows = [(row, count) for group in groups for row, count in group.rows]
-    title = "saved for backward"
-    names = [title, *(times(value(row), count) for row, count in rows)]
+    head = "saved for backward"
+    names = [head, *(times(value(row), count) for row, count in rows)]
     changes = [" " * 22, *(_change(row, count, plan) for row, count in rows)]
     widths = [max(map(len, texts)) for texts in (names, [row.form for row, _ in rows], changes)]
-    yield _cut(f"    {title:<{widths[0]}}  {'as':<{widths[1]}}  {'bytes':<{widths[2]}}  reason")
+    yield _cut(f"    {head:<{widths[0]}}  {'as':<{widths[1]}}  {'bytes':<{widths[2]}}  reason")
     for group in groups:
         yield _heading(group)
         for row, count in group.rows:
@@ -186,9 +191,9 @@ def _restored(plan: Plan) -> Iterator[str]:
     groups = restored_groups(plan)
     if not groups:
         return
-    title = "computed again"
-    width = max(len(text) for g in groups for text in (title, *(times(value(row), count) for row, count in g.rows)))
-    yield _cut(f"    {title:<{width}}  {'instead of':<11}  from")
+    head = "computed again"
+    width = max(len(text) for g in groups for text in (head, *(times(value(row), count) for row, count in g.rows)))
+    yield _cut(f"    {head:<{width}}  {'instead of':<11}  from")
     for group in groups:
         yield _heading(group)
         for row, count in group.rows:
@@ -206,6 +211,11 @@ def value(row: Saved | Recomputed) -> str:
     return f"{row.dtype}[{', '.join(map(str, row.shape))}]"
 
 
+def moved(kernel: Kernel) -> str:
+    """Bytes that a kernel reads and writes; "?" where only the data knows."""
+    return size(kernel.moved) if kernel.moved else "?"
+
+
 def _kernels(plan: Plan) -> Iterator[str]:
     for half, lowered in plan.halves.items():
         for left in lowered.left:
@@ -217,33 +227,8 @@ def _kernels(plan: Plan) -> Iterator[str]:
     yield _cut(f"    {'kernel':<{name}}  {'half':<{half}}  {'each':>10}  {'':>5} operations")
     for kernel, count in groups:
         times = f"×{count}" if count > 1 else ""
-        moved = size(kernel.moved) if kernel.moved else "?"
         operations = ", ".join(kernel.operations)
-        yield _cut(f"    {kernel.name:<{name}}  {kernel.half:<{half}}  {moved:>10}  {times:>5} {operations}")
-
-
-def _states(plan: Plan) -> Iterator[str]:
-    groups = state_groups(plan)
-    if not groups:
-        return
-    names = [f"{g.first.name} ×{g.count}" for g in groups]
-    width = max(map(len, names))
-    yield _cut(f"    {'state of the optimizer':<{max(width, 22)}}  {'as':<14}  {'bytes':<22}  reason")
-    for name, g in zip(names, groups, strict=True):
-        change = f"{size(g.before)} → {size(g.after)}"
-        form = g.first.format or g.first.dtype
-        yield _cut(f"    {name:<{max(width, 22)}}  {form:<14}  {change:<22}  {g.first.reason}")
-
-
-def _updates(plan: Plan) -> Iterator[str]:
-    for update in plan.updates:
-        what = f"{_count(update.parameters, 'parameter')}, {si(update.elements)}elements, {update.values} values"
-        formats = ", ".join(sorted(set(update.formats)))
-        yield _cut(f"    updated together: {what}; {update.reason or formats}")
-
-
-def _count(n: int, word: str, plural: str = "s") -> str:
-    return f"{n} {word}{plural if n != 1 else ''}"
+        yield _cut(f"    {kernel.name:<{name}}  {kernel.half:<{half}}  {moved(kernel):>10}  {times:>5} {operations}")
 
 
 def statistics_text(rows: Sequence[Row]) -> str:
@@ -251,15 +236,18 @@ def statistics_text(rows: Sequence[Row]) -> str:
     formats = [c.split(" ")[0] for c in ALTERNATIVES]
     names = [c.split(" ")[1].replace("group", "g") for c in ALTERNATIVES]
     first = [f if i == 0 or formats[i - 1] != f else "" for i, f in enumerate(formats)]
+    width = max([15, *(len(_cast(row)) for row in rows)])
+    room = 36 + 15 - width  # so that all of it fits a terminal
     lines = [
         f"{'':74}what if: SQNR in dB as",
-        f"{'operand':<36}{'cast':<15} SQNR    amax  under    sat" + "".join(f" {f:>6}" for f in first),
+        f"{'operand':<{room}}{'cast':<{width}} SQNR    amax  under    sat" + "".join(f" {f:>6}" for f in first),
         " " * 74 + "".join(f" {n:>6}" for n in names),
     ]
     for row in sorted(rows, key=lambda r: 1e9 if r.sqnr is None else r.sqnr):
         others = "".join(f" {_number(row.what_if.get(c)):>6}" for c in ALTERNATIVES)
         shares = f"{row.underflown:>6.1%} {row.saturated:>6.1%}"
-        lines.append(f"{_operand(row):<36}{row.cast:<15}{_number(row.sqnr):>5} {row.amax:>7.2g} {shares}{others}")
+        start = f"{_operand(row, room - 1):<{room}}{_cast(row):<{width}}"
+        lines.append(f"{start}{_number(row.sqnr):>5} {row.amax:>7.2g} {shares}{others}")
         if row.skipped:
             lines.append(
                 f"{'':37}{row.skipped} of {row.steps + row.skipped} executions were not finite, and are left out"
@@ -267,36 +255,19 @@ def statistics_text(rows: Sequence[Row]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _operand(row: Row) -> str:
-    """Path, role and side in 35 columns; of a long path, its end."""
+def _cast(row: Row) -> str:
+    return f"{row.cast} delayed({row.delayed})" if row.delayed else row.cast
+
+
+def _operand(row: Row, room: int) -> str:
+    """Path, role and side in `room` columns; of a long path, its end."""
     rest = f" {row.role} {row.side}"
-    path, room = row.path or "(the model itself)", 35 - len(rest)
+    path, room = row.path or "(the model itself)", room - len(rest)
     return (path if len(path) <= room else "…" + path[len(path) - room + 1 :]) + rest
 
 
 def _number(decibels: float | None) -> str:
     return "-" if decibels is None else f"{decibels:.1f}"
-
-
-# ---- numbers --------------------------------------------------------------------------------------------------------
-
-
-def size(count: int) -> str:
-    """Bytes in the largest unit that leaves a number of at least one."""
-    number, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while number >= 1024 and len(units) > 1:
-        number /= 1024
-        units.pop(0)
-    return f"{number:.0f} B" if units[0] == "B" else f"{number:.2f} {units[0]}"
-
-
-def si(count: int) -> str:
-    """A number with three digits and a prefix: 1 230 000 → "1.23 M"."""
-    number, units = float(count), ["", "k", "M", "G", "T", "P", "E"]
-    while number >= 1000 and len(units) > 1:
-        number /= 1000
-        units.pop(0)
-    return f"{number:.3g} {units[0]}"
 
 
 def _cut(text: str, room: int = WIDTH) -> str:

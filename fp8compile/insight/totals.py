@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fp8compile.parameter_groups import PLAIN, plain_bytes
 from fp8compile.plan import FP8, Loss, Matmul, Plan, Saved
 
 
@@ -19,11 +20,11 @@ class Totals:
     flops, fp8_flops: of the matmuls (two for each product), all of them and those in FP8; operators that are no plain
     matmul (fused attention) are no rows of a plan, so they are not counted. unsized: matmuls whose sizes no row knows.
     left: reasons with counts of what stays in its precision. milliseconds_*: estimates for the matmuls that have them,
-    as all-BF16 and as decided. saved_before, saved_after: bytes kept for backward, as the model computes the values and
-    in the form that is kept. moved: bytes that generated kernels read and write. losses: cross-entropies with large
-    logits. masks: attention masks that are not made, by what they say. states, states_8bit, states_before,
-    states_after: those of optimizers, and their bytes as plain tensors and as they are kept. updates: launches that
-    update parameters; updated: parameters that they update.
+    as all-BF16 and as decided. saved_before, saved_after: bytes kept for backward, as the model computes the values
+    (for a payload, the tensor that was cast: `Saved.before`) and in the form that is kept. moved: bytes that generated
+    kernels read and write. losses: cross-entropies with large logits. masks: attention masks that are not made, by what
+    they say. states, states_8bit, states_before, states_after: those of optimizers, and their bytes as plain tensors
+    and as they are kept. updates: launches that update parameters; updated: parameters that they update.
     """
 
     graphs: int = 0
@@ -85,8 +86,8 @@ def totals(plans: Sequence[Plan]) -> Totals:
         kernels=len(kernels),
         moved=sum(k.moved for k in kernels),
         states=len(states),
-        states_8bit=sum(row.format not in ("", "float32") for row in states),
-        states_before=sum(math.prod(row.shape) * getattr(torch, row.dtype).itemsize for row in states),
+        states_8bit=sum(row.format not in PLAIN for row in states),
+        states_before=sum(map(plain_bytes, states)),
         states_after=sum(row.bytes for row in states),
         updates=len(updates),
         updated=sum(update.parameters for update in updates),
@@ -107,5 +108,7 @@ def flops(row: Matmul, plan: Plan) -> int:
 
 
 def bytes_before(row: Saved, plan: Plan) -> int:
-    """Bytes of the value as the model computes it."""
+    """Bytes of the value as the model computes it: of an FP8 payload, of the tensor that was cast, counted once."""
+    if row.before is not None:
+        return row.before
     return math.prod(plan.size(s) for s in row.shape) * getattr(torch, row.dtype).itemsize

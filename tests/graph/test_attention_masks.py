@@ -125,7 +125,7 @@ def compiled(model: nn.Module, dynamic: bool = False, **options: object) -> Plan
     )
     for got, expected in zip(step(run, parameters), step(model, parameters), strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
-    return fp8compile.last_compile()
+    return fp8compile.last_compile().plans[-1]
 
 
 @pytest.fixture(autouse=True)

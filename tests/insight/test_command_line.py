@@ -156,7 +156,7 @@ def test_the_line_in_the_log(caplog: pytest.LogCaptureFixture):
     share = f"{2 * 2 * 8 * 32 * 32 / (2 * 2 * 8 * 32 * 32 + 3 * 2 * 8 * 32 * 8):.1%} of 45.1 kFLOP"
     expected = f"fp8: training graph, recipe mixed, cpu: 2 of 5 matmuls in FP8 ({share}); 3× left: skip='1'"
     assert any(record.getMessage().startswith(expected) for record in caplog.records)
-    plan = fp8compile.last_compile()
+    (plan,) = fp8compile.last_compile().plans
     assert one_line(plan).startswith(expected)
     plan.failure = "ValueError: x"
     assert one_line(plan).endswith("; FAILED: ValueError: x")

@@ -22,8 +22,9 @@ from fp8compile import backend
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
 from fp8compile.insight import stages
 from fp8compile.insight.memory import timeline
-from fp8compile.passes import pipeline
+from fp8compile.passes import optimizer_pipeline, pipeline
 from fp8compile.passes.compilation import Compilation, aten
+from fp8compile.passes.optimizer_pipeline import OPTIMIZER
 
 ALL = {"select": "all", "executor": "eager"}
 JOINT = ["input", *(step.name for step in pipeline.PIPELINE)]
@@ -64,9 +65,51 @@ def test_every_stage_is_there_in_order(tmp_path: Path):
     assert "FAILED" not in listing
 
 
+def test_the_index_is_in_a_reader_s_order(tmp_path: Path):
+    """Plan, graphs as the passes made them, kernels, code: however the halves came."""
+    dumped(tmp_path, executor="inductor")
+    lines = (tmp_path / "index.txt").read_text().splitlines()
+    places = [lines.index(f"  {title}") for title in ("plan.txt  plan.json", "graphs, in the order of the passes")]
+    places += [lines.index("  Inductor's code")]
+    assert places == sorted(places)
+    halves = ["cut", "lower_markers", "bf16"]
+    stems = [line.split(".txt")[0].strip()[3:] for line in lines[places[1] + 1 : places[2]]]
+    assert stems == [f"joint_{n}" for n in JOINT] + [f"{h}_{n}" for h in ("forward", "backward") for n in halves]
+    code = [line.split("_", 1)[1] for line in lines[places[2] + 1 :]]
+    assert code == ["forward_inductor_code.py", "backward_inductor_code.py"]
+
+
+def test_kernels_are_listed_with_the_graph_that_runs_them(tmp_path: Path):
+    index = dumped(tmp_path)
+    lines = (tmp_path / "index.txt").read_text().splitlines()
+    listed = [line.split() for line in lines[lines.index("  kernels") + 1 :]]
+    assert [half for _, half, *_ in listed] == sorted((half for _, half, *_ in listed), reverse=True)
+    files = {(tmp_path / "graph0" / file).resolve() for file, *_ in listed}
+    assert files == set((tmp_path / "kernels").resolve().glob("*.py"))
+    assert len(index["graphs"]["graph0"]["kernels"]) == sum(int((n or ["×1"])[0][1:]) for _, _, *n in listed)
+
+
+@pytest.mark.parametrize("step", [step.name for step in OPTIMIZER if not step.scaled])
+def test_a_failing_pass_of_an_optimizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str):
+    def fails(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    broken = tuple(dataclasses.replace(s, run=fails) if s.name == step else s for s in OPTIMIZER)
+    monkeypatch.setattr(optimizer_pipeline, "OPTIMIZER", broken)
+    parameter = torch.nn.Parameter(torch.randn(64, 128))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    optimizer.step()
+    with pytest.warns(Fp8Warning, match="run operator by operator"):
+        torch.compile(optimizer.step, backend="fp8", options={"executor": "eager", "dump": tmp_path})()
+    (graph,) = json.loads((tmp_path / "index.json").read_text())["graphs"].values()
+    assert [f["step"] for f in graph["failures"]] == [step]
+    assert graph["stages"][-1]["name"] == f"{step}_failed"
+
+
 def test_the_plan_is_the_plan(tmp_path: Path):
     dumped(tmp_path)
-    plan = fp8compile.last_compile()
+    (plan,) = fp8compile.last_compile().plans
     assert fp8compile.Explanation.from_json((tmp_path / "graph0/plan.json").read_text()).plans == [plan]
     assert (tmp_path / "graph0/plan.txt").read_text() == str(plan)
     files = sorted(f.stem for f in (tmp_path / "kernels").glob("*.py"))
@@ -215,6 +258,11 @@ def test_a_failed_pass_says_where_and_why(tmp_path: Path, monkeypatch: pytest.Mo
     trace = (tmp_path / "graph0" / failure["file"]).read_text()
     assert "Traceback" in trace
     assert "no such operator" in trace
+    (plan,) = stages.explanation(tmp_path).plans
+    assert plan.failure == "NotImplementedError: no such operator"
+    assert [str(m.left) for m in plan.matmuls if m.role == "output"] == ["e4m3 row"] * 2
+    assert {m.reason for m in plan.matmuls} == {"a pass failed; FP8 was decided: every matmul that can run"}
+    assert "NOTHING: 0 of 5 matmuls" in (tmp_path / "graph0/plan.txt").read_text()
     listing = (tmp_path / "index.txt").read_text()
     assert "FAILED in merge_matmuls (joint): NotImplementedError: no such operator  → failure0.txt" in listing
     assert "addmm(" in stages.diff(tmp_path, "assign_scales", "merge_matmuls_failed")
@@ -264,14 +312,17 @@ def test_a_failure_of_inductor_in_backward(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_difference_of_two_stages(tmp_path: Path):
     dumped(tmp_path)
-    text = stages.diff(tmp_path, "input", "graph0/joint/share_casts")
+    text = fp8compile.diff(str(tmp_path), "input", "graph0/joint/share_casts")
     assert text.startswith("--- graph0/joint/input\n+++ graph0/joint/share_casts\n")
     assert "-%addmm: bf16[16, 64] = addmm(" in text
     assert "fp8.scaled_mm(" in text
     assert stages.diff(tmp_path, "select_matmuls", "assign_scales") == ""
     assert stages.find(tmp_path, "09_joint_quantize_matmuls.txt").name == "graph0/joint/quantize_matmuls"
     with pytest.raises(OptionError, match="Did you mean 'graph0/joint/share_casts'"):
-        stages.find(tmp_path, "joint/share_cast")
+        fp8compile.diff(tmp_path, "input", "joint/share_cast")
+    with pytest.raises(Fp8Error, match="is no dump"):
+        fp8compile.diff(tmp_path / "elsewhere", "input", "share_casts")
+    assert len(fp8compile.diff(tmp_path, "input", "share_casts", context=0)) < len(text)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import linecache
 from html.parser import HTMLParser
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp8compile
 from fp8compile import delayed
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
-from fp8compile.insight import grouping, text
+from fp8compile.insight import grouping, numbers
 from fp8compile.insight.totals import flops, totals
 from fp8compile.passes import pipeline
 from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Recomputed, Saved
@@ -69,6 +70,56 @@ def test_symbolic_sizes_count_as_they_were_seen():
     assert explanation.totals.flops == 2 * 24 * 32 * 64 * 5  # five matmuls: the input needs no gradient
 
 
+def test_kernels_of_symbolic_sizes_move_what_was_seen():
+    """As many bytes as the same model with 24 rows, fixed; their space has the symbol. Others differ in what really is
+    different: an amax over the pieces of any number of rows, a transposed payload without padding."""
+    x = batch(24, 32)
+    fixed = fp8compile.explain(mlp(), x, options=ALL).rows("kernels")
+    marked = x.clone()
+    torch._dynamo.mark_dynamic(marked, 0)
+    explanation = fp8compile.explain(mlp(), marked, options=ALL)
+    rows = explanation.rows("kernels")
+    symbol = next(iter(explanation.plans[0].hints))
+    assert any(f"{symbol}×64" in row["space"] for row in rows)
+    assert all(row["moved"] > 0 for row in rows)
+    for kind in ("rows_e4m3_amax_", "tiles_amax_col_sum_"):
+        a, b = ([row["moved"] for row in found if row["name"].startswith(kind)] for found in (fixed, rows))
+        assert sorted(a) == sorted(b) != []
+    assert "?" not in {part for line in str(explanation).splitlines() for part in line.split()}
+
+
+def test_modules_of_a_sequential_have_the_line_that_called_it():
+    """Torch's own code calls them, and torch leaves that out of a node's trace. A module of the user's has its own."""
+    model, x = mlp(), batch()
+    here = "called at test_explain.py:"
+    explanation = fp8compile.explain(model, x, options=ALL)
+    for table in ("matmuls", "saved", "recomputed"):
+        rows = [row for row in explanation.rows(table) if row["path"]]
+        assert rows
+        for row in rows:
+            assert row["source"].startswith(here)
+            assert row["source"].endswith("explanation = fp8compile.explain(model, x, options=ALL)")
+    assert f"  2    {here}" in str(explanation)
+    assert all(row.source == "" for row in explanation.matmuls)  # by which a plan knows what it kept
+    torch.compile(model, backend="fp8", options={**ALL, "executor": "eager"})(x).sum().backward()
+    (line,) = {row["source"] for row in fp8compile.last_compile().rows() if row["path"]}
+    assert line.endswith(
+        'torch.compile(model, backend="fp8", options={**ALL, "executor": "eager"})(x).sum().backward()'
+    )
+    rows = fp8compile.explain(Gated(), torch.randn(32, 64), options=ALL).rows()
+    assert {row["source"].split(":")[0] for row in rows} == {"test_explain.py"}
+
+
+def test_warnings_point_at_the_user_s_line():
+    model, x = mlp(), batch()
+    with pytest.warns(Fp8Warning, match="NOTHING was converted") as caught:
+        torch.compile(model, backend="fp8", options={"executor": "eager"})(x)
+    (warning,) = [w for w in caught if "NOTHING" in str(w.message)]
+    assert warning.filename == __file__
+    line = linecache.getline(warning.filename, warning.lineno)
+    assert "torch.compile(model" in line
+
+
 def test_a_model_without_anything_to_convert_says_so_and_why():
     with pytest.warns(Fp8Warning, match="NOTHING was converted"):
         explanation = fp8compile.explain(mlp(), batch())
@@ -87,6 +138,38 @@ def test_every_graph_between_breaks_is_there():
     assert {row["graph"] for row in explanation.rows()} == {0, 1}
     assert "all 2 graphs" in str(explanation)
     assert fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs) == explanation
+
+
+def test_the_last_compile_has_every_graph_of_its_call():
+    """As explain() tells it: here the same code for two modules, apart by their parameters. Another version is another
+    call; an optimizer does not hide the model."""
+    case = ZOO["graph_break"]()
+    options = {**ALL, "executor": "eager"}
+    compiled = torch.compile(case.model, backend="fp8", options=options)
+    case.loss(compiled(**case.inputs)).backward()
+    last = fp8compile.last_compile()
+    explained = fp8compile.explain(case.model, loss=case.loss, options=options, **case.inputs)
+    assert len(last.plans) == 2
+    assert str(last) == str(explained)
+    assert len(last.converted) == last.totals.fp8 == case.matmuls
+    assert last.saved_bytes == last.totals.saved_after == sum(plan.saved_bytes for plan in last.plans)
+    assert len(last.kernels) == sum(len(half.kernels) for half in last.halves.values()) == last.totals.kernels
+    assert sum(last.recomputed.values()) == last.totals.recomputed
+    with torch.no_grad():
+        compiled(**case.inputs)
+    assert {plan.graph for plan in fp8compile.last_compile().plans} == {"inference"}
+    last = fp8compile.last_compile()
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1, momentum=0.9)
+    torch.compile(optimizer.step, backend="fp8", options=options)()
+    assert fp8compile.last_compile() == last
+    other = torch.compile(mlp(), backend="fp8", options=options)
+    other(batch())
+    assert [row.path for row in fp8compile.last_compile().matmuls] == ["0", "2", "2", "2", "0"]
+
+
+def test_what_has_no_matmuls_was_compiled_all_the_same():
+    torch.compile(nn.LayerNorm(8), backend="fp8", options={"executor": "eager"})(torch.randn(4, 8))
+    assert "a graph without matmuls" in str(fp8compile.last_compile())
 
 
 def test_a_model_in_inference_has_one_half():
@@ -164,6 +247,87 @@ def test_the_states_of_an_optimizer_are_explained(stepped: bool):
     assert stepped or not optimizer.state
 
 
+def test_small_states_of_mixed_sizes_say_their_range():
+    parameters = [torch.nn.Parameter(torch.randn(n)) for n in (128, 64, 96, 64)]
+    explanation = fp8compile.explain(torch.optim.SGD(parameters, momentum=0.9).step)
+    reason = "kept in FP32: small: 64 to 128 elements, fewer than 4096"
+    assert [g.reason for g in grouping.state_groups(explanation.plans[0])] == [reason]
+    assert reason in explanation._repr_html_()
+    assert grouping.ranged(["a vector of 7 elements"] * 2) == "a vector of 7 elements"
+
+
+def two_groups(prepared: bool = False) -> torch.optim.Optimizer:
+    """Decay on weights, none on the bias and a frozen weight."""
+    *weights, bias = weights_and_bias()
+    frozen = torch.nn.Parameter(torch.randn(64, 128), requires_grad=False)
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": [bias, frozen], "weight_decay": 0.0, "lr": 1e-4}]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-3), weight_decay=0.1)
+    return fp8compile.prepare_optimizer(optimizer) if prepared else optimizer
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_groups_of_an_optimizer_are_told_one_by_one(prepared: bool):
+    """Bytes: two FP32 states of 64·128 numbers each, or 8 bits of them with two FP32 numbers a group of 128."""
+    optimizer = two_groups(prepared)
+    explanation = fp8compile.explain(optimizer.step)
+    decay, rest = explanation.rows("groups")
+    assert (decay["parameters"], decay["elements"], decay["in_8_bits"]) == (2, 2 * 64 * 128, 2)
+    assert (decay["before"], decay["after"]) == (4 * 4 * 64 * 128, 4 * (64 * 128 + 8 * 64))
+    assert (decay["lr"], decay["betas"], decay["weight_decay"]) == (pytest.approx(1e-3), "(0.9, 0.999)", 0.1)
+    assert (rest["parameters"], rest["in_8_bits"], rest["before"], rest["after"]) == (2, 0, 512, 512)
+    assert (rest["lr"], rest["weight_decay"]) == (1e-4, 0.0)
+    small = "1× kept in FP32: small: 64 elements, fewer than 4096"
+    assert rest["others"] == f"{small}; 1× frozen: it has no states"
+    shown = " ".join(str(explanation).split())
+    assert "0 2 of 16.4 kelements 2 128.00 KiB → 34.00 KiB lr 0.001, betas (0.9, 0.999), weight_decay 0.1" in shown
+    assert f"not: {small}; 1× frozen" in shown
+    assert max(map(len, str(explanation).splitlines())) <= 120
+    assert "frozen: it has no states" in explanation._repr_html_()
+    assert fp8compile.Explanation.from_json(explanation.to_json()) == explanation
+    assert not optimizer.state
+
+
+def test_the_updates_of_an_optimizer_are_those_of_its_compiled_step():
+    optimizer = two_groups()
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # which puts a function of its own in the place of `step`
+    explained = fp8compile.explain(optimizer.step).rows("updates")
+    assert [(r["parameters"], r["elements"], r["reason"]) for r in explained] == [(1, 64, ""), (2, 2 * 64 * 128, "")]
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn_like(p) if p.requires_grad else None
+    torch.compile(optimizer.step, backend="fp8", options={"executor": "eager"})()
+    made = fp8compile.last_compile().rows("updates")
+    for row in (*made, *explained):
+        del row["values"]  # torch 2.11 counts the move of a rate, a tensor, to a device that is not its own
+    assert made == explained
+    assert (
+        fp8compile.last_compile().rows("groups")[1]["others"]
+        == "1× kept in FP32: small: 64 elements, fewer than 4096; 1× frozen: it has no states"
+    )
+
+
+def test_updates_that_nobody_merges_have_a_row_with_the_reason():
+    plain = torch.optim.SGD(weights_and_bias(), lr=0.1)
+    (row,) = fp8compile.explain(plain.step).rows("updates")
+    assert (row["parameters"], row["reason"].split(",")[0]) == (3, "not merged: no state is in 8 bits")
+
+    class Picky(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                assert p.grad.sum().item() != 0.0
+                self.state[p]["momentum"] = p.grad.clone()
+
+    picky = Picky(weights_and_bias())
+    for p in picky.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    picky.step()
+    explanation = fp8compile.explain(picky.step)
+    (row,) = explanation.rows("updates")
+    assert row["reason"].startswith("not known before it is compiled: a step without data failed: RuntimeError")
+    assert explanation.totals.states_8bit == 2
+
+
 def test_frozen_parameters_have_no_states():
     parameters = weights_and_bias()
     parameters[0].requires_grad_(False)
@@ -233,9 +397,38 @@ def test_what_backward_computes_again_says_from_what():
         assert fp8compile.explain(model, x, options=ALL).rows("recomputed") == []
 
 
+def test_before_a_payload_was_the_tensor_that_was_cast():
+    """Backward reads a transposed payload of the input: in BF16 it would have kept the input. Amaxes are FP8's own."""
+    explanation = fp8compile.explain(mlp(), batch(), options=ALL)
+    rows = {row["reason"]: row for row in explanation.rows("saved")}
+    payload = rows["a payload that a matmul of backward reads"]
+    assert (payload["dtype"], payload["bytes"], payload["bytes_before"]) == ("float8_e4m3fn", 16 * 32, 2 * 16 * 32)
+    assert rows["an amax: its tensor is not read again for it"]["bytes_before"] == 0
+    assert explanation.totals.saved_before == 2 * 16 * 32 + 2 * 16 * 64  # the input, and what GELU reads
+
+
+class LossOutput(NamedTuple):
+    loss: torch.Tensor
+
+
 def test_a_loss_that_is_no_scalar_is_refused():
-    with pytest.raises(Fp8Error, match="the loss must be a scalar"):
+    with pytest.raises(
+        Fp8Error, match=r"what loss=… returns is a tensor of shape \[16, 32\]\. Give a loss that reduces it"
+    ):
         fp8compile.explain(mlp(), batch(), loss=lambda out: out, options=ALL)
+    with pytest.raises(Fp8Error, match=r"what loss=… returns is a dict\. Give a loss"):
+        fp8compile.explain(mlp(), batch(), loss=lambda out: {"loss": out}, options=ALL)
+
+    class Unreduced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return LossOutput(self.inner(x).float().mean(-1))
+
+    with pytest.raises(Fp8Error, match=r"the `loss` of the model's output is a tensor of shape \[16\]"):
+        fp8compile.explain(Unreduced(), batch(), options=ALL)
 
 
 # ---- what it leaves alone -------------------------------------------------------------------------------------------
@@ -330,10 +523,10 @@ def test_a_compiled_model_is_explained_with_its_options_and_stays_compiled():
     model, x = mlp(), batch()
     compiled = torch.compile(model, backend="fp8", options={**ALL, "skip": ["2"], "executor": "eager"})
     compiled(x).sum().backward()
-    mine, count = fp8compile.last_compile(), len(fp8compile.compiles())
+    mine, count = fp8compile.last_compile().plans[0], len(fp8compile.compiles())
     explanation = fp8compile.explain(compiled, x)
     assert explanation.totals.left == {"skip='2'": 3}
-    assert fp8compile.last_compile() is mine
+    assert fp8compile.last_compile().plans[0] is mine
     compiled(x).sum().backward()
     assert len(fp8compile.compiles()) == count
     model.compile(backend="fp8", options={**ALL, "executor": "eager"})
@@ -477,5 +670,5 @@ def test_html_is_well_formed_and_escaped():
 
 
 def test_numbers_have_units():
-    assert [text.size(n) for n in (0, 1023, 1024, 3 << 30)] == ["0 B", "1023 B", "1.00 KiB", "3.00 GiB"]
-    assert [text.si(n) for n in (12, 1234567, 5 * 10**14)] == ["12 ", "1.23 M", "500 T"]
+    assert [numbers.size(n) for n in (0, 1023, 1024, 3 << 30)] == ["0 B", "1023 B", "1.00 KiB", "3.00 GiB"]
+    assert [numbers.si(n) for n in (12, 1234567, 5 * 10**14)] == ["12 ", "1.23 M", "500 T"]

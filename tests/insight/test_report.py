@@ -62,10 +62,17 @@ type("scaled_mm"); $("drawing").selectedIndex = 1; $("drawing").onchange();
 seen.marked = document.querySelectorAll("#canvas rect.found").length;
 finish();
 </script>"""
+AFTER_OPTIMIZER = """<script>
+seen.texts = Object.fromEntries(["grouptable", "statetable", "updatetable"].map(
+  id => [id, [...document.querySelectorAll(`#${id} tbody tr`)].map(x => [...x.children].map(c => c.textContent))]));
+seen.cards = [...document.querySelectorAll(".card")].map(x => x.textContent);
+finish();
+</script>"""
 AFTER_FAILURE = """<script>
 seen.failure = document.querySelector(".failure").textContent;
 seen.drawings = [...$("drawing").options].map(option => option.text);
 seen.nodes = document.querySelectorAll("#canvas g.node").length;
+seen.rows = document.querySelectorAll("#matmuls tbody tr").length;
 finish();
 </script>"""
 FINISH = """<script>
@@ -217,3 +224,29 @@ def test_the_page_of_a_failure_works_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert seen["failure"].startswith("Failed in share_casts (joint): RuntimeError: on <b>purpose</b>")
     assert seen["drawings"][:2] == ["joint/input", "joint/share_casts_failed"]
     assert seen["nodes"] > 4
+    assert seen["rows"] == 2
+
+
+def test_the_page_has_an_optimizer_s_groups_states_and_updates(tmp_path: Path):
+    parameters = [torch.nn.Parameter(torch.randn(n, 128)) for n in (64, 64, 1)]
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+    explanation = fp8compile.explain(optimizer.step, options={"dump": tmp_path / "dump"})
+    (graph,) = report_data(tmp_path / "dump")["graphs"]
+    assert graph["title"] == "optimizer"
+    assert graph["states"] == explanation.rows("states")
+    assert graph["updates"] == explanation.rows("updates")
+    assert [g["settings"].split(", e")[0] for g in graph["groups"]] == [
+        "lr 0.001, betas (0.9, 0.999), weight_decay 0.1", "lr 0.001, betas (0.9, 0.999), weight_decay 0",
+    ]  # fmt: skip
+    if BROWSER is None:
+        pytest.skip("no Chromium is installed")
+    page = write_report(tmp_path / "dump", tmp_path / "report.html").read_text()
+    seen = in_browser(page, tmp_path, AFTER_OPTIMIZER)
+    assert seen["errors"] == []
+    assert [row[:6] for row in seen["texts"]["grouptable"]] == [
+        ["0", "2", "16384", "2", "128.00 KiB", "34.00 KiB"], ["1", "1", "128", "0", "1.00 KiB", "1.00 KiB"],
+    ]  # fmt: skip
+    assert [row[1] for row in seen["texts"]["statetable"]] == ["exp_avg", "exp_avg_sq"] * 3
+    assert [row[0] for row in seen["texts"]["updatetable"]] == ["1", "2"]
+    assert any("optimizer states, of 129.00 KiB: 4 of 6 in 8 bits" in card for card in seen["cards"])

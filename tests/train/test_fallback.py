@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile import backend, ops
+from fp8compile import backend, edits, ops
 from fp8compile.errors import Fp8Warning
 from fp8compile.passes import pipeline
 from fp8compile.passes.compilation import Compilation, aten
@@ -68,7 +68,18 @@ def test_graph_is_compiled_as_it_was() -> None:
     text = Path(report[1]).read_text()
     assert "Traceback" in text
     assert "addmm" in text
-    assert fp8compile.last_compile().failure
+    plan = fp8compile.last_compile()
+    assert plan.failure
+    assert plan.converted == []
+    assert {(m.path, m.role, m.reason) for m in plan.matmuls} == {
+        (path, role, "a pass failed; FP8 was decided: every matmul that can run")
+        for path, role in [
+            ("0", "output"),
+            ("0", "grad_weight"),
+            *(("2", r) for r in ("output", "grad_input", "grad_weight")),
+        ]
+    }
+    assert edits.load(plan) == edits.load([])  # handed back, it decides nothing
 
 
 @pytest.mark.usefixtures("broken")
