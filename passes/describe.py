@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import fx
 
 from fp8compile import ops
+from fp8compile.formats import FP8_DTYPES
 from fp8compile.kernels import generated
 from fp8compile.kernels.spec import Part
+from fp8compile.passes.collectives import is_sent
 from fp8compile.passes.compilation import VIEWS, is_tensor, value
 from fp8compile.passes.origin import module_path, source_line
 from fp8compile.passes.plan_saved import Halves
@@ -72,7 +74,7 @@ def describe_saved(saved: Iterable[fx.Node], static: set[fx.Node], forms: Mappin
 
 
 def _why_itself(node: fx.Node) -> str:
-    if node.target is ops.quantize:
+    if node.target is ops.quantize or value(node).dtype in FP8_DTYPES or is_sent(node):
         return "a payload that a matmul of backward reads"
     if node.target in (ops.amax, ops.scale):
         return "an amax: its tensor is not read again for it"

@@ -13,7 +13,7 @@ from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
 from fp8compile.plan import Operand, Plan, plans_from_json
 
-TABLES = ("matmuls", "saved", "recomputed", "kernels", "losses", "masks", "states", "updates")
+TABLES = ("matmuls", "saved", "recomputed", "kernels", "losses", "masks", "transfers", "states", "updates")
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Explanation:
         """One flat dictionary for each row of a `table`.
 
         matmuls; saved: tensors kept for backward; recomputed: values that backward computes again; kernels; losses:
-        those with large logits; masks: those of attention that are not made; states: of an optimizer; updates:
-        parameters that are updated together.
+        those with large logits; masks: those of attention that are not made; transfers: what ranks hand each
+        other; states: of an optimizer; updates: parameters that are updated together.
         `graph` is the index of its plan. Matmuls also have `flops`, saved tensors `bytes_before`.
         """
         if table not in TABLES:

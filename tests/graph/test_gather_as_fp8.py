@@ -1,0 +1,167 @@
+"""Casts in front of collectives, in the graph: what moves, every reason why something does not, verification.
+
+A group of one process runs the same graphs as a larger one; tests/distributed/test_wire.py has two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._inductor.fx_passes.micro_pipeline_tp import find_all_gather_patterns
+
+import fp8compile
+from fp8compile import backend, ops
+from fp8compile.errors import VerificationError
+from fp8compile.passes import pipeline
+from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, WAIT
+from fp8compile.passes.compilation import aten
+from fp8compile.passes.snapshot import copy_graph
+from fp8compile.passes.verify import verify
+from fp8compile.plan import Transfer
+
+EAGER = {"select": "all", "executor": "eager", "strict": True}
+ROWS = 32
+Use = Callable[[nn.Module, Tensor], object]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+    """Every graph that left the pipeline."""
+    found: list[fx.Graph] = []
+
+    def run(c, observe=None):
+        pipeline.run_pipeline(c, observe)
+        found.append(copy_graph(c.graph))
+
+    monkeypatch.setattr(backend, "run_pipeline", run)
+    return found
+
+
+def gather(x: Tensor, dim: int = 0) -> Tensor:
+    """What DTensor does to have all of a tensor that is sharded along `dim`."""
+    group = dist.group.WORLD
+    assert group is not None
+    whole = torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_gather_into_tensor(x, 1, group.group_name)
+    )
+    return torch.cat(torch.chunk(whole, 2), dim) if dim else whole  # in two parts, as of two ranks
+
+
+class Gathered(nn.Module):
+    """A linear layer and something that happens to it and to what was gathered."""
+
+    def __init__(self, use: Use, k: int = 64, dim: int = 0) -> None:
+        super().__init__()
+        self.linear, self.use, self.dim = nn.Linear(k, 48, bias=False), use, dim
+
+    def forward(self, x: Tensor) -> object:
+        return self.use(self.linear, gather(x, self.dim))
+
+
+def alone(linear: nn.Module, y: Tensor) -> object:
+    return linear(y)
+
+
+def run(use: Use = alone, k: int = 64, dim: int = 0, **options: object) -> Transfer:
+    """The row of the one all-gather."""
+    torch.manual_seed(1)
+    model = Gathered(use, k, dim).bfloat16()
+    x = torch.randn(2, ROWS, k).bfloat16() if dim else torch.randn(ROWS, k).bfloat16()
+    with torch.no_grad():
+        torch.compile(model, backend="fp8", options={**EAGER, **options})(x)
+    (row,) = fp8compile.last_compile().transfers
+    return row
+
+
+# --- what moves
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_payload_and_its_amaxes_travel_in_place_of_values(graphs, dim):
+    row = run(dim=dim)
+    assert (row.form, row.reason) == ("e4m3 row", "cast before it travels: the same values")
+    rows = ROWS * (1 + dim)
+    assert (row.before, row.after) == (rows * 64 * 2, rows * (64 + 4))
+    (graph,) = graphs
+    sent = [n.args[0].meta["val"].dtype for n in graph.find_nodes(op="call_function", target=ALL_GATHER)]
+    assert sorted(map(str, sent)) == ["torch.float32", "torch.uint8"]
+
+
+def test_inductor_still_knows_these_all_gathers(graphs):
+    """Its pass for asynchronous tensor parallelism finds both, with the dimension that is gathered."""
+    run(dim=1)
+    found = {str(m.shard_node.meta["val"].dtype): m.gather_dim for m in find_all_gather_patterns(graphs[0])}
+    assert found == {"torch.uint8": 1, "torch.float32": 1}
+
+
+def test_a_gather_of_integers_is_nobodys_business():
+    model = Gathered(lambda linear, i: linear(i.new_ones(ROWS, 64, dtype=torch.bfloat16) * i)).bfloat16()
+    with torch.no_grad():
+        torch.compile(model, backend="fp8", options=EAGER)(torch.ones(ROWS, 64, dtype=torch.int64))
+    assert fp8compile.last_compile().transfers == []
+
+
+# --- what does not
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "reason"),
+    [
+        (alone, {"wire": "bf16"}, "wire='bf16'"),
+        (lambda linear, y: (linear(y), y), {}, "read as it is by the caller"),
+        (lambda linear, y: linear(y).sum() + y.sum(), {"wire": "fp8"}, "read as it is by sum"),
+    ],
+    ids=["option", "returned", "sum"],
+)
+def test_what_is_read_otherwise_travels_as_it_is(use, options, reason):
+    row = run(use, **options)
+    assert row.form == "bfloat16"
+    assert row.before == row.after
+    assert reason in row.reason
+
+
+def test_a_padded_cast_stays_where_it_is():
+    assert run(k=40).reason == "its cast is padded"
+
+
+# --- verification
+
+
+@pytest.fixture
+def moved(graphs: list[fx.Graph]) -> fx.Graph:
+    """The graph of a gathered operand, in front of whose gather the cast stands."""
+    run()
+    verify(graphs[0], "moved")
+    return graphs[0]
+
+
+def test_bytes_that_travel_are_no_numbers(moved):
+    arrived = next(n for n in moved.find_nodes(op="call_function", target=WAIT) if n.meta["val"].dtype == torch.uint8)
+    with moved.inserting_after(arrived):
+        wrong = moved.call_function(aten.neg.default, (arrived,))
+    wrong.meta["val"] = arrived.meta["val"]
+    with pytest.raises(VerificationError, match="FP8 data is read without its scale by %neg"):
+        verify(moved, "some_pass")
+
+
+def test_bytes_that_travelled_meet_the_amaxes_that_travelled_with_them(moved):
+    (matmul,) = moved.find_nodes(op="call_function", target=ops.scaled_mm)
+    scale = matmul.args[1]
+    (view,) = [n for n in moved.find_nodes(op="call_function", target=AS_BYTES) if n.meta["val"].dtype != torch.uint8]
+    with moved.inserting_before(matmul):
+        other = moved.call_function(ops.scale, (scale.args[0], "e5m2"))
+    other.meta["val"] = scale.meta["val"]
+    matmul.update_arg(1, other)
+    with pytest.raises(VerificationError, match=f"%{view.name} was made with %.* and is read with %{other.name}"):
+        verify(moved, "some_pass")
