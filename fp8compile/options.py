@@ -52,9 +52,9 @@ class Options:
     activation_budget: what may be kept for backward, in bytes (int), or as a share (float, 0.0 to 1.0) of what is kept
         where nothing is computed again or rounded. Below what `save` gives, matmuls and attention run again; above it,
         less is rounded. None: no budget.
-    wire: activations and gradients that other ranks get for FP8 matmuls (all-gathers of sequence parallelism):
-        "exact" casts them before they travel where no value changes and fewer bytes travel; "fp8" also where others of
-        their readers then read rounded values; "bf16" never.
+    wire: activations and gradients that other ranks get for FP8 matmuls (all-gathers of sequence parallelism,
+        all-to-alls of experts): "exact" casts them before they travel where no value changes and fewer bytes travel;
+        "fp8" also where others of their readers then read rounded values, and all rows of experts; "bf16" never.
     kernels: "generated" makes Triton kernels of what is around FP8 casts; "inductor" leaves that to Inductor.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.

@@ -98,6 +98,19 @@ def test_a_payload_and_its_amaxes_travel_in_place_of_values(graphs, dim):
     assert sorted(map(str, sent)) == ["torch.float32", "torch.uint8"]
 
 
+def test_the_plan_shows_what_travels():
+    run()
+    plan = fp8compile.last_compile()
+    assert "wire      4.00 KiB → 2.12 KiB that ranks hand each other in 1 collective, sums left out" in str(plan)
+    line = next(line for line in str(plan).splitlines() if "all-gather" in line)
+    assert line.split("  ") == [
+        "", "", "forward all-gather bfloat16[32, 64]", "e4m3 row", "4.00 KiB → 2.12 KiB",
+        "cast before it travels: the same values",
+    ]  # fmt: skip
+    assert fp8compile.Plan.from_json(plan.to_json()) == plan
+    assert plan.rows("transfers")[0]["after"] == ROWS * (64 + 4)
+
+
 def test_inductor_still_knows_these_all_gathers(graphs):
     """Its pass for asynchronous tensor parallelism finds both, with the dimension that is gathered."""
     run(dim=1)
