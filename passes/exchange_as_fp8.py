@@ -24,6 +24,7 @@ from fp8compile.passes.gather_as_fp8 import (
     replace_rounded,
     why_inexact,
     why_none,
+    why_small,
 )
 
 ROWS = Cast(E4M3.name, "row")
@@ -46,6 +47,7 @@ def _exchange(c: Compilation, journey: Journey) -> bool:
     if not why and exact:
         casts, reason = [*casts, ROWS][:1], "wire='fp8': its rows are rounded before they travel"
         why = _why_unfit(x) or ("" if c.options.wire == "fp8" else f"{exact}; wire='fp8' rounds it")
+    why = why or why_small(c, journey, casts)
     record(c, journey, [] if why else casts, why or reason)
     if why:
         return False

@@ -6,7 +6,7 @@ After       %q = fp8.quantize(%x, …)   %y = all_gather(%q)                    
 `passes/early_casts.py` says why the values are the same, bit for bit, and how. That needs every reader to be such a
 cast, and fewer bytes: an activation that is cast by rows for its output and once more for its grad_weight would travel
 twice. With wire="fp8" that one is cast by rows alone, and what else reads it reads the rounded values, as backward does
-with all that is saved in FP8.
+with all that is saved in FP8. Small tensors stay as they are: amaxes are a collective of their own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fp8compile.passes.origin import module_path, source_line
 from fp8compile.passes.saved_forms import count, dtype_name
 from fp8compile.plan import Transfer
 
+LEAST = 2**22  # bytes that must be saved: 12 µs of a link of 360 GB/s, for the two or three launches that are added
 SAME = "cast before it travels: the same values"
 
 
@@ -56,6 +57,7 @@ def _gather(c: Compilation, journey: Journey) -> bool:
             why = f"{exact}; wire='fp8' makes one cast of it"
         elif not _pays(casts, x):
             why = "its rows are too short for scales"
+    why = why or why_small(c, journey, casts)
     record(c, journey, [] if why else casts, why or reason)
     if why:
         return False
@@ -118,19 +120,37 @@ def _amaxes_of(scale: fx.Node) -> list[fx.Node]:
     return [amax, *(n for n in amax.all_input_nodes if n.target is amax.target)]
 
 
+def why_small(c: Compilation, journey: Journey, casts: list[Cast]) -> str:
+    """Why it would save too little to be worth a collective of amaxes; "" if it saves enough."""
+    before, after = _bytes(journey, casts)
+    if c.options.select == "all" or before - after >= LEAST:
+        return ""
+    return f"{before - after} bytes less: one more collective costs more (select='all' moves it)"
+
+
+def _bytes(journey: Journey, casts: list[Cast]) -> tuple[int, int]:
+    """What a rank has afterwards, in bytes: as values, and as these payloads with their amaxes."""
+    x, arrived = value(journey.source), value(journey.arrival)
+    rows, cols = count(arrived.shape[:-1]), count(arrived.shape[-1:])
+    return rows * cols * x.element_size(), rows * sum(cast.bytes_a_row(cols) for cast in casts)
+
+
 def record(c: Compilation, journey: Journey, casts: list[Cast], reason: str) -> None:
     """The plan's row for a collective: `casts`: those made before it, none where it moves the values."""
     x, arrived = value(journey.source), value(journey.arrival)
-    rows = count(arrived.shape[:-1])
-    cols = count(arrived.shape[-1:])
-    before = rows * cols * x.element_size()
-    after = rows * sum(cast.bytes_a_row(cols) for cast in casts) if casts else before
+    before, after = _bytes(journey, casts)
     backward = journey.collective in dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n)))
-    shape = tuple(n if isinstance(n, int) else str(n) for n in arrived.shape)
-    form = " and ".join(map(str, casts)) or dtype_name(x)
-    where, line = module_path(journey.collective), source_line(journey.collective)
-    half = "backward" if backward else "forward"
-    kind = NAMES[journey.collective.target]
-    c.plan.transfers.append(
-        Transfer(journey.collective.name, where, line, kind, half, shape, dtype_name(x), form, before, after, reason)
+    row = Transfer(
+        journey.collective.name,
+        module_path(journey.collective),
+        source_line(journey.collective),
+        NAMES[journey.collective.target],
+        "backward" if backward else "forward",
+        tuple(n if isinstance(n, int) else str(n) for n in arrived.shape),
+        dtype_name(x),
+        " and ".join(map(str, casts)) or dtype_name(x),
+        before,
+        after if casts else before,
+        reason,
     )
+    c.plan.transfers.append(row)

@@ -14,14 +14,16 @@ from torch import Tensor, fx, nn
 from torch._inductor.fx_passes.micro_pipeline_tp import find_all_gather_patterns
 
 import fp8compile
-from fp8compile import backend, ops
+from fp8compile import backend, devices, ops
 from fp8compile.errors import VerificationError
-from fp8compile.passes import pipeline
-from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, WAIT
-from fp8compile.passes.compilation import aten
+from fp8compile.options import Options
+from fp8compile.passes import gather_as_fp8, pipeline
+from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, WAIT, Journey
+from fp8compile.passes.compilation import Compilation, aten
+from fp8compile.passes.early_casts import Cast
 from fp8compile.passes.snapshot import copy_graph
 from fp8compile.passes.verify import verify
-from fp8compile.plan import Transfer
+from fp8compile.plan import Plan, Transfer
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
 ROWS = 32
@@ -142,6 +144,24 @@ def test_what_is_read_otherwise_travels_as_it_is(use, options, reason):
     assert row.form == "bfloat16"
     assert row.before == row.after
     assert reason in row.reason
+
+
+def test_little_is_not_worth_a_collective(monkeypatch):
+    graph = fx.Graph()
+    c = Compilation(graph, Options.parse({"select": "profitable"}), devices.TABLE["H200"], Plan())
+    x = torch.empty(2**16, 64, dtype=torch.bfloat16)
+    source = graph.placeholder("x")
+    arrived = graph.call_function(WAIT, (graph.call_function(ALL_GATHER, (source, 1, "0")),))
+    for node in graph.nodes:
+        node.meta["val"] = x
+    journey, casts = Journey(source, arrived.args[0], arrived), [Cast("e4m3", "row")]
+    saved = 2**16 * (64 - 4)
+    monkeypatch.setattr(gather_as_fp8, "LEAST", saved)
+    assert gather_as_fp8.why_small(c, journey, casts) == ""
+    monkeypatch.setattr(gather_as_fp8, "LEAST", saved + 1)
+    assert gather_as_fp8.why_small(c, journey, casts) == (
+        f"{saved} bytes less: one more collective costs more (select='all' moves it)"
+    )
 
 
 def test_a_padded_cast_stays_where_it_is():
