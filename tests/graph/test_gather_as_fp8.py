@@ -21,6 +21,7 @@ from fp8compile.passes import gather_as_fp8, pipeline
 from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, WAIT, Journey
 from fp8compile.passes.compilation import Compilation, aten
 from fp8compile.passes.early_casts import Cast
+from fp8compile.passes.lower_markers import lower_markers
 from fp8compile.passes.snapshot import copy_graph
 from fp8compile.passes.verify import verify
 from fp8compile.plan import Plan, Transfer
@@ -125,6 +126,16 @@ def test_a_gather_of_integers_is_nobodys_business():
     with torch.no_grad():
         torch.compile(model, backend="fp8", options=EAGER)(torch.ones(ROWS, 64, dtype=torch.int64))
     assert fp8compile.last_compile().transfers == []
+
+
+def test_a_cast_reads_what_would_have_been_stored(moved):
+    """Inductor leaves out a rounding to BF16 between kernels that it fuses: a view as integers keeps it."""
+    lower_markers(moved)
+    moved.lint()
+    views = moved.find_nodes(op="call_function", target=AS_BYTES)
+    source = next(iter(moved.nodes))
+    assert [n.meta["val"].dtype for n in views if n.args[0] is source] == [torch.int16, torch.int16]  # amax, payload
+    assert all(user.target is AS_BYTES for user in source.users)
 
 
 # --- what does not
