@@ -38,7 +38,7 @@ from fp8compile.insight.stages import diff  # noqa: E402
 from fp8compile.insight.watching import watch  # noqa: E402
 from fp8compile.optim import plain_state_dict, prepare_optimizer  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
-from fp8compile.plan import Kernel, Loss, Lowered, Mask, Matmul, Plan, Saved  # noqa: E402
+from fp8compile.plan import Kernel, Loss, Lowered, Mask, Matmul, Plan, Saved, Transfer  # noqa: E402
 from fp8compile.plans import compiles, last_compile  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
 from fp8compile.registration import register_backend  # noqa: E402
@@ -75,6 +75,7 @@ __all__ = [
     "StateError",
     "StateRecipe",
     "Statistics",
+    "Transfer",
     "VerificationError",
     "compiles",
     "compress_gradients",

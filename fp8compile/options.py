@@ -24,6 +24,7 @@ EXECUTORS = ("inductor", "eager")
 KERNELS = ("generated", "inductor")
 SAVED_FORMS = ("fp8", "fp8_with_qk", "bf16")
 KEEP_ALL = (("*", "bf16"),)  # option `save`: nothing is rounded
+WIRES = ("exact", "fp8", "bf16")
 SELECTIONS = ("profitable", "all")
 OPERATIONS = ("linear", "batched", "convolution")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
@@ -51,6 +52,9 @@ class Options:
     activation_budget: what may be kept for backward, in bytes (int), or as a share (float, 0.0 to 1.0) of what is kept
         where nothing is computed again or rounded. Below what `save` gives, matmuls and attention run again; above it,
         less is rounded. None: no budget.
+    wire: activations and gradients that other ranks get for FP8 matmuls (all-gathers of sequence parallelism,
+        all-to-alls of experts): "exact" casts them before they travel where no value changes and fewer bytes travel;
+        "fp8" also where others of their readers then read rounded values, and all rows of experts; "bf16" never.
     kernels: "generated" makes Triton kernels of what is around FP8 casts; "inductor" leaves that to Inductor.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.
@@ -75,6 +79,7 @@ class Options:
     save: tuple[tuple[str, str], ...] = (("*", "fp8"),)
     save_min_bytes: int = 2**20
     activation_budget: float | int | None = None
+    wire: str = "exact"
     kernels: str = "generated"
     strict: bool = False
     verify: bool = True
@@ -134,6 +139,7 @@ class Options:
             ("select", self.select, SELECTIONS),
             ("executor", self.executor, EXECUTORS),
             ("kernels", self.kernels, KERNELS),
+            ("wire", self.wire, WIRES),
         ):
             if value not in valid:
                 raise unknown_name(name, value, valid)

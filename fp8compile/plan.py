@@ -134,6 +134,28 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """A collective that hands a tensor of activations or gradients to other ranks as it is: it reduces nothing.
+
+    kind: "all-gather" or "all-to-all"; half: "forward" or "backward". shape: of what a rank has afterwards.
+    form: what travels: the name of `dtype`, or payload and granularity, as "e4m3 row", and why.
+    before, after: bytes that a rank has afterwards, its own part included, as the model computes them and as they are.
+    """
+
+    node: str
+    path: str
+    source: str
+    kind: str
+    half: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    form: str
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Recomputed:
     """One value of the forward half that the backward half reads and computes again, instead of keeping it.
 
@@ -235,6 +257,7 @@ class Plan:
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
     backward when it is first needed). `states`, `groups`: those of an optimizer, and of its parameters.
     `losses`: what became of cross-entropies with large logits. `masks`: those of attention that are not made.
+    `transfers`: what ranks hand each other for matmuls, and in which form.
     `hints`: symbolic sizes of rows → what they were when this was compiled. `called`: the user's line that compiled it.
     """
 
@@ -251,6 +274,7 @@ class Plan:
     groups: list[Group] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     hints: dict[str, int] = field(default_factory=dict)
     called: str = field(default="", compare=False)
 
@@ -350,7 +374,10 @@ class Plan:
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 
-TABLES = {"saved": Saved, "restored": Recomputed, "states": State, "groups": Group, "losses": Loss, "masks": Mask}
+TABLES = {
+    "saved": Saved, "restored": Recomputed, "states": State, "groups": Group, "losses": Loss, "masks": Mask,
+    "transfers": Transfer,
+}  # fmt: skip
 UNSAID = {"node": "", "source": "", "kind": "mm", "m": 0, "n": 0, "k": 0}  # of a matmul's row; a size of 0: any
 UNSAID_SAVED = {"node": "", "bytes": 0, "reason": ""}
 

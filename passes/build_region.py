@@ -19,7 +19,7 @@ from fp8compile.formats import FP8_DTYPES, parse_granularity
 from fp8compile.kernels.spec import Buffer, Digits, Input, Part, Store, Value
 from fp8compile.passes import fusible
 from fp8compile.passes.cast_layout import CastLayout
-from fp8compile.passes.compilation import aten, value
+from fp8compile.passes.compilation import AS_STORED, aten, value
 from fp8compile.passes.iteration import (
     Access,
     NoAccessError,
@@ -212,12 +212,17 @@ class Builder:
             return self.values.rounded(self.values.op("mul", data, self.evaluate(scale, where)), dtype)  # type: ignore[arg-type]
         raise NoAccessError("quantized data is read from memory")
 
+    def cast_source(self, node: fx.Node) -> int:
+        """What an amax or a quantize reads, element by element."""
+        i = self.evaluate(node.args[0], self.everything)  # type: ignore[arg-type]
+        return self._as_stored(i, node.args[0]) if AS_STORED in node.meta else i
+
     def _amax(self, node: fx.Node, access: Access) -> int:
         layout = CastLayout.of(node)
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         if not equal(access, self.stat_access(source, layout)):
             raise NoAccessError(f"%{node.name} belongs to other groups")
-        x = self.evaluate(source, self.everything)
+        x = self.cast_source(node)
         kind, size = layout.granularity.kind, layout.granularity.size
         if kind == "row" and not layout.transpose:
             return self.values.op("row_amax", x)

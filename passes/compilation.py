@@ -31,6 +31,8 @@ INHERITED = (
     "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "recompute", "ac_graph_id", "partitioner_tag",
 )  # fmt: skip
 
+AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the tensor's dtype, wherever it is computed
+
 
 @dataclass(frozen=True)
 class Input:

@@ -10,8 +10,10 @@ import torch
 from torch import fx
 
 from fp8compile import ops
+from fp8compile.formats import FP8_DTYPES
 from fp8compile.kernels import generated
 from fp8compile.kernels.spec import Part
+from fp8compile.passes.collectives import is_sent
 from fp8compile.passes.compilation import VIEWS, is_tensor, value
 from fp8compile.passes.origin import module_path, source_line
 from fp8compile.passes.plan_saved import Halves
@@ -98,7 +100,7 @@ def _before(node: fx.Node, counted: set[fx.Node]) -> int | None:
 
 
 def _why_itself(node: fx.Node) -> str:
-    if node.target is ops.quantize:
+    if node.target is ops.quantize or value(node).dtype in FP8_DTYPES or is_sent(node):
         return "a payload that a matmul of backward reads"
     if node.target in (ops.amax, ops.scale):
         return "an amax: its tensor is not read again for it"

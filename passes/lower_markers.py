@@ -4,7 +4,9 @@ Before      %q = fp8.quantize(%x, %s, e4m3, row)
 After       %f = convert_element_type(%x, f32);  %d = div(%f, %s);  … %q = convert_element_type(%c, e4m3)
 
 Inductor then fuses them with their neighbours. The aten nodes are the trace of `kernels/reference.py` itself, so there
-is one definition. scaled_mm and delayed_scale stay operators: their operands need exact strides, and a history.
+is one definition. A cast that reads what would have been stored gets it through a view as integers and back: Inductor
+would leave out the rounding to BF16 where it computes the tensor in the same kernel. scaled_mm and delayed_scale stay
+operators: their operands need exact strides, and a history.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch._inductor.decomposition import select_decomp_table  # nodes born afte
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import ops
+from fp8compile.passes.compilation import AS_STORED, aten, value
 
 
 def lower_markers(graph: fx.Graph) -> None:
@@ -48,12 +51,25 @@ def _make_fx(call: Callable[..., torch.Tensor]) -> Callable[..., fx.GraphModule]
 def _inline(graph: fx.Graph, node: fx.Node, traced: fx.GraphModule) -> None:
     env: dict[fx.Node, Any] = {}
     arguments = iter(node.all_input_nodes)
+    first = node.all_input_nodes[0]
     with graph.inserting_before(node):
+        if AS_STORED in node.meta and value(first).dtype == torch.bfloat16:
+            env[first] = _as_stored(graph, first)
         for inner in traced.graph.nodes:
             if inner.op == "placeholder":
-                env[inner] = next(arguments)
+                argument = next(arguments)
+                env[inner] = env.get(argument, argument)
             elif inner.op == "output":
                 node.replace_all_uses_with(env[inner.args[0]])
             else:
                 env[inner] = graph.node_copy(inner, env.__getitem__)
     graph.erase_node(node)
+
+
+def _as_stored(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`node` with the bits that it has in memory."""
+    for dtype in (torch.int16, torch.bfloat16):
+        x = value(node).view(dtype)
+        node = graph.call_function(aten.view.dtype, (node, dtype))
+        node.meta["val"] = x
+    return node

@@ -21,11 +21,12 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import edits, ops
+from fp8compile.passes.collectives import CARRIERS
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, sort_topologically
 from fp8compile.passes.roles import MATMULS
 from fp8compile.plan import BF16, FP8
 
-FOLLOWED = {*VIEWS, aten.cat.default}
+FOLLOWED = {*VIEWS, *CARRIERS, aten.cat.default, aten.clone.default}  # from a payload to the matmul that reads it
 CONVERSIONS = {torch.ops.prims.convert_element_type.default, aten.clone.default, *VIEWS}
 PROBED = "e4m3 tensor"
 DEPTH = 64  # nodes between a product and the matmuls that it is made of; more is no SwiGLU

@@ -18,7 +18,9 @@ from fp8compile.passes import (
     chunk_loss,
     combine_regions,
     convolutions,
+    exchange_as_fp8,
     form_regions,
+    gather_as_fp8,
     lower_markers,
     lower_regions,
     merge_matmuls,
@@ -57,7 +59,9 @@ PIPELINE = (
     Pass("convolutions", convolutions.run, "chosen patch convolutions become plain matmuls, for the passes below"),
     Pass("merge_matmuls", merge_matmuls.run, "fewer, larger matmuls and casts; needs equal casts, so after the scales"),
     Pass("quantize_matmuls", quantize_matmuls.run, "carries out the plan with markers"),
-    Pass("share_casts", share_casts.run, "one cast a tensor, layout and granularity; last, when all casts stand"),
+    Pass("share_casts", share_casts.run, "one cast a tensor, layout and granularity; when all casts stand"),
+    Pass("gather_as_fp8", gather_as_fp8.run, "casts go in front of all-gathers: fewer bytes; all are known now"),
+    Pass("exchange_as_fp8", exchange_as_fp8.run, "the same in front of all-to-alls, also by request", always=True),
 )
 
 OBSERVE = Pass("observe_casts", observe_casts.run, "measures each cast; with option `watch` alone", always=True)

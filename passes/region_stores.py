@@ -32,16 +32,16 @@ def sink_of(builder: Builder, node: fx.Node) -> Sink:
             stats = builder.stat_access(source.args[0], CastLayout.of(source))  # type: ignore[arg-type]
             i = builder.values.op("all_amax", builder.evaluate(source, stats))
         else:
-            i = builder.values.op("all_amax", builder.evaluate(source, builder.everything))
+            i = builder.values.op("all_amax", builder.cast_source(node))
         return Sink(node, Store(0, i), Buffer(("programs0",), "float32"))
-    i = builder.values.op("col_amax", builder.evaluate(source, builder.everything))
+    i = builder.values.op("col_amax", builder.cast_source(node))
     return Sink(node, Store(0, i), Buffer(("row_programs0", builder.cols), "float32"))
 
 
 def _payload(builder: Builder, node: fx.Node) -> Sink:
     source, scale, fmt = node.args[:3]
     layout = CastLayout.of(node)
-    x = builder.values.stored(builder.evaluate(source, builder.everything))  # type: ignore[arg-type]
+    x = builder.values.stored(builder.cast_source(node))
     where = builder.stat_access(source, layout)  # type: ignore[arg-type]
     s = builder.evaluate(scale, where)  # type: ignore[arg-type]
     i = builder.values.op("quantize", x, s, params=(fmt,))

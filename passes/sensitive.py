@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8compile.formats import FP8_DTYPES
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import VIEWS, aten, is_tensor, value
 
@@ -152,6 +153,8 @@ def _makes_integers(node: fx.Node) -> bool:
     val = node.meta.get("val")
     vals = val if isinstance(val, (tuple, list)) else [val]
     made = [v.dtype for v in vals if isinstance(v, torch.Tensor)]
+    if node.target is aten.view.dtype and value(node.args[0]).dtype in FP8_DTYPES:  # type: ignore[arg-type]
+        return False  # a payload as bytes
     return any(not d.is_floating_point and d != torch.bool and not d.is_complex for d in made) and not any(
         word in str(node.target) for word in ("attention", "fp8.", "empty", "full", "inductor_")
     )

@@ -5,10 +5,11 @@
   operator says of its arguments
 - FP8 data comes from fp8.quantize (or views and concatenations of such data), or from outside; it is contiguous along
   the contracted dimension where a matmul reads it, and its contracted dimension is a multiple of 16
-- FP8 data is read only by fp8.scaled_mm and fp8.dequantize (or passes through views, concatenations, graph outputs)
+- FP8 data is read only by fp8.scaled_mm and fp8.dequantize (or passes through views, concatenations, graph outputs; or
+  travels to other ranks as bytes)
 - the groups of a grouped matmul are int32 numbers, one for each matrix of its right operand, and its scales are rows'
 - data meets the scale it was made with, or arrived with, in the granularity it was made in, and the scale has the shape
-  of that
+  of that; data from other ranks meets a scale of the amaxes that travelled with it
 
 A broken rule is our bug: `VerificationError` names the pass, the node and the rule.
 """
@@ -23,10 +24,12 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.errors import VerificationError
 from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
+from fp8compile.passes.collectives import AS_BYTES, CARRIERS
 from fp8compile.passes.compilation import VIEWS, aten, divides, same_sizes, value
 from fp8compile.passes.graph_text import graph_text
 
 TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default}
+HELD = {*FP8_DTYPES, torch.uint8}
 Signature = list[tuple[str, list[str]] | None]
 
 
@@ -65,7 +68,7 @@ def _broken_rule(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
         why = _wrong_marker(node, expected)
         if why:
             return why
-    if isinstance(node.meta.get("val"), torch.Tensor) and value(node).dtype in FP8_DTYPES and _is_ours(node):
+    if isinstance(node.meta.get("val"), torch.Tensor) and value(node).dtype in HELD and _is_ours(node):
         return _wrong_users(node)
     return ""
 
@@ -85,20 +88,25 @@ def _returns(node: fx.Node) -> bool:
 
 def _is_ours(node: fx.Node) -> bool:
     """Whether FP8 data comes from our quantize; a user's own FP8 tensors are none of our business."""
-    while node.target in TRANSPARENT and node.all_input_nodes:
+    while node.target in TRANSPARENT | CARRIERS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.target is ops.quantize
 
 
 def _wrong_users(node: fx.Node) -> str:
     for user in node.users:
-        if (
-            user.op != "output"
-            and user.target not in (ops.scaled_mm, ops.dequantize)
-            and user.target not in TRANSPARENT
-        ):
+        if not _may_read(node, user):
             return f"FP8 data is read without its scale by %{user.name} ({user.target})"
     return ""
+
+
+def _may_read(node: fx.Node, user: fx.Node) -> bool:
+    if user.op == "output" or user.target in TRANSPARENT:
+        return True
+    if user.target is AS_BYTES:
+        return value(user).dtype in HELD
+    as_bytes = value(node).dtype == torch.uint8
+    return user.target in (CARRIERS if as_bytes else (ops.scaled_mm, ops.dequantize))
 
 
 def _wrong_marker(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
@@ -160,7 +168,8 @@ def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:
     for made in _quantizes(data):
         if made.args[3] != granularity:
             return f"%{data.name} was cast by {made.args[3]} and is read as {granularity}"
-        if made.args[1] is not scale and made.args[1] not in scale.all_input_nodes:
+        own: fx.Node = made.args[1]  # type: ignore[assignment]
+        if own is not scale and own not in scale.all_input_nodes and _made_of(own) != _made_of(scale):
             return f"%{data.name} was made with %{made.args[1]} and is read with %{scale.name}"
     if _arrived_with(data) != _arrived_with(scale):
         return f"%{data.name} did not arrive with %{scale.name}"
@@ -174,7 +183,20 @@ def _quantizes(data: fx.Node) -> list[fx.Node]:
     """The casts whose results `data` shows or concatenates."""
     if data.target is ops.quantize:
         return [data]
-    return [q for i in data.all_input_nodes for q in _quantizes(i)] if data.target in TRANSPARENT else []
+    shows = data.target in TRANSPARENT | CARRIERS
+    return [q for i in data.all_input_nodes for q in _quantizes(i)] if shows else []
+
+
+def _made_of(scale: fx.Node) -> object:
+    """The amax that `scale` is made of, before it has travelled, and how; `scale` itself where it is made otherwise."""
+    while scale.target is ops.observe:
+        scale = scale.args[0]  # type: ignore[assignment]
+    if scale.target is not ops.scale:
+        return scale
+    amax = scale.all_input_nodes[0]
+    while amax.target in TRANSPARENT | CARRIERS:
+        amax = amax.all_input_nodes[0]
+    return amax, scale.args[1:]
 
 
 def _arrived_with(node: fx.Node) -> object:

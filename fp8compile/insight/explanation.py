@@ -15,7 +15,9 @@ from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
 from fp8compile.plan import Operand, Plan, plans_from_json
 
-TABLES = ("matmuls", "saved", "recomputed", "kernels", "losses", "masks", "groups", "states", "updates")
+TABLES = (
+    "matmuls", "saved", "recomputed", "kernels", "losses", "masks", "transfers", "groups", "states", "updates",
+)  # fmt: skip
 
 
 @dataclass
@@ -39,8 +41,9 @@ class Explanation(AllGraphs):
         """One flat dictionary for each row of a `table`.
 
         matmuls; saved: tensors kept for backward; recomputed: values that backward computes again; kernels; losses:
-        those with large logits; masks: those of attention that are not made; groups: of an optimizer's parameters, with
-        a column for each hyperparameter; states: of an optimizer; updates: parameters that are updated together.
+        those with large logits; masks: those of attention that are not made; transfers: what ranks hand each other;
+        groups: of an optimizer's parameters, with a column for each hyperparameter; states: of an optimizer; updates:
+        parameters that are updated together.
         `graph` is the index of its plan. Matmuls also have `flops`, saved tensors `bytes_before`.
         """
         if table not in TABLES:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from fp8compile.parameter_groups import plain_bytes
-from fp8compile.plan import Kernel, Matmul, Plan, Recomputed, Saved, State
+from fp8compile.plan import Kernel, Matmul, Plan, Recomputed, Saved, State, Transfer
 
 ROLES = ("output", "grad_input", "grad_weight", "other")
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
@@ -39,6 +39,11 @@ def matmul_groups(plan: Plan) -> list[Layers]:
 def saved_groups(plan: Plan) -> list[Layers]:
     """The saved tensors of a graph by module."""
     return _grouped(plan, plan.saved, _saved_key, lambda row: 0)
+
+
+def transfer_groups(plan: Plan) -> list[Layers]:
+    """What ranks hand each other in a graph, by module."""
+    return _grouped(plan, plan.transfers, _transfer_key, lambda row: 0)
 
 
 def restored_groups(plan: Plan) -> list[Layers]:
@@ -100,6 +105,10 @@ def _matmul_key(m: Matmul) -> Hashable:
 
 def _saved_key(row: Saved) -> Hashable:
     return (row.shape, row.dtype, row.form, row.bytes, row.reason)
+
+
+def _transfer_key(row: Transfer) -> Hashable:
+    return (row.kind, row.half, row.shape, row.dtype, row.form, row.before, row.after, row.reason)
 
 
 def _restored_key(row: Recomputed) -> Hashable:

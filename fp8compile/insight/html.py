@@ -13,6 +13,7 @@ from fp8compile.insight.grouping import (
     restored_groups,
     saved_groups,
     state_groups,
+    transfer_groups,
 )
 from fp8compile.insight.totals import bytes_before, totals
 from fp8compile.plan import FP8, Plan
@@ -34,7 +35,7 @@ def explanation_html(plans: Sequence[Plan]) -> str:
 def _plan(plan: Plan, index: int, count: int) -> str:
     prefix = f"graph {index}: " if count > 1 else ""
     title = f"<h4>{escape(prefix + text.title(plan))}</h4>"
-    tables = _matmuls(plan) + _saved(plan) + _restored(plan) + _kernels(plan)
+    tables = _matmuls(plan) + _transfers(plan) + _saved(plan) + _restored(plan) + _kernels(plan)
     tables += _groups(plan) + _states(plan) + _updates(plan)
     return title + _lines(text.summary(totals([plan]))) + tables
 
@@ -60,6 +61,17 @@ def _heading(group: Layers, columns: int) -> str:
     times = f" ×{group.count}" if group.count > 1 else ""
     path = escape(group.path or "(the model itself)")
     return f"<tr><td colspan={columns}><b>{path}</b>{times} <small>{escape(group.source)}</small></td></tr>"
+
+
+def _transfers(plan: Plan) -> str:
+    rows = []
+    for group in transfer_groups(plan):
+        rows.append(_heading(group, 6))
+        for row, count in group.rows:
+            times = f" ×{count}" if count > 1 else ""
+            cells = ["", text.transfer(row) + times, row.form, text.size(row.before), text.size(row.after), row.reason]
+            rows.append(_line(cells))
+    return _table(["between ranks", "", "as", "before", "after", "reason"], rows)
 
 
 def _saved(plan: Plan) -> str:

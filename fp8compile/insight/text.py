@@ -11,11 +11,12 @@ from fp8compile.insight.grouping import (
     matmul_groups,
     restored_groups,
     saved_groups,
+    transfer_groups,
 )
 from fp8compile.insight.numbers import WIDTH, counted, si, size
 from fp8compile.insight.optimizer_text import optimizer_tables
 from fp8compile.insight.totals import Totals, bytes_before, totals
-from fp8compile.plan import FP8, Kernel, Loss, Matmul, Plan, Recomputed, Saved
+from fp8compile.plan import FP8, Kernel, Loss, Matmul, Plan, Recomputed, Saved, Transfer
 from fp8compile.statistics import ALTERNATIVES, Row
 
 MASKS = {"causal": "attention is causal by a constant mask", "everything": "a constant mask lets everything through"}
@@ -35,7 +36,8 @@ def explanation_text(plans: Sequence[Plan]) -> str:
 def plan_text(plan: Plan, prefix: str = "") -> str:
     """Totals and tables of one graph, ending in a newline."""
     lines = [_cut(prefix + title(plan)), *summary(totals([plan]))]
-    for table in (_matmuls(plan), _saved(plan), _restored(plan), _kernels(plan), *optimizer_tables(plan)):
+    of_model = (_matmuls(plan), _transfers(plan), _saved(plan), _restored(plan), _kernels(plan))
+    for table in (*of_model, *optimizer_tables(plan)):
         body = list(table)
         lines += ["", *body] if body else []
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -83,6 +85,9 @@ def summary(t: Totals) -> list[str]:
         lines += _labelled("saved", f"{change} for backward in {t.saved} tensors, parameters left out{again}")
     if t.kernels:
         lines += _labelled("kernels", f"{t.kernels} generated, which read and write {size(t.moved)}")
+    if t.transfers:
+        change = f"{size(t.wire_before)} → {size(t.wire_after)} that ranks hand each other"
+        lines += _labelled("wire", f"{change} in {counted(t.transfers, 'collective')}, sums left out")
     lines += _labelled("states", states_change(t)) if t.states else []
     lines += (
         _labelled("updates", f"{t.updated} parameters in {counted(t.updates, 'launch', 'es')}") if t.updates else []
@@ -166,6 +171,32 @@ def reason(row: Matmul) -> str:
     return "; ".join([row.reason, *(f"{p}" for p in row.padded)])
 
 
+def _transfers(plan: Plan) -> Iterator[str]:
+    groups = transfer_groups(plan)
+    if not groups:
+        return
+    rows = [(row, count) for group in groups for row, count in group.rows]
+    title = "between ranks"
+    names = [title, *(times(transfer(row), count) for row, count in rows)]
+    changes = ["bytes", *(_less(row, count) for row, count in rows)]
+    widths = [max(map(len, texts)) for texts in (names, [row.form for row, _ in rows], changes)]
+    yield _cut(f"    {title:<{widths[0]}}  {'as':<{widths[1]}}  {'bytes':<{widths[2]}}  reason")
+    for group in groups:
+        yield _heading(group)
+        for row, count in group.rows:
+            name, change = times(transfer(row), count), _less(row, count)
+            yield _cut(f"    {name:<{widths[0]}}  {row.form:<{widths[1]}}  {change:<{widths[2]}}  {row.reason}")
+
+
+def transfer(row: Transfer) -> str:
+    """ "forward all-gather bfloat16[64, 128]"."""
+    return f"{row.half} {row.kind} {value(row)}"
+
+
+def _less(row: Transfer, count: int) -> str:
+    return f"{size(row.before * count)} → {size(row.after * count)}"
+
+
 def _saved(plan: Plan) -> Iterator[str]:
     groups = saved_groups(plan)
     if not groups:
@@ -206,7 +237,7 @@ def times(text: str, count: int) -> str:
     return f"{text} ×{count}" if count > 1 else text
 
 
-def value(row: Saved | Recomputed) -> str:
+def value(row: Saved | Recomputed | Transfer) -> str:
     """ "bfloat16[64, 128]": what the model computes."""
     return f"{row.dtype}[{', '.join(map(str, row.shape))}]"
 

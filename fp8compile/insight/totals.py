@@ -23,8 +23,10 @@ class Totals:
     as all-BF16 and as decided. saved_before, saved_after: bytes kept for backward, as the model computes the values
     (for a payload, the tensor that was cast: `Saved.before`) and in the form that is kept. moved: bytes that generated
     kernels read and write. losses: cross-entropies with large logits. masks: attention masks that are not made, by what
-    they say. states, states_8bit, states_before, states_after: those of optimizers, and their bytes as plain tensors
-    and as they are kept. updates: launches that update parameters; updated: parameters that they update.
+    they say. transfers: collectives that reduce nothing; wire_before, wire_after: what they bring, in bytes, as the
+    model computes it and as it travels. states, states_8bit, states_before, states_after: those of optimizers, and
+    their bytes as plain tensors and as they are kept. updates: launches that update parameters; updated: parameters
+    that they update.
     """
 
     graphs: int = 0
@@ -42,6 +44,9 @@ class Totals:
     recomputed: int = 0
     kernels: int = 0
     moved: int = 0
+    transfers: int = 0
+    wire_before: int = 0
+    wire_after: int = 0
     states: int = 0
     states_8bit: int = 0
     states_before: int = 0
@@ -65,6 +70,7 @@ def totals(plans: Sequence[Plan]) -> Totals:
     saved = [(row, bytes_before(row, plan)) for plan in plans for row in plan.saved]
     kernels = [k for plan in plans for k in plan.kernels]
     states = [row for plan in plans for row in plan.states]
+    transfers = [row for plan in plans for row in plan.transfers]
     updates = [update for plan in plans for update in plan.updates]
     failures = [plan.failure for plan in plans] + [
         f"{name} graph: {half.failure}" for plan in plans for name, half in plan.halves.items() if half.failure
@@ -85,6 +91,9 @@ def totals(plans: Sequence[Plan]) -> Totals:
         recomputed=sum(sum(plan.recomputed.values()) for plan in plans),
         kernels=len(kernels),
         moved=sum(k.moved for k in kernels),
+        transfers=len(transfers),
+        wire_before=sum(row.before for row in transfers),
+        wire_after=sum(row.after for row in transfers),
         states=len(states),
         states_8bit=sum(row.format not in PLAIN for row in states),
         states_before=sum(map(plain_bytes, states)),
