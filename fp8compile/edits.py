@@ -24,7 +24,8 @@ from typing import Any, TypeAlias
 
 from fp8compile.errors import OptionError, unknown_name
 from fp8compile.formats import parse_format, parse_granularity
-from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan, read_plans
+from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan
+from fp8compile.plan_json import read_plans
 from fp8compile.recipe import Cast, Delayed, Role
 
 REASON = "the plan says so"

@@ -28,7 +28,8 @@ from fp8compile.compilations import Compilations, Frame
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.text import one_line
 from fp8compile.options import Options
-from fp8compile.plan import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Recomputed, Saved, lowered_from
+from fp8compile.plan import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Recomputed, Saved
+from fp8compile.plan_json import lowered_from
 
 # Left on purpose: a graph of nothing else is no surprise.
 BY_DEFAULT = ("the output head", "recipe ", "operations=", edits.REASON, edits.SCHEDULED)

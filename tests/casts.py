@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import FORMATS, ceil_div
-from fp8compile.kernels import generated, trial
+from fp8compile.kernels import generated, quarters, trial
 from fp8compile.kernels.schedule import Schedule, Tiling, choose
 from fp8compile.kernels.spec import Buffer, Input, Part, Region, Store, Value
 
@@ -147,13 +147,14 @@ def spoiled(cast: Cast, x: Tensor, row: int, col: int) -> Tensor:
     return codes
 
 
-def tiled(cast: Cast, block_rows: int, block_cols: int, warps: int = 4) -> Schedule:
-    """A schedule with these tiles, as far as what shares a scale fits into one."""
+def tiled(cast: Cast, block_rows: int, block_cols: int, warps: int = 4, in_quarters: bool = False) -> Schedule:
+    """A schedule with these tiles, as far as what shares a scale fits into one; in quarters where that is possible."""
     rows, cols = cast.shared if cast.kind[0] not in ("tensor", "given") else (1, 1)
     block_rows = max(block_rows, rows)
     block_cols = max(block_cols, 1 << (cols - 1).bit_length())
     high, wide = (ceil_div(n, cast.multiple) * cast.multiple for n in (cast.rows, cast.cols))
-    tiling = Tiling(block_rows, block_cols, ceil_div(high, block_rows), ceil_div(wide, block_cols))
+    in_quarters &= quarters.possible(cast.region().parts[0])
+    tiling = Tiling(block_rows, block_cols, ceil_div(high, block_rows), ceil_div(wide, block_cols), False, in_quarters)
     return replace(choose(cast.region()), tilings=(tiling,), warps=warps)
 
 

@@ -19,6 +19,7 @@ from fp8compile.plan import (
     Recomputed,
     Saved,
     State,
+    Transfer,
 )
 
 T = TypeVar("T")
@@ -112,6 +113,11 @@ class AllGraphs:
     def masks(self) -> list[Mask]:
         """Attention masks that are not made."""
         return _all(plan.masks for plan in self.plans)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """What ranks hand each other."""
+        return _all(plan.transfers for plan in self.plans)
 
     @property
     def groups(self) -> list[Group]:

@@ -18,7 +18,7 @@ from fp8compile.insight import doctor, stages
 from fp8compile.insight.dumps import dump, graphs
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.report import write_report
-from fp8compile.plan import read_plans
+from fp8compile.plan_json import read_plans
 from fp8compile.plans import compiles
 
 

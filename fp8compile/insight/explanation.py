@@ -13,7 +13,8 @@ from fp8compile.insight.html import explanation_html
 from fp8compile.insight.optimizer_text import others
 from fp8compile.insight.text import explanation_text
 from fp8compile.insight.totals import Totals, bytes_before, flops, totals
-from fp8compile.plan import Operand, Plan, plans_from_json
+from fp8compile.plan import Operand, Plan
+from fp8compile.plan_json import plans_from_json
 
 TABLES = (
     "matmuls", "saved", "recomputed", "kernels", "losses", "masks", "transfers", "groups", "states", "updates",

@@ -18,7 +18,7 @@ from fp8compile.plan import Kernel, Matmul, Plan, Recomputed, Saved, State, Tran
 ROLES = ("output", "grad_input", "grad_weight", "other")
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 NUMBER_OF = re.compile(r"\d+(?= elements)")  # in reasons that differ in the size of a parameter only
-Row = TypeVar("Row", Matmul, Saved, Recomputed)
+Row = TypeVar("Row", Matmul, Saved, Recomputed, Transfer)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fp8compile.insight.optimizer_text import others, settings
 from fp8compile.insight.text import summary, title
 from fp8compile.insight.totals import totals
 from fp8compile.json_rows import an_object, parsed, require
-from fp8compile.plan import read_plans
+from fp8compile.plan_json import read_plans
 
 HERE = Path(__file__).parent
 LOWERED = ("lower_regions", "lower_markers")  # what Inductor gets: markers and regions say more

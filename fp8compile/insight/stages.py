@@ -9,7 +9,7 @@ from pathlib import Path
 from fp8compile.errors import Fp8Error, unknown_name
 from fp8compile.insight.dumps import graphs
 from fp8compile.insight.explanation import Explanation
-from fp8compile.plan import read_plans
+from fp8compile.plan_json import read_plans
 
 
 @dataclass(frozen=True)

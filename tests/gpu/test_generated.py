@@ -55,20 +55,20 @@ def test_large_casts(format: str, granularity: str, rows: int) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("granularity", ["tensor", "row", "group(16)", "col_group(32)", "block(16)"])
 def test_both_layouts_hold_the_bytes_of_the_reference(tile: tuple[int, int], format: str, granularity: str) -> None:
-    """Every tile shape, 20 launches with other data each: payload, transposed payload and scale, byte for byte. (ptxas
-    12.8 miscompiled Triton's own cast where it is stored twice: triton-lang/triton#11111.)"""
+    """Every tile shape, whole and in quarters, 20 launches with other data each: payload, transposed payload and scale,
+    byte for byte. (ptxas 12.8 miscompiled Triton's own cast where it is stored twice: triton-lang/triton#11111.)"""
     cast = Cast(format, granularity, 250, 520, "bfloat16", 16)
     region = cast.region()
     generator = torch.Generator("cuda").manual_seed(0)
-    for warps in (4, 8):
-        schedule = casts.tiled(cast, *tile, warps)
+    for warps, in_quarters in ((4, False), (8, False), (4, True), (8, True)):
+        schedule = casts.tiled(cast, *tile, warps, in_quarters)
         for launch in range(LAUNCHES // 2):
             x = torch.randn(250, 520, device="cuda", generator=generator).mul(2.0 ** (launch - 5)).bfloat16()
             inputs = cast.inputs(x)
             buffers = generated.launch(region, schedule, inputs, [])
             expected = region_reference.run(region, schedule, inputs, [])
             for actual, wanted in zip(buffers, expected, strict=True):
-                assert torch.equal(actual.view(torch.uint8), wanted.view(torch.uint8)), (warps, launch)
+                assert torch.equal(actual.view(torch.uint8), wanted.view(torch.uint8)), (warps, in_quarters, launch)
 
 
 # ---- special values -------------------------------------------------------------------------------------------------
