@@ -19,6 +19,7 @@ MAX_ROW = 32768  # elements of the rows of all inputs that one program can hold 
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
 SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ONE_PAYLOAD, SEVERAL_PAYLOADS = (128, 64, 32), (128, 128, 32)  # rows and columns of a tile in quarters, elements a thread
 PROCESSORS = 132  # programs that walk are made in multiples of this: streaming multiprocessors of an H100 or H200
 
 
@@ -132,19 +133,18 @@ def _whole_rows(part: Part) -> Schedule:
 
 
 def _transposing(part: Part) -> Schedule:
-    """Tiles that are stored transposed: the more a program computes for an element, the fewer elements a thread has.
-    What makes several payloads does it in quarters."""
+    """Tiles that are stored transposed, in quarters where that is possible; else, the more a program computes for an
+    element, the fewer elements a thread has."""
     min_rows, min_cols = _least(part)
     cols = power_of_two(extent(part)[1])
     payloads = [i for i, v in enumerate(part.values) if v.op == "quantize"]
     layouts = {s.transposed for s in part.stores if s.value in payloads}
-    several = len(payloads) > 1 or layouts == {True, False}
-    in_quarters = several and quarters.possible(part)
+    in_quarters = quarters.possible(part)
     if in_quarters:
-        block_rows, block_cols, per_thread = 64, 128, 32
+        block_rows, block_cols, per_thread = SEVERAL_PAYLOADS if len(payloads) > 1 else ONE_PAYLOAD
     elif len(payloads) > 1 or sum(i.extent == ELEMENT for i in part.inputs) > 1:
         block_rows, block_cols, per_thread = 32, 64, 16
-    elif several:
+    elif layouts == {True, False}:
         block_rows, block_cols, per_thread = 64, 128, 64
     elif len(part.inputs) > 2:
         block_rows, block_cols, per_thread = 32, 128, 32

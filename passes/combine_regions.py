@@ -76,7 +76,7 @@ def _kind(node: fx.Node) -> Any:
     """What regions must have in common to be combined; None for those that are left alone.
 
     A region that reduces rows is left: others, a weight's cast, may run long before, and it takes other tiles. Casts to
-    one layout are as fast with 8 warps as with 4.
+    one layout are as fast with 8 warps as with 4, and tiles in quarters have 8 or 16.
     """
     region, schedule = spec_of(node)
     if any(v.op in ROW_REDUCTIONS for p in region.parts for v in p.values):
@@ -84,7 +84,8 @@ def _kind(node: fx.Node) -> Any:
     if all(p.values[s.value].op in PARTIALS for p in region.parts for s in p.stores):
         return PIECES
     layouts = [{s.transposed for s in p.stores if p.values[s.value].op == "quantize"} for p in region.parts]
-    if schedule.warps <= 8 and all(len(found) == 1 for found in layouts):
+    simple = [len(found) == 1 and schedule.warps <= 8 for found in layouts]
+    if all(one or tiling.quarters for one, tiling in zip(simple, schedule.tilings, strict=True)):
         return ANY_WARPS
     return schedule.warps, schedule.stages
 
