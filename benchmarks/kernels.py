@@ -795,9 +795,9 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         result = fake(row) if rate is None else real(row, rate)
         results.append(result)
         print("\n".join([table_line(result), *(region_lines(result) if arguments.regions else [])]), flush=True)
-    if arguments.json:
-        figures = {"copy_tb_s": rate and rate * 1e-6, "rows": [asdict(r) for r in results]}
-        arguments.json.write_text(json.dumps(figures, indent=1))
+        if arguments.json:
+            figures = {"copy_tb_s": rate and rate * 1e-6, "rows": [asdict(r) for r in results]}
+            arguments.json.write_text(json.dumps(figures, indent=1))
     return results
 
 
