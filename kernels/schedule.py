@@ -19,7 +19,7 @@ MAX_ROW = 32768  # elements of the rows of all inputs that one program can hold 
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
 SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ONE_PAYLOAD, SEVERAL_PAYLOADS = (128, 64, 32), (128, 128, 32)  # rows and columns of a tile in quarters, elements a thread
+ONE_PAYLOAD, SEVERAL_PAYLOADS = (128, 64, 32), (128, 128, 32)  # tiles in quarters: rows, columns, elements a thread
 PROCESSORS = 132  # programs that walk are made in multiples of this: streaming multiprocessors of an H100 or H200
 
 
