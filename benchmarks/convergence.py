@@ -201,8 +201,11 @@ def train(settings: Settings, corpus: Corpus, run: Run, file: Path, checkpoint: 
 
 def main(arguments: list[str] | None = None) -> None:
     given = parser().parse_args(arguments)
-    given.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
+    if given.report:
+        print(report(given.out, _settings_of(given.out)))
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() and not given.tiny else "cpu"
     size = SIZES["tiny" if given.tiny else given.size]
     size = size if given.steps is None else replace(size, steps=given.steps)
@@ -210,11 +213,10 @@ def main(arguments: list[str] | None = None) -> None:
     executor = "eager" if device == "cpu" else "inductor"
     settings = Settings(size, device, given.select, given.parameters, executor, corpus.source)
     _check_folder(given.out, asdict(settings))
-    if not given.report:
-        torch.set_float32_matmul_precision("high")
-        names = [name for name in given.configurations or CONFIGURATIONS if _is_there(name)]
-        left = _run_all(given, names, settings, corpus, began + 60 * given.minutes)
-        print(f"{left} of {len(names) * given.seeds} runs left: the same command goes on" if left else "all runs done")
+    torch.set_float32_matmul_precision("high")
+    names = [name for name in given.configurations or CONFIGURATIONS if _is_there(name)]
+    left = _run_all(given, names, settings, corpus, began + 60 * given.minutes)
+    print(f"{left} of {len(names) * given.seeds} runs left: the same command goes on" if left else "all runs done")
     print("\n" + report(given.out, asdict(settings)))
 
 
@@ -243,6 +245,14 @@ def _is_there(name: str) -> bool:
             print("torchao is not installed: left out")
             return False
     return True
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    """The settings of the runs in a folder, which may have been made elsewhere."""
+    file = folder / "settings.json"
+    if not file.exists():
+        raise SystemExit(f"{folder} holds no runs")
+    return json.loads(file.read_text())
 
 
 def _check_folder(folder: Path, settings: dict[str, Any]) -> None:
