@@ -105,7 +105,7 @@ def _why_itself(node: fx.Node) -> str:
     if node.target in (ops.amax, ops.scale):
         return "an amax: its tensor is not read again for it"
     if not value(node).is_floating_point():
-        return "indices or a mask"
+        return "complex numbers" if value(node).is_complex() else "indices or a mask"
     if "getitem" in str(node.target) and node.args[0].target is ops.chunked_loss:  # type: ignore[union-attr]
         return "a gradient: its loss is computed in chunks"
     return "made for backward alone" if node.op == "call_function" else "an input"
