@@ -55,6 +55,9 @@ def plans_from_json(text: str) -> list[Plan]:
 
 def plan_from_json(text: str) -> Plan:
     """The plan in the text of one, or of an explanation of one graph. Raises `OptionError` for other text."""
+    data = parsed(text)
+    if not isinstance(data, dict) or "plans" not in data:
+        return _plan(data, "the plan")
     plans = plans_from_json(text)
     if len(plans) != 1:
         raise OptionError(f"this is an explanation of {len(plans)} graphs: Explanation.from_json reads them")
