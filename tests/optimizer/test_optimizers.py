@@ -104,7 +104,7 @@ def test_plain_states_are_gone_once_they_are_eight_bit_ones(name):
 def test_first_step_from_zero_states():
     """v = 0.001 g², m = 0.1 g: after one step AdamW moved every element by the rate, in 8 bits as in 32."""
     opt, mine, _, theirs, _ = run("adam", None, steps=1)
-    before = make_parameters()
+    before = make_parameters(SHAPES[:3])
     for p, q, start in zip(mine, theirs, before, strict=True):
         assert torch.allclose(p - start, q - start, atol=5e-7)
     assert formats(opt, mine[0]) == {"exp_avg": "log", "exp_avg_sq": "log/stochastic"}
