@@ -97,7 +97,7 @@ HELPERS = {
 def quotient(x, scale, inverse):
     """x / scale to nearest, by the scale's inverse and one correction (Markstein, IBM J. R&D 34, 1990): a division for
     each scale instead of each element. The signs are such that -0 stays -0 (-x would be 0 - x). Beyond 1e30 it is some
-    number of that sign and no smaller, as a format saturates long before."""
+    number of that sign and no smaller, as a format saturates long before; a nan, which clamp drops, is in x too."""
     finite = tl.where(scale == float("inf"), 0.0, scale)
     near = tl.clamp(x * inverse, -1e30, 1e30)
     return tl.fma(tl.fma(near, finite, x * -1.0), inverse * -1.0, near)
