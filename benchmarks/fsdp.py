@@ -18,68 +18,30 @@ What does not fit into --seconds is left out, and said to be: the whole run must
 from __future__ import annotations
 
 import argparse
-import datetime
-import fnmatch
-import gc
-import json
-import os
-import socket
-import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+import ranks_of_host
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from measuring import MIB
+from ranks_of_host import Table, measure_all, measure_steps, parser_of, start, synchronize
+from sharded_blocks import TINY, Blocks, Size, compile_bf16, compile_fp8, eight_b, initialise
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import fp8compile
 from fp8compile.gradients import CompressedReduceScatter
-from llama import Block, LlamaConfig, Rotary
+from llama import Rotary
 
 # torch 2.13 has renamed these, and warns at every call
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-GIB, MIB = 1 << 30, 1 << 20
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-EIGHT_B = LlamaConfig(dim=4096, n_layers=8, n_heads=32, n_kv_heads=8, hidden=14336, rope_base=500_000.0)
-TINY = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden=128)
-
-
-@dataclass(frozen=True)
-class Size:
-    """What is trained, on how much, for how long."""
-
-    config: LlamaConfig
-    batch: int
-    length: int
-    warmup: int
-    steps: int
-    device: str
-
-
-SIZES = {"8b": Size(EIGHT_B, 2, 4096, 4, 12, "cuda"), "tiny": Size(TINY, 2, 32, 1, 2, "cpu")}
-
-
-class Blocks(nn.Module):
-    """The blocks of a Llama, without embedding and head."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        for block in self.blocks:
-            x = block(x, rotary)
-        return x
+SIZES = {"8b": Size(eight_b(8), 2, 4096, 4, 12, "cuda"), "tiny": Size(TINY, 2, 32, 1, 2, "cpu")}
 
 
 # ---- systems --------------------------------------------------------------------------------------------------------
@@ -100,31 +62,16 @@ class System:
     eight_bit: bool = False  # optimizer states
 
 
-def bf16(model: nn.Module, size: Size) -> None:
-    compile_blocks(model, backend="inductor" if size.device == "cuda" else "eager")
-
-
-def ours(model: nn.Module, size: Size) -> None:
-    on_cpu = {"executor": "eager", "select": "all", "save_min_bytes": 0, "strict": True}
-    compile_blocks(model, backend="fp8", options=on_cpu if size.device == "cpu" else {})
-
-
 def ours_gathering(model: nn.Module, size: Size) -> None:
     fp8compile.prepare_fsdp(model)
-    ours(model, size)
-
-
-def compile_blocks(model: nn.Module, **how: Any) -> None:
-    assert isinstance(model, Blocks)
-    for block in model.blocks:
-        block.compile(**how)
+    compile_fp8(model, size)
 
 
 def torchao(gather: bool, model: nn.Module, size: Size) -> None:
     float8 = import_module("torchao.float8")
     config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=gather, emulate=size.device == "cpu")
     float8.convert_to_float8_training(model, config=config)
-    bf16(model, size)
+    compile_bf16(model, size)
 
 
 def torchao_scales(model: nn.Module) -> None:
@@ -132,9 +79,9 @@ def torchao_scales(model: nn.Module) -> None:
 
 
 SYSTEMS = (
-    System("bf16", bf16),
+    System("bf16", compile_bf16),
     System("ours + FP8 gather", ours_gathering),
-    System("ours", ours),
+    System("ours", compile_fp8),
     System(
         "torchao tensorwise + FP8 gather", lambda m, s: torchao(True, m, s), after_step=torchao_scales, needs="torchao"
     ),
@@ -148,18 +95,8 @@ SYSTEMS = (
 
 
 @dataclass
-class Row:
-    """Figures of a system; `note` says why there are none."""
-
-    name: str
-    note: str = ""
-    ms: float = 0.0
-    tokens_per_second: float = 0.0
-    peak_gib: float = 0.0
-    gather_mib: float = 0.0
+class Row(ranks_of_host.Row):
     reduce_mib: float = 0.0
-    loss: float = 0.0
-    compile_seconds: float = 0.0
 
 
 class Counting:
@@ -214,7 +151,7 @@ class Training:
             fully_shard(block, mp_policy=POLICY)
         self.model: Any = fully_shard(model, mp_policy=POLICY)
         self.model.to_empty(device=device)
-        self._initialise()
+        initialise(self.model, device)
         system.after(self.model)
         self.rotary = Rotary(size.config.head_dim, size.length, size.config.rope_base).to(device)
         fused = not system.eight_bit
@@ -229,17 +166,6 @@ class Training:
         options: Any = {"executor": "eager"} if self.size.device == "cpu" else {}
         return torch.compile(self.opt.step, backend="fp8", options=options)
 
-    @torch.no_grad()
-    def _initialise(self) -> None:
-        """The same weights for every system: values of a shard do not depend on what holds it."""
-        for i, p in enumerate(self.model.parameters()):
-            local = p.to_local()  # type: ignore[attr-defined]
-            if p.dim() < 2:
-                local.fill_(1.0)
-                continue
-            generator = torch.Generator(self.device).manual_seed(1000 * i + dist.get_rank())
-            local.copy_(torch.randn(local.shape, generator=generator, device=self.device) * 0.02)
-
     def step(self) -> None:
         self.opt.zero_grad()
         self.x.grad = None
@@ -251,36 +177,13 @@ class Training:
         self.loss = loss.detach()
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measure(system: System, size: Size, device: torch.device) -> Row:
     """The figures of a system, the same on all ranks."""
-    row = Row(system.name)
-    start = time.perf_counter()
+    row, began = Row(system.name), time.perf_counter()
     training = Training(system, size, device)
-    for _ in range(size.warmup):
-        training.step()
-    synchronize(device)
-    row.compile_seconds = time.perf_counter() - start
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    times = []
-    for _ in range(size.steps):
-        dist.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        training.step()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    figures = torch.tensor([statistics.median(times) * 1e3, peak / GIB], device=device)
-    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    measure_steps(row, training.step, size, device, began)
     loss = training.loss.clone()
     dist.all_reduce(loss)
-    row.ms, row.peak_gib = figures.tolist()
     row.loss = float(loss) / dist.get_world_size()
     row.tokens_per_second = size.batch * size.length * dist.get_world_size() / row.ms * 1e3
     inner = CompressedReduceScatter("e4m3") if "gradients" in system.name else None
@@ -288,43 +191,6 @@ def measure(system: System, size: Size, device: torch.device) -> Row:
     synchronize(device)
     row.gather_mib, row.reduce_mib = gathered / MIB, reduced / MIB
     return row
-
-
-def measure_all(names: Sequence[str], more: bool, size: Size, device: torch.device, seconds: float) -> list[Row]:
-    start, longest, rows = time.perf_counter(), 0.0, []
-    for system in SYSTEMS:
-        if not any(fnmatch.fnmatch(system.name, name) for name in names) or (system.extra and not more):
-            continue
-        if system.needs and find_spec(system.needs) is None:
-            rows.append(Row(system.name, f"{system.needs} is not installed"))
-            continue
-        spent = agreed(time.perf_counter() - start, device)
-        if spent + longest > seconds:
-            rows.append(Row(system.name, f"left out: {spent:.0f} of {seconds:.0f} s were over"))
-            continue
-        try:
-            row = measure(system, size, device)
-        except Exception as error:  # what one system cannot do must not cost the others' figures
-            row = Row(system.name, f"failed: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
-            if dist.get_rank() == 0:
-                print(f"{system.name}: {row.note}", file=sys.stderr, flush=True)
-        longest = max(longest, agreed(time.perf_counter() - start, device) - spent)
-        rows.append(row)
-        if dist.get_rank() == 0:
-            print(line(row), flush=True)
-        torch.compiler.reset()
-        for _ in range(2):  # sharded parameters and their casts refer to each other, and compiled graphs to both
-            gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return rows
-
-
-def agreed(seconds: float, device: torch.device) -> float:
-    """The time of the slowest rank, so that all leave out the same."""
-    x = torch.tensor(seconds, device=device)
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    return float(x)
 
 
 # ---- printing -------------------------------------------------------------------------------------------------------
@@ -341,55 +207,19 @@ def line(row: Row) -> str:
     )
 
 
-def work(rank: int, world: int, given: argparse.Namespace) -> list[Row]:
+def work(device: torch.device, given: argparse.Namespace) -> None:
     """What each rank does; rank 0 prints."""
-    size = SIZES["tiny" if given.tiny else "8b"]
-    on_gpu = size.device == "cuda"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=150),
-        device_id=device if on_gpu else None,
-    )  # fmt: skip
-    kind = torch.cuda.get_device_name(device) if on_gpu else "cpu"
-    if rank == 0:
-        print(f"{world} × {kind}, torch {torch.__version__}: {size}\n{HEAD}", flush=True)
-    rows = measure_all(given.only.split(","), given.more, size, device, given.seconds)
-    if rank == 0:
-        print("\n".join([HEAD, *map(line, rows)]), flush=True)
-        if given.json:
-            about = {"device": kind, "ranks": world, "torch": torch.__version__, "size": asdict(size)}
-            Path(given.json).write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
-    dist.destroy_process_group()
-    return rows
-
-
-def spawned(rank: int, world: int, given: argparse.Namespace) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    work(rank, world, given)
+    systems = [system for system in SYSTEMS if given.more or not system.extra]
+    measure_all(systems, measure, Table(Row, HEAD, line), SIZES["tiny" if given.tiny else "8b"], device, given)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="two processes on a CPU, a tiny model")
-    parser.add_argument("--only", default="*", help="patterns of systems, with commas between them")
+    parser = parser_of(__doc__)
     parser.add_argument("--more", action="store_true", help="FP8 gradients and 8-bit optimizer states too")
-    parser.add_argument("--seconds", type=float, default=225.0, help="no system is begun that may not end by then")
-    parser.add_argument("--json", help="a file for the figures")
     given = parser.parse_args(arguments)
     if not given.tiny and torch.cuda.device_count() < 2:
         parser.error("this needs two GPUs of one host; --tiny runs anywhere")
-    if "RANK" in os.environ:  # under torchrun
-        work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), given)
-        return
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(s.getsockname()[1]))
-    world = 2 if given.tiny else torch.cuda.device_count()
-    mp.spawn(spawned, args=(world, given), nprocs=world)
+    start(work, given)
 
 
 if __name__ == "__main__":
