@@ -125,6 +125,11 @@ def cast(fp8: Casts, how: str, *layouts: bool, of: Tensor) -> list[Tensor]:
     return results
 
 
+def amax_of_rows(fp8: Casts, x: Tensor) -> Tensor:
+    """The amax of a tensor whose rows' are needed anyway, as `passes/share_casts.py` writes it."""
+    return fp8.amax(fp8.amax(x, "row"), "tensor")
+
+
 def to(how: str, *layouts: bool) -> Callable[..., list[Tensor]]:
     return lambda fp8, x: cast(fp8, how, *layouts, of=x)
 
@@ -169,7 +174,7 @@ def rms_norm_to(how: str) -> Callable[..., list[Tensor]]:
 
 def rms_norm_to_row_with_amax(fp8: Casts, x: Tensor, w: Tensor) -> list[Tensor]:
     y, rstd = rms_norm(x, w)
-    return [rstd, *cast(fp8, "row", False, of=y), fp8.amax(y, "tensor")]
+    return [rstd, *cast(fp8, "row", False, of=y), amax_of_rows(fp8, y)]
 
 
 def rms_norm_to_tensor(fp8: Casts, x: Tensor, w: Tensor) -> list[Tensor]:
@@ -236,7 +241,7 @@ def swiglu_to_row_saved(fp8: Casts, gu: Tensor) -> list[Tensor]:
     """The operand of a matmul, and gate and up as they are kept for backward."""
     h = swiglu(gu)
     saved = [result for half in halves(gu) for result in cast(fp8, "group(128)", False, of=half)]
-    return [*cast(fp8, "row", False, of=h), fp8.amax(h, "tensor"), *saved]
+    return [*cast(fp8, "row", False, of=h), amax_of_rows(fp8, h), *saved]
 
 
 def swiglu_gradients(gu: GateUp, dh: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 
+from fp8compile.kernels.emit_held import Held
 from fp8compile.kernels.emit_helpers import HELPERS, NEEDS
-from fp8compile.kernels.emit_quarters import Quarters
 from fp8compile.kernels.schedule import Schedule
 from fp8compile.kernels.spec import COLUMN, ELEMENT, NUMBER, PARTIALS, ROW_REDUCTIONS, Extent, Region, Store, Value
 
@@ -61,7 +61,7 @@ def _dispatch(region: Region, schedule: Schedule, name: str, parts: list[_Emitte
     return "\n".join(lines)
 
 
-class _Emitter(Quarters):
+class _Emitter(Held):
     """Writes one part."""
 
     def __post_init__(self) -> None:
@@ -76,6 +76,8 @@ class _Emitter(Quarters):
     def function(self, name: str) -> str:
         for level in range(1, max(self.levels, default=0) + 1) if self.sweeps else ():
             self._reducing_sweep(level)
+        if self.tiling.held:
+            self._hold(self._reached([s.value for s in self.part.stores]))
         for i in self._stored_values():
             self._value(i)
         quarter = (
@@ -86,10 +88,12 @@ class _Emitter(Quarters):
         for store in self._stores_in_order():
             self._store(store)
         self._end_sweep()
+        self._end_phase(onto=self.loops)
+        phases = self._finish_phases("" if self.single else f"_of_{name}")
         head = ["@triton.jit", f"def {name}({', '.join(([] if self.single else ['pid']) + self.arguments)}):"]
         lines = ["pid = tl.program_id(0)"] if self.single else []
         first = "pid"
-        if self.tiling.col_blocks > 1 and not self.sweeps:
+        if self.tiling.col_blocks > 1 and not self.owns_rows:
             first = "first_row_block"
             blocks = self.tiling.col_blocks
             lines += [f"col_block = pid % {blocks}", f"first_row_block = pid // {blocks}"]
@@ -103,16 +107,18 @@ class _Emitter(Quarters):
         else:
             lines += [re.sub(r"\brow_block\b", first, line) for line in self.body]
         lines += [re.sub(r"\bfirst_row_block\b", first, line) for line in self.after]
-        return "\n\n".join([*quarter, "\n".join(head + [f"    {line}" for line in lines])])
+        return "\n\n".join([*quarter, *phases, "\n".join(head + [f"    {line}" for line in lines])])
 
     def _stored_values(self) -> list[int]:
         """What is computed before the first store: what is loaded, then the rest in the order of the spec.
 
         All of it, which is twice as fast where tiles are transposed; but wide rows only load, and compute each result
-        as they store it, so that registers hold one at a time.
+        as they store it, so that registers hold one at a time. Rows that are held have loaded already.
         """
         found = self._reached([s.value for s in self.part.stores])
         values = self.part.values
+        if self.tiling.held:
+            return []
         if self._holds_wide_rows():
             return sorted(i for i in found if values[i].op == "load")
         return sorted((i for i in found if values[i].op not in PARTIALS), key=lambda i: (values[i].op != "load", i))
@@ -189,7 +195,7 @@ class _Emitter(Quarters):
         lines = self.tile if extent[1] else self.body
         if not extent[0]:
             mask = " & ".join(filter(None, [mask, "(row_block == 0)"]))
-        elif not extent[1] and self.tiling.col_blocks > 1 and not self.sweeps:
+        elif not extent[1] and self.tiling.col_blocks > 1 and not self.owns_rows:
             mask = " & ".join(filter(None, [mask, "(col_block == 0)"]))
         lines.append(f"tl.store({pointer} + {index}, {text}{f', mask={mask}' if mask else ''})")
 
@@ -240,9 +246,13 @@ class _Emitter(Quarters):
         else:
             text, shape = self._full(i, "0.0"), self._shape(ELEMENT)
         text = text if is_sum else f"magnitude({text})"
+        held = self.tiling.held and extent[1] > 0
         if self.loops or (self.sweeps and extent[1]):
             zero = f"tl.zeros({shape}, tl.{'float32' if is_sum else 'int32'})"
             self.before.append(f"{name} = {zero}")
+        if held:
+            self._join(store.value, text, "tl.maximum({}, {})")
+        elif self.loops or (self.sweeps and extent[1]):
             lines = self.tile if extent[1] else self.body
             lines.append(f"{name} += {text}" if is_sum else f"{name} = tl.maximum({name}, {text})")
         else:

@@ -216,10 +216,33 @@ def tanh(x):
         '''
 @triton.jit
 def scale_of(amax, limit):
+    """amax / limit to nearest, as `quotient` has it; 1 where amax is 0; never subnormal; nan and inf pass."""
+    near = amax * (1.0 / limit)
+    scale = tl.fma(tl.fma(near, limit, amax * -1.0), -1.0 / limit, near)
+    scale = tl.where(amax == float("inf"), amax, scale)
+    return tl.where(amax == 0, 1.0, tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale))
+''',
+        '''
+@triton.jit
+def scale_of(amax, limit):
     """amax / limit; 1 where amax is 0; never subnormal; nan and inf pass."""
     scale = tl.div_rn(amax, limit)
     return tl.where(amax == 0, 1.0, tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale))
-'''
+''',
+    ),
+    "inverse_of": Helper(
+        '''
+@triton.jit
+def inverse_of(x):
+    """1 / x to nearest, in fewer instructions than a division."""
+    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+''',
+        '''
+@triton.jit
+def inverse_of(x):
+    """1 / x to nearest."""
+    return tl.div_rn(1.0, x)
+''',
     ),
     "power_of_two": Helper(
         '''

@@ -21,8 +21,8 @@ INT32_MAX = 2**31 - 1
 class Tile:
     """The tiles of one part: where its elements are, and the lines of source in which that is said.
 
-    before: lines for what is the same for all tiles; body: for each tile (in sweeps: each row); tile: for each tile of
-    a row in sweeps; after: for what a program has found.
+    before: lines for what is the same for all tiles; body: for each tile (where a program owns rows: for each row);
+    tile: for each tile of a row that it owns; after: for what a program has found.
     """
 
     region: Region
@@ -38,11 +38,12 @@ class Tile:
         self.row_blocks = max(1, ceil_div(rows, tiling.block_rows)) if isinstance(rows, int) else None
         self.loops = self.row_blocks is None or self.row_blocks > tiling.row_programs
         self.sweeps = tiling.sweeps
+        self.owns_rows = tiling.owns_rows
         self.steps = (quarters.STEP if tiling.quarters else 1, 1)  # rows and columns from one of a tensor to the next
         self.before: list[str] = []
         self.body: list[str] = []
         self.after: list[str] = []
-        self.tile: list[str] = [] if self.sweeps else self.body
+        self.tile: list[str] = [] if self.owns_rows else self.body
         self.axes: set[str] = set()  # index vectors that stand in the source
 
     def _shape(self, extent: Extent) -> list[int]:
@@ -65,7 +66,7 @@ class Tile:
                 lines.append(f"{name} = {text}")
             else:
                 start = f"col_block * {block} + " if self.tiling.col_blocks > 1 else ""
-                (self.tile if self.sweeps else self.before).append(f"{name} = {start}{arange}")
+                (self.tile if self.owns_rows else self.before).append(f"{name} = {start}{arange}")
         return name
 
     def _rows(self, step: int, numbers: str) -> tuple[list[str], str]:

@@ -36,7 +36,7 @@ class Values(Tile):
     def _lines_of(self, i: int) -> list[str]:
         """Where value `i` is computed: for each tile, for each row, or once."""
         extent = self.part.extents[i]
-        if extent[1] and self.sweeps:
+        if extent[1] and self.owns_rows:
             return self.tile
         same_for_all_tiles = extent[0] == 0 and self.levels[i] == 0 and self.loops
         return self.before if same_for_all_tiles else self.body
@@ -97,14 +97,16 @@ class Values(Tile):
         """1 / value `i`, repeated along its groups."""
         name = f"inverse{i}"
         lines = self._lines_of(i)
-        line = f"{name} = tl.div_rn(1.0, v{i})"
+        self._use("inverse_of")
+        line = f"{name} = inverse_of(v{i})"
         if line not in lines:
             lines.append(line)
         return self._spread(name, self.part.extents[i], extent)
 
     def _holds_wide_rows(self) -> bool:
         """Whether a program holds so much of whole rows that registers are what it runs out of."""
-        wide = self.tiling.block_cols * sum(i.extent == ELEMENT for i in self.part.inputs) > 16384
+        held = self.tiling.block_cols * (self.tiling.col_blocks if self.tiling.held else 1)
+        wide = held * sum(i.extent == ELEMENT for i in self.part.inputs) > 16384
         return any(self.levels) and wide and not self.sweeps
 
     def _use(self, helper: str) -> None:

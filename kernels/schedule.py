@@ -15,7 +15,7 @@ from fp8compile.formats import ceil_div, round_up
 from fp8compile.kernels import quarters
 from fp8compile.kernels.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Region, Size
 
-MAX_ROW = 32768  # elements of the rows of all inputs that one program can hold in registers
+MAX_ROW = 65536  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
 SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,7 +27,8 @@ PROCESSORS = 132  # programs that walk are made in multiples of this: streaming 
 class Tiling:
     """How a part is cut: tiles of block_rows × block_cols (powers of two), row_programs × col_blocks side by side.
 
-    With `sweeps` a program owns all tiles of its rows, and reads them once for each reduction along the rows.
+    A program may own all tiles of its rows: with `sweeps` it reads them once for each reduction along the rows, `held`
+    it reads them once and has them until it stores (`kernels/emit_held.py`).
     In `quarters` (`kernels/quarters.py`) every fourth row of a tile is a tensor of its own.
     """
 
@@ -37,11 +38,17 @@ class Tiling:
     col_blocks: int
     sweeps: bool = False
     quarters: bool = False
+    held: bool = False
+
+    @property
+    def owns_rows(self) -> bool:
+        """Whether a program has all tiles of its rows."""
+        return self.sweeps or self.held
 
     @property
     def programs(self) -> int:
         """How many programs the part takes."""
-        return self.row_programs * (1 if self.sweeps else self.col_blocks)
+        return self.row_programs * (1 if self.owns_rows else self.col_blocks)
 
 
 @dataclass(frozen=True)
@@ -109,13 +116,15 @@ def _choose(part: Part) -> Schedule:
 
 
 def _whole_rows(part: Part) -> Schedule:
-    """Row reductions: in one tile, or in sweeps where that does not fit into registers.
+    """Row reductions: in one tile, or several that are held, or in sweeps where registers do not hold them.
 
     Programs walk if they accumulate column sums, which few programs do best; or where each of several reductions would
-    wait for the one before with nothing to load meanwhile. An amax next to a row reduction is no reason: it is reduced
-    once more by a kernel of its own, which costs less.
+    wait for the one before with nothing to load meanwhile; or where one takes so many registers that no other runs
+    beside it. An amax next to a row reduction is no reason: it is reduced once more by a kernel of its own, which costs
+    less.
     """
     ops = {v.op for v in part.values}
+    payloads = sum(v.op == "quantize" for v in part.values)
     min_rows, min_cols = _least(part)
     cols = power_of_two(extent(part)[1])
     wide = sum(i.extent == ELEMENT for i in part.inputs) * cols
@@ -125,11 +134,24 @@ def _whole_rows(part: Part) -> Schedule:
     if ops & set(WALKED):
         block_rows = max(min_rows, min(16, 8192 // block_cols), 1)
         return _walking(part, block_rows, block_cols, _warps(block_rows * block_cols, 32), PROCESSORS)
-    block_rows = max(min_rows, min(16, 4096 // block_cols), 1)
-    warps = _warps(block_rows * block_cols, 32)
-    if max(part.levels) > 2 and wide <= 4096:
-        return _walking(part, block_rows, block_cols, warps, 4 * PROCESSORS)
-    return _tiled(part, block_rows, block_cols, warps)
+    tile = max(_held_tile(extent(part)[1]), min_cols)
+    gains = ceil_div(extent(part)[1], tile) * tile <= block_cols * 7 // 8
+    if gains and block_cols >= 512 and (payloads < 2 or wide > MAX_ROW // 2):
+        return _tiled(part, max(min_rows, 1), tile, _warps(tile, 8), held=True)
+    block_rows = max(min_rows, min(16, 1024 // block_cols), 1)
+    elements = block_rows * block_cols
+    if payloads > 1 and wide > MAX_ROW // 4 and 2 * _read_ahead(part, elements) <= SHARED_MEMORY:
+        full = 8 * part.cols >= 7 * block_cols
+        return _walking(part, block_rows, block_cols, _warps(elements, 32 if full else 64), PROCESSORS)
+    if max(part.levels) > 2 and 2048 < wide <= 4096:
+        return _walking(part, block_rows, block_cols, _warps(elements, 32), 4 * PROCESSORS)
+    return _tiled(part, block_rows, block_cols, _warps(elements, 32))
+
+
+def _held_tile(cols: int) -> int:
+    """The width of at most 8 tiles that together are as little wider than a row as may be."""
+    widths = [max(1, power_of_two(cols) >> n) for n in range(4)]
+    return min(widths, key=lambda width: (ceil_div(cols, width) * width, -width))
 
 
 def _transposing(part: Part) -> Schedule:
@@ -187,17 +209,24 @@ def _warps(elements: int, per_thread: int) -> int:
 
 
 def _tiled(
-    part: Part, block_rows: int, block_cols: int, warps: int, stages: int = 1, sweeps: bool = False, resident: int = 0
+    part: Part,
+    block_rows: int,
+    block_cols: int,
+    warps: int,
+    stages: int = 1,
+    sweeps: bool = False,
+    resident: int = 0,
+    held: bool = False,
 ) -> Schedule:
     """Tiles of this size, one a program; or, as ever where rows are symbolic, walked over by `resident` programs."""
     rows, cols = extent(part)
     col_blocks = max(1, ceil_div(cols, block_cols))
-    row_programs = max(1, (resident or _all_at_a_time(warps)) // (1 if sweeps else col_blocks))
+    row_programs = max(1, (resident or _all_at_a_time(warps)) // (1 if sweeps or held else col_blocks))
     if isinstance(rows, int):
         block_rows = min(block_rows, max(power_of_two(rows), _least(part)[0]))
         blocks = max(1, ceil_div(rows, block_rows))
         row_programs = min(blocks, row_programs) if resident else blocks
-    tiling = Tiling(block_rows, block_cols, row_programs, col_blocks, sweeps)
+    tiling = Tiling(block_rows, block_cols, row_programs, col_blocks, sweeps, held=held)
     return Schedule((tiling,), warps, stages)
 
 

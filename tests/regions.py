@@ -105,10 +105,12 @@ def _tiling(part: Part, rng: random.Random) -> Tiling:
     least_rows = max((r for r, _ in part.extents), default=1) or 1
     least_cols = max((c for _, c in part.extents), default=1) or 1
     rows, cols = schedules.extent(part)
-    sweeps = False
+    sweeps = held = False
     if any(v.op in ROW_REDUCTIONS for v in part.values):
-        sweeps = rng.random() < 0.5 and not any(v.op in ("col_sum", "col_amax") for v in part.values)
-        least_cols = max(least_cols, 1 if sweeps else schedules.power_of_two(cols))
+        if not any(v.op in ("col_sum", "col_amax") for v in part.values):
+            sweeps, held = rng.choice(((False, False), (True, False), (False, True)))
+        widest = schedules.power_of_two(cols)
+        least_cols = max(least_cols, 1 if sweeps else widest // 8 if held else widest)
     some_rows = max(rng.choice((1, 2, 8, 16, 32, 128)), _of_few(rows if isinstance(rows, int) else 64))
     block_cols = max(least_cols, rng.choice((4, 16, 32, 128, 512)), _of_few(cols))
     block_rows = max(least_rows, min(some_rows, max(1, MAX_TILE // block_cols)))
@@ -117,7 +119,7 @@ def _tiling(part: Part, rng: random.Random) -> Tiling:
         block_rows = max(block_rows, quarters.STEP)
     blocks = ceil_div(rows, block_rows) if isinstance(rows, int) else 3
     walkers = rng.randint(1, max(1, blocks))
-    return Tiling(block_rows, block_cols, walkers, ceil_div(cols, block_cols), sweeps, in_quarters)
+    return Tiling(block_rows, block_cols, walkers, ceil_div(cols, block_cols), sweeps, in_quarters, held)
 
 
 def _of_few(length: int) -> int:

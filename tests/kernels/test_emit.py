@@ -45,6 +45,17 @@ def source(region: Region, block_rows: int, block_cols: int) -> str:
     return emit.kernel_source(region, Schedule((tiling,)), "kernel", "cuda")
 
 
+def row_cast(rows: Size, cols: int) -> Region:
+    """A payload and a scale for each row."""
+    where = Input(0, "bfloat16", ((rows, cols),), ((cols, 1),))
+    values = (
+        Value("load", (), (0,)), Value("row_amax", (0,)), Value("scale", (1,), ("e4m3",)),
+        Value("quantize", (0, 2), ("e4m3",)),
+    )  # fmt: skip
+    part = Part(rows, cols, (where,), values, (Store(0, 3, cols), Store(1, 2)))
+    return Region((part,), (Buffer((rows, cols), "float8_e4m3fn"), Buffer((rows, 1), "float32")))
+
+
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
 
@@ -58,6 +69,30 @@ def test_no_mask_where_tiles_divide() -> None:
 )
 def test_mask_where_tiles_do_not(rows: int, cols: int, masked: set[str]) -> None:
     assert set(re.findall(r"(?:rows|cols) < \d+", source(copy(rows, cols), 16, 128))) == masked
+
+
+@pytest.mark.parametrize(("cols", "tile"), [(14336, 2048), (5120, 1024), (768, 256), (11008, 4096)])
+def test_wide_rows_are_held_in_as_little_as_covers_them(cols: int, tile: int) -> None:
+    region = row_cast(8, cols)
+    schedule = schedules.choose(region)
+    (tiling,) = schedule.tilings
+    assert (tiling.held, tiling.block_cols, tiling.programs) == (True, tile, 8)
+    text = emit.kernel_source(region, schedule, "kernel", "cuda")
+    assert ("mask" in text) == (cols % tile > 0)
+    assert text.count("= load_tile(") == text.count("store_tile2(") - 1 == -(-cols // tile)
+    assert not schedules.choose(row_cast(8, 4096)).tilings[0].held
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("cols", [1536, 1600])
+def test_rows_that_are_held_have_the_bits_of_the_reference(cols: int) -> None:
+    interpreter.prepare()
+    region = row_cast("n0", cols)
+    schedule = schedules.choose(region)
+    assert schedule.tilings[0].held
+    kernel = generated.kernel_of(region, schedule, "interpreter")
+    inputs = trial.random_inputs(region, [5], 4, "cpu")
+    assert trial.check(kernel, region, schedule, inputs, [5]) == []
 
 
 def test_symbolic_rows_are_masked_unless_known_to_divide() -> None:
