@@ -41,7 +41,7 @@ from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan import Kernel, Loss, Lowered, Mask, Matmul, Plan, Saved, Transfer  # noqa: E402
 from fp8compile.plans import compiles, last_compile  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
-from fp8compile.registration import register_backend  # noqa: E402
+from fp8compile.registration import register_backend, register_what_is_not_installed  # noqa: E402
 from fp8compile.schedule_options import Schedule  # noqa: E402
 from fp8compile.scheduled import scheduled_plan, schedules  # noqa: E402
 from fp8compile.state_recipe import StateRecipe  # noqa: E402
@@ -94,3 +94,5 @@ __all__ = [
     "schedules",
     "watch",
 ]
+
+register_what_is_not_installed()

@@ -11,6 +11,7 @@ enumeration, which gets a value for each name that is registered here.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -40,6 +41,14 @@ def register_backend(name: str = "fp8", **options: Any) -> str:
     if importlib.util.find_spec("accelerate") is not None:
         _tell_accelerate()
     return name
+
+
+def register_what_is_not_installed() -> None:
+    """Let torch know "fp8" where the package is on Python's path without having been installed: there it has no entry
+    point that torch could find it by."""
+    installed = importlib.metadata.entry_points(group="torch_dynamo_backends", name="fp8")
+    if not installed:
+        _dynamo.register_backend(fp8, "fp8")
 
 
 def _tell_accelerate() -> None:
