@@ -105,18 +105,23 @@ def spawned(rank: int, world: int, work: Work, given: argparse.Namespace) -> Non
 
 def joined(rank: int, world: int, work: Work, given: argparse.Namespace) -> None:
     """Run `work` on this rank, in a process group with the others."""
-    on_gpu = not given.tiny
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if on_gpu else torch.device("cpu")
+    device = torch.device("cpu") if given.tiny else torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+    join_group(rank, world, device)
+    work(device, given)
+    dist.destroy_process_group()
+
+
+def join_group(rank: int, world: int, device: torch.device, meeting: str | None = None) -> None:
+    """Begin the process group of all ranks; `meeting`: where they find each other (default: what torchrun says)."""
+    on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=150),
-        device_id=device if on_gpu else None,
+        "nccl" if on_gpu else "gloo", init_method=meeting, rank=rank, world_size=world,
+        timeout=datetime.timedelta(seconds=150), device_id=device if on_gpu else None,
     )  # fmt: skip
-    work(device, given)
-    dist.destroy_process_group()
 
 
 def synchronize(device: torch.device) -> None:

@@ -24,8 +24,6 @@ has is not trained again. Runs beside each other, on GPUs of their own by CUDA_V
 from __future__ import annotations
 
 import argparse
-import datetime
-import gc
 import statistics
 import sys
 import tempfile
@@ -45,8 +43,9 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from convergence import SIZES
-from fsdp import POLICY, agreed
+from fsdp import POLICY
 from measuring import MIB, bytes_of
+from ranks_of_host import agreed, forget, join_group
 from runs import selected
 from sharded_loss_report import READING, SYSTEMS, Row, System, add, picture, read, table
 
@@ -146,14 +145,7 @@ def train(system: System, job: Job, corpus: Corpus, device: torch.device, row: R
 def work(rank: int, ranks: int, names: Sequence[str], job: Job, meeting: str) -> None:
     """What each rank does; rank 0 writes."""
     device = torch.device("cuda", rank) if job.on_gpu else torch.device("cpu")
-    if job.on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if job.on_gpu else "gloo", init_method=meeting, rank=rank, world_size=ranks,
-        timeout=datetime.timedelta(seconds=150), device_id=device if job.on_gpu else None,
-    )  # fmt: skip
+    join_group(rank, ranks, device, meeting)
     kind = torch.cuda.get_device_name(device) if job.on_gpu else "cpu"
     corpus = job.corpus.to(device)
     for name in names:
@@ -179,11 +171,7 @@ def attempt(call: Callable[[], None], row: Row, device: torch.device) -> None:
         call()
     except Exception as error:
         row.note = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-    torch.compiler.reset()
-    for _ in range(2):  # sharded parameters and their casts refer to each other, and compiled graphs to both
-        gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    forget(device)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------

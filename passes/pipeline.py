@@ -19,6 +19,7 @@ from fp8compile.passes import (
     combine_regions,
     convolutions,
     exchange_as_fp8,
+    expose_matmuls,
     form_regions,
     gather_as_fp8,
     lower_markers,
@@ -105,6 +106,9 @@ AFTER_CUT = (
     Lowering("lower_regions", lower_regions.lower_regions, "kernels that Inductor launches", ("triton",)),
     Lowering(
         "lower_markers", lower_markers.lower_markers, "casts that are left, as plain aten", ("triton", "inductor")
+    ),
+    Lowering(
+        "expose_matmuls", expose_matmuls.expose_matmuls, "for Inductor's asynchronous ones", ("triton", "inductor")
     ),
 )
 

@@ -1,0 +1,129 @@
+"""Expose matmuls: those beside a collective become aten._scaled_mm, which Inductor can pipeline with it.
+
+Before      %b = view(%q, uint8)  %w = wait(all_gather(%b))  %p = view(view(%w, [R, K]), e4m3)
+            %y = fp8.scaled_mm(%p, %s, tensor, %weight, %t, tensor, None, bf16, False)
+After       %w = wait(all_gather(%q))  %p = view(%w, [R, K])
+            %y = _scaled_mm(%p, permute(%weight, [1, 0]), %s, %t, None, None, bf16, False)
+
+Only under torch._inductor.config._micro_pipeline_tp (asynchronous tensor parallelism, a private setting whose users
+know it): that pass of Inductor's splits a matmul into the parts that ranks hand each other, and knows aten.mm and
+aten._scaled_mm alone, of what was gathered as it is. Sound because `kernels/matmul.py` makes the same call of such a
+matmul. Where a matmul is neither fed by an all-gather nor feeds a reduce-scatter, nothing changes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config as inductor_config  # whether matmuls are to be pipelined
+
+from fp8compile import ops
+from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, CARRIERS, SPLITS, VIEWS
+from fp8compile.passes.compilation import aten, update_value, value
+from fp8compile.passes.region_graph import GraphEditor
+
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+STEPS = {*CARRIERS, *VIEWS, aten.cat.default, aten.permute.default, aten.clone.default}
+PARTS = (aten.select.int, aten.slice.Tensor, aten.unbind.int, *SPLITS)
+IN_ONE_CALL = ("tensor", "row")  # granularities that aten._scaled_mm takes
+
+
+def expose_matmuls(graph: fx.Graph) -> None:
+    """Expose the matmuls of `graph` that are beside a collective."""
+    if not inductor_config._micro_pipeline_tp:  # type: ignore[attr-defined]
+        return
+    editor = GraphEditor(graph)
+    for node in list(graph.find_nodes(op="call_function", target=ops.scaled_mm)):
+        gathered = _gathered(node.args[0])  # type: ignore[arg-type]
+        if not _is_one_call(node) or not (gathered or _is_scattered(node)):
+            continue
+        if gathered is not None:
+            _gather_as_it_is(editor, gathered, node.args[0])  # type: ignore[arg-type]
+        _replace(editor, node)
+
+
+def _is_one_call(node: fx.Node) -> bool:
+    """Whether aten._scaled_mm does it all: two matrices, their scales, an addition at most, and BF16."""
+    a, _, granularity_a, _, _, granularity_b, bias, dtype, *rest = node.args
+    return (
+        granularity_a in IN_ONE_CALL
+        and granularity_b in IN_ONE_CALL
+        and value(a).dim() == 2  # type: ignore[arg-type]
+        and dtype == torch.bfloat16
+        and (bias is None or value(bias).dtype == torch.bfloat16)  # type: ignore[arg-type]
+        and not any(x is not None for x in rest[1:])  # no groups
+    )
+
+
+def _gathered(node: fx.Node) -> fx.Node | None:
+    """The all-gather whose result, in another order or dtype, `node` is."""
+    while node.op == "call_function" and node.target in STEPS:
+        if node.target is ALL_GATHER:
+            return node
+        node = node.all_input_nodes[0]
+    return None
+
+
+def _is_scattered(node: fx.Node) -> bool:
+    """Whether nothing but a reduce-scatter reads `node`, in another order."""
+    readers = list(node.users)
+    while readers and all(r.target in STEPS or r.target is REDUCE_SCATTER for r in readers):
+        if any(r.target is REDUCE_SCATTER for r in readers):
+            return True
+        readers = list(dict.fromkeys(u for r in readers for u in r.users))
+    return False
+
+
+def _gather_as_it_is(editor: GraphEditor, gather: fx.Node, payload: fx.Node) -> None:
+    """Let a payload that travels as bytes travel as what it is, if nobody reads the bytes."""
+    sent: Any = gather.args[0]
+    if payload.target is not AS_BYTES or sent.target is not AS_BYTES:
+        return
+    way, stack = {gather}, [payload.args[0]]
+    while stack:
+        node: Any = stack.pop()
+        if node not in way:
+            way.add(node)
+            stack += node.all_input_nodes
+    if any(user not in way and user is not payload for node in way for user in node.users):
+        return
+    gather.args = (sent.args[0], *gather.args[1:])
+    for node in editor.graph.nodes:
+        if node in way:
+            update_value(node)
+    payload.replace_all_uses_with(payload.args[0])  # type: ignore[arg-type]
+    editor.graph.erase_node(payload)
+
+
+def _is_part(scale: Any) -> bool:
+    """Whether a scale is one of several in memory: cuBLAS wants it to begin at a multiple of 16 bytes."""
+    while scale.target in VIEWS:
+        scale = scale.args[0]
+    return scale.target in PARTS or (scale.target is operator.getitem and scale.args[0].target in PARTS)
+
+
+def _replace(editor: GraphEditor, node: fx.Node) -> None:
+    a, scale_a, granularity_a, b, scale_b, granularity_b, bias, dtype, *rest = node.args
+
+    def emit(target: Any, *args: Any) -> fx.Node:
+        return editor.emit(target, *args, before=node, like=node)
+
+    def of_rows(scale: Any, rows: int) -> fx.Node:
+        flat = emit(aten.view.default, scale, [-1, 1])
+        if value(flat).shape[0] != rows:
+            flat = emit(aten.expand.default, flat, [rows, 1])
+        return emit(aten.clone.default, flat)
+
+    if granularity_a == granularity_b == "tensor":
+        scale_a, scale_b = (emit(aten.clone.default, s) if _is_part(s) else s for s in (scale_a, scale_b))
+    else:
+        scale_a = of_rows(scale_a, value(a).shape[0])  # type: ignore[arg-type]
+        scale_b = emit(aten.permute.default, of_rows(scale_b, value(b).shape[0]), [1, 0])  # type: ignore[arg-type]
+    columns = emit(aten.permute.default, b, [1, 0])
+    fast = bool(rest and rest[0])
+    product = emit(aten._scaled_mm.default, a, columns, scale_a, scale_b, bias, None, dtype, fast)
+    node.replace_all_uses_with(product)
+    editor.graph.erase_node(node)

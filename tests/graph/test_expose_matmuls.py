@@ -1,0 +1,152 @@
+"""Matmuls beside collectives, as Inductor's pass for asynchronous tensor parallelism wants them.
+
+A group of one process runs the same graphs as a larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.fx_passes import micro_pipeline_tp
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+from fp8compile import backend, ops
+from fp8compile.passes import pipeline
+from fp8compile.passes.collectives import ALL_GATHER as GATHER
+from fp8compile.passes.collectives import WAIT
+from fp8compile.passes.compilation import aten
+from fp8compile.passes.expose_matmuls import REDUCE_SCATTER, expose_matmuls
+from fp8compile.passes.snapshot import copy_graph
+
+EAGER = {"select": "all", "executor": "eager", "strict": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+    """Every graph that left the pipeline."""
+    found: list[fx.Graph] = []
+
+    def run(c, observe=None):
+        pipeline.run_pipeline(c, observe)
+        found.append(copy_graph(c.graph))
+
+    monkeypatch.setattr(backend, "run_pipeline", run)
+    return found
+
+
+def group() -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    return world.group_name
+
+
+def gathered(x: Tensor, weight: Tensor) -> Tensor:
+    """x [B, S, K], of which each rank has a part of S."""
+    whole = WAIT(GATHER(x, 1, group()))
+    return torch.cat(torch.chunk(whole, 2), 1) @ weight.t()
+
+
+def scattered(x: Tensor, weight: Tensor) -> Tensor:
+    y = x @ weight.t()
+    return WAIT(REDUCE_SCATTER(y, "sum", 1, group()))
+
+
+def alone(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.t()
+
+
+class OfOne(fx.Interpreter):
+    """Runs a graph whose collectives are those of one rank, as gloo gathers no FP8; and FP8 matmuls in FP32, as not
+    every CPU multiplies rows that have scales."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in (GATHER, REDUCE_SCATTER, WAIT):
+            return args[0]
+        if target is aten._scaled_mm.default:
+            a, b, scale_a, scale_b, bias, _, dtype, _ = args
+            assert bias is None
+            assert b.stride(0) == 1, "FP8 units want columns"
+            return ((a.float() * scale_a) @ (b.float() * scale_b)).to(dtype)
+        return super().call_function(target, args, kwargs)
+
+
+def exposed(graphs: list[fx.Graph], function: Any, **options: Any) -> tuple[fx.Graph, Any, Any]:
+    """The graph of `function` after the pass, and what it computes before and after."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 32, 64).bfloat16(), nn.Parameter(torch.randn(48, 64).bfloat16())
+    with torch.no_grad():
+        torch.compile(function, backend="fp8", options={**EAGER, **options})(x, weight)
+    (graph,) = graphs
+    inputs = [x if n.meta["val"].dim() == 3 else weight for n in graph.find_nodes(op="placeholder")]
+    before = OfOne(fx.GraphModule({}, copy_graph(graph))).run(*inputs)
+    with inductor_config.patch(_micro_pipeline_tp=True):
+        expose_matmuls(graph)
+    graph.lint()
+    return graph, before, OfOne(fx.GraphModule({}, graph)).run(*inputs)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mixed"])
+@pytest.mark.parametrize("function", [gathered, scattered])
+def test_the_same_values_in_one_call(graphs, function, recipe):
+    graph, before, after = exposed(graphs, function, recipe=recipe)
+    assert not list(graph.find_nodes(op="call_function", target=ops.scaled_mm))
+    assert len(list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default))) == 1
+    for a, b in zip(after, before, strict=True):
+        assert (a.float() - b.float()).norm() < 0.001 * b.float().norm()
+
+
+def test_inductor_would_pipeline_the_gather(graphs):
+    """Its own functions find the payload on the wire, as what it is, and the matmul that reads it."""
+    graph, _, _ = exposed(graphs, gathered, recipe="tensorwise")
+    module = fx.GraphModule({}, graph)
+    view_to_reshape(module)
+    found = {m.shard_node.meta["val"].dtype: m for m in micro_pipeline_tp.find_all_gather_patterns(module.graph)}
+    assert set(found) == {torch.float8_e4m3fn, torch.float32}, "the payload, and its amax"
+    payload = found[torch.float8_e4m3fn]
+    assert payload.gather_dim == 1
+    (matmul,) = micro_pipeline_tp._find_consumer_matmuls(payload.res_node)
+    assert isinstance(matmul, micro_pipeline_tp._ScaledMatmul)
+    assert payload.res_node not in matmul.arg_ancestor_nodes
+
+
+def test_inductor_would_pipeline_the_scatter(graphs):
+    graph, _, _ = exposed(graphs, scattered, recipe="tensorwise")
+    module = fx.GraphModule({}, graph)
+    view_to_reshape(module)
+    (match,) = micro_pipeline_tp.find_reduce_scatter_patterns(module.graph)
+    producer = match.input_node
+    while producer.target is aten.reshape.default:
+        producer = producer.args[0]
+    assert producer.target is aten._scaled_mm.default
+
+
+def test_others_stay(graphs):
+    graph, _, _ = exposed(graphs, alone, recipe="tensorwise")
+    assert len(list(graph.find_nodes(op="call_function", target=ops.scaled_mm))) == 1
+
+
+def test_groups_along_k_stay(graphs):
+    graph, _, _ = exposed(graphs, scattered, recipe="blockwise")
+    assert not list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default))
+
+
+def test_nothing_happens_without_the_setting(graphs):
+    x, weight = torch.randn(2, 32, 64).bfloat16(), nn.Parameter(torch.randn(48, 64).bfloat16())
+    with torch.no_grad():
+        torch.compile(gathered, backend="fp8", options=EAGER)(x, weight)
+    (graph,) = graphs
+    expose_matmuls(graph)
+    assert len(list(graph.find_nodes(op="call_function", target=ops.scaled_mm))) == 1
