@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # the restart that keeps what was learned of scalars
+from torch._dynamo.pgo import auto_dynamic, get_code_state  # what it takes for constant
 from torch._dynamo.source import AttrSource  # a part of what has a source
 from torch._dynamo.symbolic_convert import InstructionTranslator  # knows the frame under trace
 from torch.optim import Optimizer
@@ -57,10 +58,11 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], o
     """
     known = optim.is_prepared(opt)
     optim.prepare_optimizer(opt, options.states if not known else None)
-    if optim.convert_states(opt) or not known:
+    changed = _let_rates_change()
+    if optim.convert_states(opt) or not known or changed:
         InstructionTranslator.current_tx().speculation_log.clear()  # the next trace may take another path
         gm._buffers.clear()  # Dynamo keeps this graph as long as the optimizer lives: the plain states go now
-        raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8")
+        raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8, rates symbolic")
     _warn_of_rounding(opt)
     refuse_view_writes.run(gm)
     spread_scalars.run(gm)
@@ -71,6 +73,20 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], o
         sources |= {name: AttrSource(next(iter(sources.values())), name) for name in added}  # one that it will not meet
     states = optim.state_rows(opt)
     return Plan("optimizer", states=states, groups=group_rows(opt, states))
+
+
+def _let_rates_change() -> bool:
+    """Have Dynamo take learning rates as numbers that may change, as it does by itself when it first meets another one:
+    a schedule then costs no second compilation. Returns whether it took one as a constant."""
+    found = [
+        entry
+        for state in get_code_state().values()
+        for name, entry in state.automatic_dynamic.items()
+        if name.endswith("['lr']") and isinstance(entry.scalar, float)
+    ]
+    for entry in found:
+        entry.scalar = auto_dynamic
+    return bool(found)
 
 
 def warn_of_unmerged(updates: list[MergedUpdate]) -> None:

@@ -173,9 +173,11 @@ def test_degenerate_shapes(shape):
     assert_near(parameters, copies, 1e-5)
 
 
-def test_rate_as_a_tensor_and_from_a_scheduler():
+@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["float", "tensor"])
+def test_rate_from_a_scheduler(rate):
+    """It is compiled once: no rate is taken for a constant."""
     opt, mine, reference, theirs = twins(torch.optim.AdamW, {})
-    opt.param_groups[0]["lr"] = torch.tensor(0.01)
+    opt.param_groups[0]["lr"] = rate
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: 1 / (i + 1)) for o in (opt, reference)]
     step, compilations = compiled(opt, states=EXACT)
     for i in range(5):
