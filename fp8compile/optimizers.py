@@ -58,7 +58,7 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], o
     """
     known = optim.is_prepared(opt)
     optim.prepare_optimizer(opt, options.states if not known else None)
-    changed = _let_rates_change()
+    changed = not _is_captured(options) and _let_rates_change()
     if optim.convert_states(opt) or not known or changed:
         InstructionTranslator.current_tx().speculation_log.clear()  # the next trace may take another path
         gm._buffers.clear()  # Dynamo keeps this graph as long as the optimizer lives: the plain states go now
@@ -73,6 +73,12 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], o
         sources |= {name: AttrSource(next(iter(sources.values())), name) for name in added}  # one that it will not meet
     states = optim.state_rows(opt)
     return Plan("optimizer", states=states, groups=group_rows(opt, states))
+
+
+def _is_captured(options: Options) -> bool:
+    """Whether a CUDA graph is made of the step, in which a number of the CPU has no place."""
+    settings = dict(options.inductor)
+    return options.mode in ("reduce-overhead", "max-autotune") or bool(settings.get("triton.cudagraphs"))
 
 
 def _let_rates_change() -> bool:

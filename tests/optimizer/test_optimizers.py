@@ -188,6 +188,18 @@ def test_rate_from_a_scheduler(rate):
     assert_near(mine, theirs, 1e-6)
 
 
+def test_a_rate_is_a_constant_in_a_cuda_graph():
+    opt, mine, *_ = twins(torch.optim.AdamW, {})
+    step, compilations = compiled(opt, inductor={"triton.cudagraphs": True})
+    for i in range(2):
+        set_gradients(mine, i)
+        step()
+    assert len(compilations) == 1
+    opt.param_groups[0]["lr"] *= 0.5
+    step()
+    assert len(compilations) == 2
+
+
 def test_capturable():
     _, mine, _, theirs, _ = run("adamw", EXACT, steps=3, capturable=True)
     assert_near(mine, theirs, 1e-6)
