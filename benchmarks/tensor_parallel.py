@@ -17,6 +17,9 @@ tokens/s  of all GPUs together          peak    GiB allocated on a GPU, at most
 gather    MiB that a GPU receives in all-gathers of a step, scales and amaxes too
 loss      mean square of the output     error   of a gradient (the first block's gate), relative to BF16's
 
+With --pipeline Inductor splits matmuls into the parts that ranks hand each other, for all systems (asynchronous tensor
+parallelism, over symmetric memory); gathers that are part of a matmul then are in no `gather`.
+
 What does not fit into --seconds is left out, and said to be: the whole run must end.
 """
 
@@ -37,6 +40,8 @@ from measuring import MIB
 from ranks_of_host import Table, measure_all, measure_steps, parser_of, start, synchronize, world_size
 from sharded_blocks import TINY, Blocks, Size, compile_bf16, compile_fp8, eight_b, initialise
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -229,6 +234,9 @@ def line(row: Row) -> str:
 
 def work(device: torch.device, given: argparse.Namespace) -> None:
     """What each rank does; rank 0 prints."""
+    if given.pipeline:
+        inductor_config._micro_pipeline_tp = True  # type: ignore[attr-defined]
+        _symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     measure_all(SYSTEMS, Measurement(), Table(Row, HEAD, line), size_of(given), device, given)
 
 
@@ -240,7 +248,10 @@ def size_of(given: argparse.Namespace) -> Size:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--blocks", type=int, default=2, help="how many")
+    parser.add_argument("--pipeline", action="store_true", help="asynchronous tensor parallelism")
     given = parser.parse_args(arguments)
+    if given.tiny and given.pipeline:
+        parser.error("--pipeline needs GPUs")
     if not given.tiny and torch.cuda.device_count() < 2:
         parser.error("this needs two GPUs of one host; --tiny runs anywhere")
     heads, ranks = size_of(given).config.n_kv_heads, world_size(given)
