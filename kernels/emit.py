@@ -76,20 +76,21 @@ class _Emitter(Held):
     def function(self, name: str) -> str:
         for level in range(1, max(self.levels, default=0) + 1) if self.sweeps else ():
             self._reducing_sweep(level)
+        self.suffix = "" if self.single else f"_of_{name}"
+        needed = self._reached([s.value for s in self.part.stores])
         if self.tiling.held:
-            self._hold(self._reached([s.value for s in self.part.stores]))
+            self._hold(needed)
+        if self.tiling.quarters:
+            self._join_amaxes(needed)
         for i in self._stored_values():
             self._value(i)
-        quarter = (
-            [self._finish_quarters(f"quarter_of_{name}" if name.startswith("part") else "quarter")]
-            if self.tiling.quarters
-            else []
-        )
+        if self.tiling.quarters:
+            self._finish_quarters()
         for store in self._stores_in_order():
             self._store(store)
         self._end_sweep()
         self._end_phase(onto=self.loops)
-        phases = self._finish_phases("" if self.single else f"_of_{name}")
+        phases = self._finish_phases()
         head = ["@triton.jit", f"def {name}({', '.join(([] if self.single else ['pid']) + self.arguments)}):"]
         lines = ["pid = tl.program_id(0)"] if self.single else []
         first = "pid"
@@ -107,7 +108,7 @@ class _Emitter(Held):
         else:
             lines += [re.sub(r"\brow_block\b", first, line) for line in self.body]
         lines += [re.sub(r"\bfirst_row_block\b", first, line) for line in self.after]
-        return "\n\n".join([*quarter, *phases, "\n".join(head + [f"    {line}" for line in lines])])
+        return "\n\n".join([*phases, "\n".join(head + [f"    {line}" for line in lines])])
 
     def _stored_values(self) -> list[int]:
         """What is computed before the first store: what is loaded, then the rest in the order of the spec.
@@ -181,7 +182,7 @@ class _Emitter(Held):
             return
         extent = self.part.extents[store.value]
         self._value(store.value)
-        if self.tiling.quarters and extent[0]:
+        if self.tiling.quarters and extent[0] == 1:
             self._store_quarters(store)
             return
         dtype = self.region.buffers[store.buffer].dtype
@@ -192,7 +193,7 @@ class _Emitter(Held):
             return
         text, mask = self._stored(store, extent, dtype)
         index = self._store_index(store, extent)
-        lines = self.tile if extent[1] else self.body
+        lines = self.tile if extent[1] and self.owns_rows else self.body
         if not extent[0]:
             mask = " & ".join(filter(None, [mask, "(row_block == 0)"]))
         elif not extent[1] and self.tiling.col_blocks > 1 and not self.owns_rows:

@@ -1,63 +1,90 @@
-"""Tiles in quarters (`kernels/quarters.py`): a function for every fourth row, and what is stored of all four."""
+"""Tiles in quarters (`kernels/quarters.py`): functions for every fourth row, and what is stored of all four.
+
+The phases (`kernels/emit_phases.py`): reduce_quarter0, … for the amaxes of groups of rows that others need; and
+`quarter`, which returns what is stored.
+"""
 
 from __future__ import annotations
 
 import re
 
+from fp8compile.kernels.emit_phases import Phases
 from fp8compile.kernels.emit_tile import INT32_MAX
-from fp8compile.kernels.emit_values import Values
-from fp8compile.kernels.quarters import STEP
-from fp8compile.kernels.spec import Store, Value
-
-NAMES = re.compile(r"\b(?:[xnv]\d+|inverse\d+|rows\w*|cols\w*|row_block|col_block)\b")
+from fp8compile.kernels.quarters import JOINED, STEP
+from fp8compile.kernels.spec import ELEMENT, Store, Value
 
 
-class Quarters(Values):
-    """Writes the values of a part into a function of every fourth row, if its tiling says so, and their stores."""
+class Quarters(Phases):
+    """Writes the values of a part into functions of every fourth row, if its tiling says so, and their stores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.quarter: list[str] = []
-        self.results: list[int] = []  # the values that the function returns
+        self.results: list[int] = []  # the values that are stored
+        if self.tiling.quarters:
+            self.tensors, self.number, self.own = STEP, "row", re.compile("rows?")
 
     def _lines_of(self, i: int) -> list[str]:
-        return self.quarter if self.tiling.quarters and self.part.extents[i][0] else super()._lines_of(i)
+        return self.tile if self.tiling.quarters and self.part.extents[i][0] == 1 else super()._lines_of(i)
 
     def _quantize(self, i: int, value: Value) -> str:
         """In quarters, what is to be cast: codes of four rows are made together."""
-        in_quarters = self.tiling.quarters and self.part.extents[i][0]
+        in_quarters = self.tiling.quarters and self.part.extents[i][0] == 1
         return self._divided(i, value) if in_quarters else super()._quantize(i, value)
 
     def _rows(self, step: int, numbers: str) -> tuple[list[str], str]:
         if not self.tiling.quarters:
             return super()._rows(step, numbers)
-        return self.quarter, numbers if step > 1 else f"{self._rows_of_first()} + row"
+        return (self.body, numbers) if step > 1 else (self.tile, f"{self._rows_of_first()} + row")
 
     def _rows_of_first(self) -> str:
         """The rows of the first quarter."""
         block = self.tiling.block_rows
         return f"row_block * {block} + {STEP} * tl.arange(0, {block // STEP})[:, None]"
 
-    def _finish_quarters(self, name: str) -> str:
-        """The function of every fourth row. It is called four times before anything is stored: loads come first."""
+    def _named(self, n: int, last: int) -> tuple[str, str]:
+        return ("quarter", "q") if n == last else (f"reduce_quarter{n}", f"r{n}_")
+
+    def _join_amaxes(self, needed: set[int]) -> None:
+        """The phases that find the amaxes of groups of rows among the values `needed`."""
+        values = self.part.values
+        levels: list[int] = []
+        for value in values:
+            levels.append(max((levels[a] for a in value.args), default=0) + (value.op in JOINED))
+        for level in range(1, max(levels, default=0) + 1):
+            amaxes = [i for i in sorted(needed) if values[i].op in JOINED and levels[i] == level]
+            self._use("magnitude")
+            for i in amaxes:
+                self._join(i, f"magnitude({self._full(values[i].args[0], '0.0')})", "tl.maximum({}, {})")
+            self._end_phase()
+            for i in amaxes:
+                self.body.append(f"v{i} = {self._amax_of_groups(values[i], f'acc{i}')}.to(tl.float32, bitcast=True)")
+                self.done.add(i)
+
+    def _amax_of_groups(self, value: Value, joined: str) -> str:
+        """The amaxes of groups of rows. Row n of what is `joined` is the greatest of rows 4 n to 4 n + 3."""
+        size = value.params[0]
+        rows, cols = self._shape(ELEMENT)
+        if value.op == "block_amax":
+            cols //= size
+            joined = f"tl.max(tl.reshape({joined}, [{rows}, {cols}, {size}]), 2)"
+        down = size // STEP
+        return f"tl.max(tl.reshape({joined}, [{rows // down}, {down}, {cols}]), 1)"
+
+    def _finish_quarters(self) -> None:
+        """The last phase. It is called four times before anything is stored: loads come first."""
         returned = []
         for store in self.part.stores:
             extent = self.part.extents[store.value]
-            if extent[0] and store.value not in self.results:
+            if extent[0] == 1 and store.value not in self.results:
                 self.results.append(store.value)
-                text, exists = f"v{store.value}", self._mask(extent)
+                text, exists = self._value(store.value), self._mask(extent)
                 if exists and any(s.row_multiple * s.col_multiple > 1 for s in self._stores_of(store.value)):
                     text = f"tl.where({exists}, {text}, 0.0)"
                 returned.append(text)
-        lines = [*self.quarter, f"return {', '.join(returned)}{',' if len(returned) == 1 else ''}"]
-        defined = {line.split(" = ")[0] for line in self.quarter}
-        used = dict.fromkeys(found for line in lines for found in NAMES.findall(line))
-        arguments = ", ".join(sorted(set(used) - defined))
-        self.body += [f"q{row} = {name}({row}, {arguments})" for row in range(STEP)]
+        self._end_phase()
+        self.phases[-1].returned = returned
+        self.phases[-1].says = f"Rows `row`, `row` + {STEP}, `row` + {2 * STEP}, … of a tile."
         self.body.append(f"q = ({', '.join(f'q{row}' for row in range(STEP))})")
-        head = f"@triton.jit\ndef {name}(row, {arguments}):"
-        says = f'"""Rows `row`, `row` + {STEP}, `row` + {2 * STEP}, … of a tile."""'
-        return "\n".join([head, *(f"    {line}" for line in (says, *lines))])
 
     def _stores_of(self, value: int) -> list[Store]:
         return [s for s in self.part.stores if s.value == value]

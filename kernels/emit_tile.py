@@ -22,7 +22,7 @@ class Tile:
     """The tiles of one part: where its elements are, and the lines of source in which that is said.
 
     before: lines for what is the same for all tiles; body: for each tile (where a program owns rows: for each row);
-    tile: for each tile of a row that it owns; after: for what a program has found.
+    tile: for each tile of a row that it owns, or each quarter; after: for what a program has found.
     """
 
     region: Region
@@ -43,7 +43,7 @@ class Tile:
         self.before: list[str] = []
         self.body: list[str] = []
         self.after: list[str] = []
-        self.tile: list[str] = [] if self.owns_rows else self.body
+        self.tile: list[str] = [] if self.owns_rows or tiling.quarters else self.body
         self.axes: set[str] = set()  # index vectors that stand in the source
 
     def _shape(self, extent: Extent) -> list[int]:

@@ -11,25 +11,22 @@ from fp8compile.formats import round_up
 from fp8compile.kernels.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Store
 
 STEP = 4  # codes of a word
-ACROSS_ROWS = (
-    *PARTIALS,
-    *ROW_REDUCTIONS,
-    "col_group_amax",
-    "block_amax",
-)  # what needs rows of several quarters, or all
+JOINED = ("col_group_amax", "block_amax")  # what is found in each quarter, and joined
+NOT_IN_QUARTERS = (*PARTIALS, *ROW_REDUCTIONS)
 
 
 def possible(part: Part) -> bool:
     """Whether all that is stored transposed are codes, in words that are whole and aligned, and nothing joins rows."""
     values, extents = part.values, part.extents
     coded = {i for i, v in enumerate(values) if v.op == "quantize"}
-    transposed = [s for s in part.stores if s.transposed]
+    transposed = [s for s in part.stores if s.transposed and extents[s.value] == ELEMENT]
     return (
         bool(transposed)
-        and not any(v.op in ACROSS_ROWS or coded & set(v.args) for v in values)
+        and not any(v.op in NOT_IN_QUARTERS or coded & set(v.args) for v in values)
+        and not any(v.op in JOINED and v.params[0] % STEP for v in values)
         and not any(1 < rows < STEP for rows, _ in extents)
-        and all(extents[s.value][0] <= 1 for s in part.stores)
-        and all(s.value in coded and extents[s.value] == ELEMENT and _in_words(part, s) for s in transposed)
+        and all(s.value in coded and _in_words(part, s) for s in transposed)
+        and not any(s.transposed and extents[s.value][0] == 1 for s in part.stores if s not in transposed)
     )
 
 

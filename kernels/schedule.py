@@ -161,7 +161,8 @@ def _transposing(part: Part) -> Schedule:
     cols = power_of_two(extent(part)[1])
     payloads = [i for i, v in enumerate(part.values) if v.op == "quantize"]
     layouts = {s.transposed for s in part.stores if s.value in payloads}
-    in_quarters = quarters.possible(part)
+    # amaxes of groups of rows take fewer instructions in quarters too, but have not been timed so
+    in_quarters = quarters.possible(part) and not any(v.op in quarters.JOINED for v in part.values)
     if in_quarters:
         block_rows, block_cols, per_thread = SEVERAL_PAYLOADS if len(payloads) > 1 else ONE_PAYLOAD
     elif len(payloads) > 1 or sum(i.extent == ELEMENT for i in part.inputs) > 1:
