@@ -31,10 +31,13 @@ PARTS = (aten.select.int, aten.slice.Tensor, aten.unbind.int, *SPLITS)
 IN_ONE_CALL = ("tensor", "row")  # granularities that aten._scaled_mm takes
 
 
+def is_wanted() -> bool:
+    """Whether Inductor is to pipeline matmuls with collectives."""
+    return bool(inductor_config._micro_pipeline_tp)  # type: ignore[attr-defined]
+
+
 def expose_matmuls(graph: fx.Graph) -> None:
     """Expose the matmuls of `graph` that are beside a collective."""
-    if not inductor_config._micro_pipeline_tp:  # type: ignore[attr-defined]
-        return
     editor = GraphEditor(graph)
     for node in list(graph.find_nodes(op="call_function", target=ops.scaled_mm)):
         gathered = _gathered(node.args[0])  # type: ignore[arg-type]

@@ -88,7 +88,8 @@ def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = No
 
 @dataclass(frozen=True)
 class Lowering:
-    """A step after the cut: a name, what it does to a graph, why it stands there, and for which executors it is.
+    """A step after the cut: a name, what it does to a graph, why it stands there, for which executors it is, and
+    whether anybody wants it now.
 
     It returns what it left undone, with reasons, or None.
     """
@@ -97,6 +98,7 @@ class Lowering:
     run: Callable[[fx.Graph], list[str] | None]
     why: str
     executors: tuple[str, ...]
+    is_wanted: Callable[[], bool] = lambda: True
 
 
 # "operators": the graph is run node by node. "triton", "inductor": Inductor compiles it, with our kernels or without.
@@ -108,7 +110,11 @@ AFTER_CUT = (
         "lower_markers", lower_markers.lower_markers, "casts that are left, as plain aten", ("triton", "inductor")
     ),
     Lowering(
-        "expose_matmuls", expose_matmuls.expose_matmuls, "for Inductor's asynchronous ones", ("triton", "inductor")
+        "expose_matmuls",
+        expose_matmuls.expose_matmuls,
+        "for Inductor's asynchronous tensor parallelism",
+        ("triton", "inductor"),
+        expose_matmuls.is_wanted,
     ),
 )
 
@@ -119,7 +125,7 @@ def run_after_cut(
     """Run the steps for this executor on a forward, backward or inference graph (`half`); returns what came of it."""
     lowered = Lowered()
     for step in AFTER_CUT:
-        if executor in step.executors:
+        if executor in step.executors and step.is_wanted():
             if step.name == "lower_regions":
                 lowered.kernels = describe_kernels(graph, half)
             lowered.left += step.run(graph) or []

@@ -92,8 +92,7 @@ def exposed(graphs: list[fx.Graph], function: Any, **options: Any) -> tuple[fx.G
     (graph,) = graphs
     inputs = [x if n.meta["val"].dim() == 3 else weight for n in graph.find_nodes(op="placeholder")]
     before = OfOne(fx.GraphModule({}, copy_graph(graph))).run(*inputs)
-    with inductor_config.patch(_micro_pipeline_tp=True):
-        expose_matmuls(graph)
+    expose_matmuls(graph)
     graph.lint()
     return graph, before, OfOne(fx.GraphModule({}, graph)).run(*inputs)
 
@@ -143,10 +142,12 @@ def test_groups_along_k_stay(graphs):
     assert not list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default))
 
 
-def test_nothing_happens_without_the_setting(graphs):
+@pytest.mark.parametrize("wanted", [False, True])
+def test_only_where_the_setting_asks_for_it(graphs, wanted):
     x, weight = torch.randn(2, 32, 64).bfloat16(), nn.Parameter(torch.randn(48, 64).bfloat16())
     with torch.no_grad():
         torch.compile(gathered, backend="fp8", options=EAGER)(x, weight)
     (graph,) = graphs
-    expose_matmuls(graph)
-    assert len(list(graph.find_nodes(op="call_function", target=ops.scaled_mm))) == 1
+    with inductor_config.patch(_micro_pipeline_tp=wanted):
+        pipeline.run_after_cut(graph, "inductor")
+    assert bool(list(graph.find_nodes(op="call_function", target=ops.scaled_mm))) != wanted
