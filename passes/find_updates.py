@@ -10,7 +10,7 @@ the parameter's shape. Sound because all of these are functions of the graph's i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -121,13 +121,13 @@ def elements_of(target: Target) -> Iterable[fx.Node]:
     return found
 
 
-def is_elementwise(node: fx.Node) -> bool:
-    """Whether `node` is computed by an operator that an update can hold."""
+def is_elementwise(node: fx.Node, floats: Sequence[torch.dtype] = FLOATS) -> bool:
+    """Whether `node` is computed, in one of these dtypes, by an operator that an update can hold."""
     call = call_of(node)
-    if call is None or not is_tensor(node) or value(node).dtype not in (*FLOATS, torch.bool):
+    if call is None or not is_tensor(node) or value(node).dtype not in (*floats, torch.bool):
         return False
     name, args, _ = call
     if name in IDENTITIES:
         source = args[1] if name == "copy" else args[0]
-        return is_tensor(source) and value(source).dtype in (*FLOATS, torch.bool)
+        return is_tensor(source) and value(source).dtype in (*floats, torch.bool)
     return name in RULES or name in ("pow", "unscale", *FILLS)

@@ -25,6 +25,7 @@ from fp8compile.passes.find_updates import is_elementwise
 from fp8compile.passes.update_rules import FILLS, IDENTITIES, schema_name
 
 prims = torch.ops.prims
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # a rate that may change is FP64
 SHAPED = (IDENTITIES | set(FILLS)) - {"convert_element_type", "_to_copy", "clone"}  # they name a shape
 
 
@@ -66,7 +67,7 @@ class _Stacker:
     def _computed(self, column: Sequence[fx.Node]) -> fx.Node | None:
         """What computes the column out of stacked arguments; None unless all of it is computed in the same way."""
         first = column[0]
-        if not is_elementwise(first) or schema_name(first) in SHAPED:
+        if not is_elementwise(first, FLOATS) or schema_name(first) in SHAPED:
             return None
         if any(n.target is not first.target or n.kwargs != first.kwargs for n in column):
             return None
@@ -79,7 +80,13 @@ class _Stacker:
             else:
                 return None
         node = self.call(first.target, *args, **first.kwargs)
-        return node if value(node).dtype == value(first).dtype else None  # a number and a vector promote otherwise
+        if value(node).dtype != value(first).dtype:  # a number and a vector promote otherwise: a rate in FP64, say
+            vectors = [self._repeated(a, len(column)) if isinstance(a, fx.Node) else a for a in args]
+            node = self.call(first.target, *vectors, **first.kwargs)
+        return node if value(node).dtype == value(first).dtype else None
+
+    def _repeated(self, node: fx.Node, count: int) -> fx.Node:
+        return self.call(aten.expand.default, node, [count]) if value(node).dim() == 0 else node
 
     def call(self, target: object, *args: object, **kwargs: object) -> fx.Node:
         with self.graph.inserting_before(self.place):
