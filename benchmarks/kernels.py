@@ -643,7 +643,7 @@ def describe(row: Row, formed: Formed) -> Result:
 
 def tiles(region: Region, schedule: Schedule) -> str:
     """A kernel's name and its tiles."""
-    found = [f"{t.block_rows}x{t.block_cols}{' in sweeps' if t.sweeps else ''}" for t in schedule.tilings]
+    found = [f"{t.block_rows}x{t.block_cols}{t.manner}" for t in schedule.tilings]
     name = generated.kernel_name(region, schedule)
     return f"{name}, tiles {' '.join(found)}, {schedule.programs} programs of {schedule.warps} warps"
 

@@ -116,10 +116,10 @@ class _Emitter(Held):
         All of it, which is twice as fast where tiles are transposed; but wide rows only load, and compute each result
         as they store it, so that registers hold one at a time. Rows that are held have loaded already.
         """
-        found = self._reached([s.value for s in self.part.stores])
-        values = self.part.values
         if self.tiling.held:
             return []
+        found = self._reached([s.value for s in self.part.stores])
+        values = self.part.values
         if self._holds_wide_rows():
             return sorted(i for i in found if values[i].op == "load")
         return sorted((i for i in found if values[i].op not in PARTIALS), key=lambda i: (values[i].op != "load", i))

@@ -81,7 +81,7 @@ def _header(region: Region, schedule: Schedule) -> str:
         lines.append(f"space    {part.rows} rows x {part.cols} cols, {sum(moved(part, region).values()) or '?'} bytes")
         lines.append(
             f"tiles    {tiling.block_rows} x {tiling.block_cols}, {tiling.row_programs} x {tiling.col_blocks} programs"
-            f" of {schedule.warps} warps{', in quarters' if tiling.quarters else ''}"
+            f" of {schedule.warps} warps{tiling.manner and ',' + tiling.manner}"
         )
         lines += [f"reads    x{i.tensor}: {i.dtype}, rows {i.rows}, cols {i.cols}" for i in part.inputs]
         for s in part.stores:

@@ -46,6 +46,11 @@ class Tiling:
         return self.sweeps or self.held
 
     @property
+    def manner(self) -> str:
+        """What is said of it beside the sizes of its tiles."""
+        return " in sweeps" if self.sweeps else " held" if self.held else " in quarters" if self.quarters else ""
+
+    @property
     def programs(self) -> int:
         """How many programs the part takes."""
         return self.row_programs * (1 if self.owns_rows else self.col_blocks)

@@ -1,7 +1,8 @@
-"""Spread scalars: a learning rate that changes becomes an input of the graph, in every form an optimizer writes it.
+"""Spread scalars: a rate, or a beta, that changes becomes an input of the graph, in every form an optimizer writes it.
 
 Before      %r = lr.item()                        param.add_(grad, alpha=-%r)    param.addcdiv_(m, root, value=-%r)
 After       %r = lr.item();  %t = mul(ones(), %r) param.add_(mul(grad, -%t))     param.add_(mul(div(m, root), -%t))
+            m.lerp_(grad, %r)                     m.add_(mul(sub(grad, m), %t))
 
 It works on Dynamo's graph, where a rate that has changed once is a number taken out of a tensor. AOTAutograd makes
 tensors of the numbers that are plain factors, and constants of all others, which compiles again at every change; here
@@ -58,8 +59,24 @@ def _spread(graph: fx.Graph, node: fx.Node) -> None:
             node.args = (x, graph.call_function(torch.mul, (first, scale)))
         node.kwargs = {}
         if name.startswith("addc"):
-            target = "add_" if name.endswith("_") else "add"
-            node.target = target if node.op == "call_method" else getattr(torch.Tensor, target)
+            _add_instead(node, name)
+    elif name in ("lerp", "lerp_") and _is_symbol((given := _lerped(*node.args, **node.kwargs))[2]):
+        x, end, weight = given
+        with graph.inserting_before(node):
+            way = graph.call_function(torch.mul, (graph.call_function(torch.sub, (end, x)), weight))
+        node.args, node.kwargs = (x, way), {}
+        _add_instead(node, name)
+
+
+def _lerped(input: Any, end: Any, weight: Any) -> tuple[Any, Any, Any]:
+    """The arguments of a lerp, however they are given."""
+    return input, end, weight
+
+
+def _add_instead(node: fx.Node, name: str) -> None:
+    """Let `node` add, in place where it has worked in place."""
+    target = "add_" if name.endswith("_") else "add"
+    node.target = target if node.op == "call_method" else getattr(torch.Tensor, target)
 
 
 def _name(node: fx.Node) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,11 +22,11 @@ from torch import fx
 from fp8compile import state_ops
 from fp8compile.kernels.update_spec import from_json
 from fp8compile.passes.compilation import aten, update_value, value
-from fp8compile.passes.find_updates import is_elementwise
+from fp8compile.passes.find_updates import FLOATS, is_elementwise
 from fp8compile.passes.update_rules import FILLS, IDENTITIES, schema_name
 
 prims = torch.ops.prims
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # a rate that may change is FP64
+NUMBERS = (*FLOATS, torch.float64)  # as a rate that may change is
 SHAPED = (IDENTITIES | set(FILLS)) - {"convert_element_type", "_to_copy", "clone"}  # they name a shape
 
 
@@ -67,7 +68,7 @@ class _Stacker:
     def _computed(self, column: Sequence[fx.Node]) -> fx.Node | None:
         """What computes the column out of stacked arguments; None unless all of it is computed in the same way."""
         first = column[0]
-        if not is_elementwise(first, FLOATS) or schema_name(first) in SHAPED:
+        if not is_elementwise(first, NUMBERS) or schema_name(first) in SHAPED:
             return None
         if any(n.target is not first.target or n.kwargs != first.kwargs for n in column):
             return None
@@ -81,12 +82,14 @@ class _Stacker:
                 return None
         node = self.call(first.target, *args, **first.kwargs)
         if value(node).dtype != value(first).dtype:  # a number and a vector promote otherwise: a rate in FP64, say
-            vectors = [self._repeated(a, len(column)) if isinstance(a, fx.Node) else a for a in args]
-            node = self.call(first.target, *vectors, **first.kwargs)
+            node = self.call(first.target, *[self._as(a, value(first).dtype) for a in args], **first.kwargs)
         return node if value(node).dtype == value(first).dtype else None
 
-    def _repeated(self, node: fx.Node, count: int) -> fx.Node:
-        return self.call(aten.expand.default, node, [count]) if value(node).dim() == 0 else node
+    def _as(self, given: Any, dtype: torch.dtype) -> Any:
+        """A vector of floating-point numbers in `dtype`; all else as it is."""
+        if not isinstance(given, fx.Node) or value(given).dim() == 0 or not value(given).is_floating_point():
+            return given
+        return self.call(prims.convert_element_type.default, given, dtype)
 
     def call(self, target: object, *args: object, **kwargs: object) -> fx.Node:
         with self.graph.inserting_before(self.place):

@@ -68,8 +68,10 @@ def _updates(twin: Optimizer, options: Mapping[str, Any]) -> list[MergedUpdate]:
             torch.compile(function_aside(_step_of(twin)), backend=backend_aside(), options=chosen)()
         except Exception as error:
             return [_unknown(twin, error)]
-    updates = [update for plan in found for update in plan.updates]
-    return updates or [_row(twin, PLAIN)]
+    if updates := [update for plan in found for update in plan.updates]:
+        return updates
+    failures = [half.failure for plan in found for half in plan.halves.values() if half.failure]
+    return [_row(twin, f"not merged: a pass failed: {failures[0]}" if failures else PLAIN)]
 
 
 def _unknown(opt: Optimizer, error: Exception) -> MergedUpdate:

@@ -1,11 +1,7 @@
-"""Matmuls beside collectives, as Inductor's pass for asynchronous tensor parallelism wants them.
-
-A group of one process runs the same graphs as a larger one.
-"""
+"""Matmuls beside collectives, as Inductor's pass for asynchronous tensor parallelism wants them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import micro_pipeline_tp
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 
-from fp8compile import backend, ops
+from fp8compile import ops
 from fp8compile.passes import pipeline
 from fp8compile.passes.collectives import ALL_GATHER as GATHER
 from fp8compile.passes.collectives import WAIT
@@ -24,27 +20,8 @@ from fp8compile.passes.compilation import aten
 from fp8compile.passes.expose_matmuls import REDUCE_SCATTER, expose_matmuls
 from fp8compile.passes.snapshot import copy_graph
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
 EAGER = {"select": "all", "executor": "eager", "strict": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
-    """Every graph that left the pipeline."""
-    found: list[fx.Graph] = []
-
-    def run(c, observe=None):
-        pipeline.run_pipeline(c, observe)
-        found.append(copy_graph(c.graph))
-
-    monkeypatch.setattr(backend, "run_pipeline", run)
-    return found
 
 
 def group() -> str:

@@ -5,7 +5,7 @@ A group of one process runs the same graphs as a larger one; tests/distributed/t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,41 +14,21 @@ from torch import Tensor, fx, nn
 from torch._inductor.fx_passes.micro_pipeline_tp import find_all_gather_patterns
 
 import fp8compile
-from fp8compile import backend, devices, ops
+from fp8compile import devices, ops
 from fp8compile.errors import VerificationError
 from fp8compile.options import Options
-from fp8compile.passes import gather_as_fp8, pipeline
+from fp8compile.passes import gather_as_fp8
 from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, WAIT, Journey
 from fp8compile.passes.compilation import Compilation, aten
 from fp8compile.passes.early_casts import Cast
 from fp8compile.passes.lower_markers import lower_markers
-from fp8compile.passes.snapshot import copy_graph
 from fp8compile.passes.verify import verify
 from fp8compile.plan import Plan, Transfer
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
 EAGER = {"select": "all", "executor": "eager", "strict": True}
 ROWS = 32
 Use = Callable[[nn.Module, Tensor], object]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
-    """Every graph that left the pipeline."""
-    found: list[fx.Graph] = []
-
-    def run(c, observe=None):
-        pipeline.run_pipeline(c, observe)
-        found.append(copy_graph(c.graph))
-
-    monkeypatch.setattr(backend, "run_pipeline", run)
-    return found
 
 
 def gather(x: Tensor, dim: int = 0) -> Tensor:

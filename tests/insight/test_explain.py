@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from models import LAYERS, ZOO
-from torch import nn
+from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8compile
@@ -326,6 +326,16 @@ def test_updates_that_nobody_merges_have_a_row_with_the_reason():
     (row,) = explanation.rows("updates")
     assert row["reason"].startswith("not known before it is compiled: a step without data failed: RuntimeError")
     assert explanation.totals.states_8bit == 2
+
+
+def test_a_pass_that_fails_is_the_reason(monkeypatch: pytest.MonkeyPatch):
+    def fail(graph: fx.Graph) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("fp8compile.passes.merge_updates.run", fail)
+    with pytest.warns(Fp8Warning, match="planted"):
+        (row,) = fp8compile.explain(torch.optim.Adam(weights_and_bias()).step).rows("updates")
+    assert row["reason"] == "not merged: a pass failed: RuntimeError: planted"
 
 
 def test_frozen_parameters_have_no_states():

@@ -188,6 +188,24 @@ def test_rate_from_a_scheduler(rate):
     assert_near(mine, theirs, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [(torch.optim.AdamW, {}), (torch.optim.Adam, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9})],
+)
+def test_betas_and_momentum_from_a_scheduler(kind, given):
+    """OneCycleLR moves them as well: what was a constant is compiled once more, and then no more."""
+    opt, mine, reference, theirs = twins(kind, given)
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=9) for o in (opt, reference)]
+    step, compilations = compiled(opt, states=EXACT)
+    for i in range(7):
+        step_both(i, step, mine, reference.step, theirs)
+        for schedule in schedules:
+            schedule.step()
+    assert len(compilations) == 2
+    assert not [u.reason for u in fp8compile.compiles()[-1].updates if u.reason]
+    assert_near(mine, theirs, 1e-6)
+
+
 def test_a_rate_is_a_constant_in_a_cuda_graph():
     opt, mine, *_ = twins(torch.optim.AdamW, {})
     step, compilations = compiled(opt, inductor={"triton.cudagraphs": True})

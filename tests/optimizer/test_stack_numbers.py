@@ -9,6 +9,7 @@ import torch
 from optimizers import assert_near, compiled, make_parameters, set_gradients, step_both, twins
 from torch import fx
 
+import fp8compile
 from fp8compile import state_ops
 from fp8compile.passes import stack_numbers
 
@@ -77,3 +78,11 @@ def test_groups_with_rates_of_their_own(graphs, rate):
         step_both(i, step, mine, reference.step, theirs)
     assert any(n.target is state_ops.stack for n in graphs[-1].nodes)
     assert_near(mine, theirs, 2e-6)
+
+
+def test_counts_on_another_device_than_the_rate():
+    """As with `capturable=True`: a number of the CPU beside a vector that is where the parameters are."""
+    parameters = make_parameters([(70, 70)] * 3)
+    opt = torch.optim.AdamW(parameters, weight_decay=0.0)
+    plan = fp8compile.explain(opt.step).plans[-1]  # of a twin on the meta device
+    assert [u.reason for u in plan.updates] == [""]
