@@ -175,7 +175,7 @@ _library.impl("region", _region_on_cuda, "CUDA")
 torch.library.register_fake(f"{NAMESPACE}::region", _fake_region, lib=_library)
 _library.define(
     "chunked_loss(Tensor x, Tensor weight, Tensor? bias, Tensor index, Tensor? weights, int rows, float inner, "
-    "float? outer, bool[] wanted) -> Tensor[]",
+    "float? outer, bool[] wanted, bool every_term=False) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("chunked_loss", chunked.run, "CompositeExplicitAutograd")

@@ -5,6 +5,9 @@
         log_probability   = z[m, index[m]] − log Σ exp z[m]     [M]
         and of  loss = −Σ weights[m] · log_probability[m]  the gradients of x, weight and bias
 
+    with every_term, and weights [4, M]: of each row the four `TERMS` [4, M]
+        and of  loss = −Σ weights[t, m] · term[t, m]  the gradients
+
 Everything that is returned is FP32. Chunks run one after the other through one buffer: logits in the dtype of x, as
 the user's model rounds them; then, in their place, their gradient, rounded likewise; and two matmuls read it.
 
@@ -38,6 +41,8 @@ from torch import Tensor
 
 from fp8compile.formats import round_up
 
+# of a row: log-probability of its label; Σ log-probabilities of all classes (label smoothing); log Σ exp z; its square
+TERMS = ("chosen", "sum", "normaliser", "square")
 LEAST_ROWS = 2048  # fewer, and reading and writing the sum takes longer than the matmul that adds to it
 
 
@@ -60,23 +65,36 @@ class Curve:
         return self.inner * self.outer * (1 - torch.tanh(logits * self.inner).square())
 
 
-# (logits, index, weights or None, curve, whether to write gradients) -> log-probabilities; writes them over the logits
-Step = Callable[[Tensor, Tensor, Tensor | None, Curve, bool], Tensor]
+# (logits, index, weights or None, curve, whether to write gradients, every term) -> log-probabilities [M], or terms
+# [4, M]; writes gradients over the logits
+Step = Callable[[Tensor, Tensor, Tensor | None, Curve, bool, bool], Tensor]
 
 
-def plain_step(logits: Tensor, index: Tensor, weights: Tensor | None, curve: Curve, gradients: bool) -> Tensor:
+def plain_step(
+    logits: Tensor, index: Tensor, weights: Tensor | None, curve: Curve, gradients: bool, every_term: bool = False
+) -> Tensor:
     """The softmax part of a chunk, in plain torch; a label out of range has log-probability nan."""
     wide = logits.float()
-    log_probabilities = torch.log_softmax(curve.scores(wide), -1)
+    z = curve.scores(wide)
+    normaliser, log_probabilities = z.logsumexp(-1), z.log_softmax(-1)
     valid = (index >= 0) & (index < logits.shape[1])
     at = torch.where(valid, index, 0).unsqueeze(1)
     chosen = torch.where(valid, log_probabilities.gather(1, at).squeeze(1), torch.nan)
     if gradients:
-        slope = log_probabilities.exp()
-        slope.scatter_add_(1, at, -valid.to(slope.dtype).unsqueeze(1))
-        slope *= curve.slope(wide)
-        logits.copy_(slope if weights is None else slope * weights.unsqueeze(1))
-    return chosen
+        slope, label = log_probabilities.exp(), valid.float().unsqueeze(1)
+        if not every_term:
+            slope.scatter_add_(1, at, -label)
+            slope *= 1.0 if weights is None else weights.unsqueeze(1)
+        else:
+            assert weights is not None
+            of_chosen, of_sum, of_normaliser, of_square = weights.unsqueeze(2)
+            falling = of_chosen + logits.shape[1] * of_sum - of_normaliser - 2 * of_square * normaliser.unsqueeze(1)
+            slope = slope * falling - of_sum
+            slope.scatter_add_(1, at, -label * of_chosen)
+        logits.copy_(slope * curve.slope(wide))
+    if not every_term:
+        return chosen
+    return torch.stack([chosen, log_probabilities.sum(-1), normaliser, normaliser.square()])
 
 
 def rows_of_chunk(k: Any) -> int:
@@ -94,12 +112,21 @@ def chunks(m: int, rows: int) -> list[slice]:
 
 
 def empty_results(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor | None, *rest: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    weights: Tensor | None,
+    rows: int,
+    inner: float,
+    outer: float | None,
+    wanted: Sequence[bool],
+    every_term: bool = False,
 ) -> list[Tensor]:
-    """Uninitialised results: log-probabilities, then the gradients wanted of x, weight and bias."""
-    wanted: Sequence[bool] = rest[-1]
+    """Uninitialised results: log-probabilities or all terms, then the gradients wanted of x, weight and bias."""
     shapes = [list(x.shape), list(weight.shape), [weight.shape[0]]]
-    shapes = [[x.shape[0]], *(shape for shape, want in zip(shapes, wanted, strict=True) if want)]
+    terms = [len(TERMS), x.shape[0]] if every_term else [x.shape[0]]
+    shapes = [terms, *(shape for shape, want in zip(shapes, wanted, strict=True) if want)]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
@@ -113,10 +140,11 @@ def run(
     inner: float,
     outer: float | None,
     wanted: Sequence[bool],
+    every_term: bool = False,
     step: Step = plain_step,
 ) -> list[Tensor]:
-    """Log-probabilities and gradients (`empty_results`), in chunks of at most `rows` rows."""
-    chosen, *gradients = empty_results(x, weight, bias, index, weights, wanted)
+    """Log-probabilities, or all terms, and gradients (`empty_results`), in chunks of at most `rows` rows."""
+    terms, *gradients = empty_results(x, weight, bias, index, weights, rows, inner, outer, wanted, every_term)
     waiting = iter(gradients)
     of_x, of_weight, of_bias = (next(waiting) if want else None for want in wanted)
     parts = chunks(x.shape[0], rows)
@@ -126,15 +154,15 @@ def run(
     buffer = x.new_empty([parts[0].stop if parts else 0, _width(weight.shape[0])])[:, : weight.shape[0]]
     for part in parts:
         logits = _logits(x[part], weight, bias, buffer[: part.stop - part.start])
-        given = None if weights is None else weights[part]
-        chosen[part] = step(logits, index[part], given, Curve(inner, outer), any(wanted))
+        given = None if weights is None else weights[..., part]
+        terms[..., part] = step(logits, index[part], given, Curve(inner, outer), any(wanted), every_term)
         if of_x is not None:
             _multiply(logits, weight, of_x[part])
         if of_weight is not None:
             _add_product(of_weight, logits.t(), x[part])
         if of_bias is not None:
             of_bias += logits.sum(0, dtype=torch.float32)
-    return [chosen, *gradients]
+    return [terms, *gradients]
 
 
 def _width(classes: int) -> int:

@@ -19,19 +19,22 @@ loss scale, which comes later, cannot bring back.
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.chunked_loss import rows_of_chunk
+from fp8compile.kernels.chunked_loss import TERMS, rows_of_chunk
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import Compilation, aten, dependents, is_tangent, reshape, sort_topologically, value
 from fp8compile.passes.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.find_loss import Found, NotFoundError, find_loss
 from fp8compile.passes.loss_weights import emit_weights, split
+from fp8compile.passes.prove_loss import SCATTERS
 from fp8compile.passes.replace import replace_value
 from fp8compile.passes.roles import Site
 from fp8compile.passes.saved_forms import as_it_is, count
@@ -39,6 +42,7 @@ from fp8compile.plan import BF16, FP8, Loss
 
 LEAST_BYTES = 256 * 2**20
 WIDEST = 1024.0  # times the largest slope of a softmax, 1, well inside of FP16's 65504
+LARGEST_NORMALISER = 64.0  # that is reckoned with; 4096 would still fit
 ROLES = ("grad_input", "grad_weight", "grad_bias")
 prims = torch.ops.prims
 
@@ -55,13 +59,14 @@ def run(c: Compilation) -> None:
 
 
 def _has_labels(site: Site) -> bool:
-    """Whether something like a cross-entropy may read what `site` computes: a gather along classes, not far away."""
+    """Whether something like a cross-entropy may read what `site` computes: labels choose classes, not far away."""
     frontier, seen = [site.node], {site.node}
     for _ in range(16):
         frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
         seen.update(frontier)
-    gathers = [n.args[0] for n in seen if n.target is aten.gather.default]
-    return any(str(value(x).shape[-1]) == str(site.n) for x in gathers)  # type: ignore[arg-type]
+    near = seen.union(*(n.all_input_nodes for n in seen))
+    lines = [n.args[0] for n in near if n.target is aten.gather.default or n.target in SCATTERS]
+    return any(str(value(x).shape[-1]) == str(site.n) for x in lines)  # type: ignore[arg-type]
 
 
 def _run_on(c: Compilation, site: Site, backward: set[fx.Node]) -> None:
@@ -102,50 +107,79 @@ def _describe(c: Compilation, site: Site, size: int, chunk: int, reason: str) ->
 
 def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node]) -> None:
     """Put the operator in place of the head; dead code takes the rest."""
-    site, like = found.site, found.chosen
+    site, like = found.site, found.labelled
     assert site.left is not None
     assert site.right is not None
     weights = number = None
-    if found.cotangent is not None:
+    if found.cotangents:
         weights, number = _weights(c, found, backward)
     index = reshape(c, like.args[2], [-1], like)  # type: ignore[arg-type]
     if found.cut is not None:
         index = with_dropped(c, index, found.cut, like)
-        weights = with_dropped(c, weights, found.cut, like) if weights is not None else None
     wanted = [role in found.gradients for role in ROLES]
     curve = found.curve
     given = (site.left, c.transposed(site.right, like), site.bias, index, weights)
-    loss = c.emit(ops.chunked_loss, *given, rows, curve.inner, curve.outer, wanted, like=like)
+    loss = c.emit(ops.chunked_loss, *given, rows, curve.inner, curve.outer, wanted, found.every_term, like=like)
     results = _results(c, loss)
     for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
         node.meta.pop("recompute", None)
-    chosen, *gradients = results
-    if found.cut is not None:
-        chosen = without_dropped(c, chosen, found.cut, like)
-    chosen = c.emit(aten.unsqueeze.default, _narrowed(c, chosen, like), -1, like=like)
-    replace_value(c, like, chosen)
-    for role, gradient in zip((role for role in ROLES if role in found.gradients), gradients, strict=True):
+    _replace_ends(c, found, results[0])
+    for role, gradient in zip((role for role in ROLES if role in found.gradients), results[1:], strict=True):
         assert number is not None
         _replace_gradient(c, found, role, gradient, number)
 
 
+def _replace_ends(c: Compilation, found: Found, terms: fx.Node) -> None:
+    """Make what is read from outside of the operator's terms: log-probabilities [rows], or [len(TERMS), rows]."""
+    for end, factors in found.ends.items():
+        new = _sum(c, factors, [terms] if not found.every_term else _rows(c, terms, end), end)
+        if found.cut is not None:
+            new = without_dropped(c, new, found.cut, end)
+        new = reshape(c, new, list(value(end).shape), end)
+        replace_value(c, end, _narrowed(c, new, end))
+
+
+def _rows(c: Compilation, terms: fx.Node, like: fx.Node) -> list[fx.Node]:
+    return [c.emit(aten.select.int, terms, 0, i, like=like) for i in range(len(TERMS))]
+
+
+def _sum(c: Compilation, factors: Sequence[float], terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:
+    """Σ factors · terms, as many as there are terms."""
+    parts = [
+        term if factor == 1 else c.emit(aten.mul.Tensor, term, factor, like=like)
+        for factor, term in zip(factors, terms, strict=False)
+        if factor
+    ]
+    if not parts:
+        return c.emit(aten.full_like.default, terms[0], 0.0, like=like)
+    return functools.reduce(lambda a, b: c.emit(aten.add.Tensor, a, b, like=like), parts)
+
+
 def _weights(c: Compilation, found: Found, backward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """How much each row counts, and the number (FP32) that multiplies the gradients made of that."""
-    assert found.cotangent is not None
-    like = found.chosen
-    parts = split(found.cotangent, backward, dependents(c.graph, [like]))
-    weights = emit_weights(c, parts, like)
-    if found.sign < 0:
-        weights = c.emit(aten.neg.default, weights, like=like)
-    number = c.emit(prims.convert_element_type.default, parts.number, torch.float32, like=found.cotangent)
+    """How much each term of each row counts, and the number (FP32) that multiplies the gradients made of that."""
+    like = found.labelled
+    losses = dependents(c.graph, found.ends)
+    parts = {g: split(g, backward, losses) for g in found.cotangents}
+    numbers = {p.number for p in parts.values()}
+    if len(numbers) != 1:
+        raise NotFoundError("what comes back to its rows are several numbers, not one")
+    incoming = numbers.pop()
+    each = [emit_weights(c, p, like) for p in parts.values()]
+    if found.cut is not None:
+        each = [with_dropped(c, weights, found.cut, like) for weights in each]
+    factors = list(zip(*found.cotangents.values(), strict=True))  # of each term, for each of them
+    terms = [_sum(c, [-f for f in of_term], each, like) for of_term in factors[: len(TERMS) if found.every_term else 1]]
+    number = c.emit(prims.convert_element_type.default, incoming, torch.float32, like=incoming)
     if value(number).dim():
-        number = c.emit(aten.view.default, number, [], like=found.cotangent)
+        number = c.emit(aten.view.default, number, [], like=incoming)
     if value(found.site.node).dtype is torch.float16:
-        largest = c.emit(aten.amax.default, c.emit(aten.abs.default, weights, like=like), like=like)
+        bounds = [1.0, float(value(found.site.node).shape[-1]), 1.0, 2 * LARGEST_NORMALISER]  # of a term's gradient
+        slope = _sum(c, bounds, [c.emit(aten.abs.default, term, like=like) for term in terms], like)
+        largest = c.emit(aten.amax.default, slope, like=like)
         unit = c.emit(aten.div.Tensor, c.emit(aten.clamp_min.default, largest, 1e-30, like=like), WIDEST, like=like)
-        weights = c.emit(aten.div.Tensor, weights, unit, like=like)
-        number = c.emit(aten.mul.Tensor, number, unit, like=found.cotangent)
-    return weights, number
+        terms = [c.emit(aten.div.Tensor, term, unit, like=like) for term in terms]
+        number = c.emit(aten.mul.Tensor, number, unit, like=incoming)
+    return c.emit(aten.stack.default, terms, like=like) if found.every_term else terms[0], number
 
 
 def _results(c: Compilation, loss: fx.Node) -> list[fx.Node]:

@@ -1,46 +1,52 @@
-"""Find the cross-entropy behind an output head: what in the graph `fp8::chunked_loss` can stand for.
+"""Find the loss behind an output head: what in the graph `fp8::chunked_loss` can stand for.
 
-    %logits = mm(%x, %Wᵀ)                                forward         chosen: the gather
+    %logits = mm(%x, %Wᵀ)                                forward
     … views, rows dropped (`passes/dropped_rows.py`), casts, scaling, a tanh (`Curve`), a log-softmax
     %chosen = gather(%log_probabilities, 1, %labels)
-    … any loss at all, made of %chosen
-    … %g, one number a row, from the incoming gradient   backward        cotangent: %g
+    %loss = neg(%chosen)                                                 ends: what is read from outside
+    … any loss at all, made of %loss
+    … %g, one number a row, from the incoming gradient   backward        cotangents: %g
     … %dlogits, from %g, labels and log-probabilities
     mm(%dlogits, %W)  mm(%dlogitsᵀ, %x)  sum(%dlogits, [0])              gradients
 
-It is recognised by shape and proven by execution. Everything that reads logits, or what is computed from them with
-rows or classes, must be a view, a cast, pointwise, a reduction over classes, or one of the ends above; of other
-values it may depend on labels and on %g alone. What is between the ends is then run in FP64 on a few random rows and
-classes, and must give what autograd gives of the cross-entropy, both ways. So it does not matter how a version of torch
-decomposes a log-softmax; and a gradient that a user's own function changes on its way is seen.
+It is recognised by shape and proven by execution. Whatever is computed of logits with rows or classes by views, casts,
+pointwise arithmetic and reductions over classes is run in FP64 on a few random rows and classes. Values of rows that so
+turn out to be sums of the operator's `TERMS` are what it can replace, and nothing else may be read: not the logits, nor
+what else there is with rows and classes. In backward the same is done with the gradient of logits, which may depend on
+labels and on numbers of rows alone. So it does not matter how a version of torch decomposes a log-softmax, nor how a
+user writes a loss; and a gradient that a user's own function changes on its way is seen.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from fp8compile.kernels.chunked_loss import Curve
 from fp8compile.passes import fusible
-from fp8compile.passes.compilation import aten, base, is_tensor, same_sizes, value
+from fp8compile.passes.compilation import aten, base, dependents, is_tensor, same_sizes, value
 from fp8compile.passes.dropped_rows import find_cut, undoes
-from fp8compile.passes.fusible import CONVERSIONS, EQUALITIES, PERMUTES
+from fp8compile.passes.fusible import CONVERSIONS, EQUALITIES
 from fp8compile.passes.origin import source_line
 from fp8compile.passes.prove_loss import (
+    MEANS,
     REDUCTIONS,
     SAME_ELEMENTS,
     SCATTERS,
+    Factors,
     execute,
-    is_log_probability,
-    sign_of_gradient,
+    factors_of_gradient,
+    factors_of_terms,
 )
 from fp8compile.passes.roles import Site
 
 ARITHMETIC = {
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
-    aten.neg.default, aten.exp.default, aten.log.default, aten.tanh.default,
+    aten.neg.default, aten.exp.default, aten.log.default, aten.tanh.default, aten.abs.default,
+    aten.pow.Tensor_Scalar,
 }  # fmt: skip
 CHOICES = EQUALITIES | {aten.where.self, aten.bitwise_not.default, aten.logical_not.default}
 FILLS = fusible.CONSTANTS | SCATTERS
@@ -48,19 +54,26 @@ FILLS = fusible.CONSTANTS | SCATTERS
 
 @dataclass(frozen=True)
 class Found:
-    """A cross-entropy. sign: of %g, as the gradient of −Σ chosen · sign · g would have it.
+    """A loss. labelled: a gather of one class a row, or a scatter to it.
 
-    cotangent: None in a graph without backward half. gradients: of x, weight and bias, those that there are, each as
-    the node that computes it. cut: the slice that drops rows before the softmax.
+    ends: values of rows, as factors of the operator's terms. cotangents: numbers of rows from backward; the gradient of
+    logits is the sum of the terms' gradients, each times such numbers and their factors; none in a graph without
+    backward half. gradients: of x, weight and bias, those that there are, each as the node that computes it. cut: the
+    slice that drops rows before the softmax.
     """
 
     site: Site
-    chosen: fx.Node
+    labelled: fx.Node
     curve: Curve
-    cotangent: fx.Node | None = None
-    sign: float = 1.0
+    ends: dict[fx.Node, Factors]
+    cotangents: dict[fx.Node, Factors] = field(default_factory=dict)
     gradients: dict[str, fx.Node] = field(default_factory=dict)
     cut: fx.Node | None = None
+
+    @property
+    def every_term(self) -> bool:
+        """Whether other terms than log-probabilities of labels take part."""
+        return any(any(factors[1:]) for factors in (*self.ends.values(), *self.cotangents.values()))
 
 
 class NotFoundError(Exception):
@@ -81,39 +94,24 @@ class _Search:
         self.logits = self.cut or site.node
         *rows, classes = value(self.logits).shape
         self.shape = (math.prod(rows), classes)
+        self.depending = dependents(site.node.graph, [site.node])
+        self.formed: list[fx.Node] = [self.logits]
         self.inside: set[fx.Node] = set()
         self.leaves: set[fx.Node] = set()
-        self.chosen: list[fx.Node] = []
-        self.sums: list[fx.Node] = []
         self._known: dict[fx.Node, bool] = {}
 
     def found(self) -> Found:
         self._check_operands()
-        self._follow()
-        if len(self.chosen) != 1:
-            raise NotFoundError(f"{len(self.chosen)} gathers read its log-probabilities")
-        chosen = self.chosen[0]
-        if self._kind(chosen) != "row" or not _along_last(chosen) or value(chosen).dim() != 2:
-            raise NotFoundError("it gathers something else than one class a row")
-        gradients = self._gradients()
-        ends = {self._before_zeros(base(self._gradient_of_logits(n))) for n in gradients.values()}
-        if len(ends) > 1:
-            raise NotFoundError("its matmuls of backward read different gradients")
-        slope = next(iter(ends), None)
-        for node in (chosen, *ends):
-            self._include(node)
+        self._form()
+        labelled = self._labelled()
         curve = self._curve()
-        number = self._cotangent(bool(ends))
-        inside = [(n, self._kind(n)) for n in chosen.graph.nodes if n in self.inside]
-        env = execute(inside, self.logits, self.leaves)
-        if not is_log_probability(env, self.logits, chosen, curve):
-            raise NotFoundError("what is gathered are not log-probabilities of its classes")
-        if slope is None or number is None:
-            return Found(self.site, chosen, curve, cut=self.cut)
-        sign = sign_of_gradient(env, self.logits, chosen, curve, number, slope)
-        if not sign:
-            raise NotFoundError("the gradient of its logits is not that of a cross-entropy")
-        return Found(self.site, chosen, curve, number, sign, gradients, self.cut)
+        gradients = self._gradients()
+        slopes = {self._before_zeros(base(self._gradient_of_logits(n))) for n in gradients.values()}
+        if len(slopes) > 1:
+            raise NotFoundError("its matmuls of backward read different gradients")
+        ends = self._ends(labelled, curve, set(gradients.values()))
+        cotangents = self._cotangents(slopes.pop(), labelled, curve) if slopes else {}
+        return Found(self.site, labelled, curve, ends, cotangents, gradients, self.cut)
 
     def _check_operands(self) -> None:
         """Rows and classes must be told apart; matmuls of backward must read what forward reads."""
@@ -131,41 +129,80 @@ class _Search:
             if not _shows(plain, operand, transposed=turned):
                 raise NotFoundError(f"%{grad.node.name} does not read what its matmul of forward reads")
 
-    # ---- what reads the logits -----------------------------------------------------------------------------------
+    # ---- what is made of the logits ------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
-        stack, seen = [self.logits], {self.logits}
-        grads = {s.node for s in self.site.grads}
+    def _form(self) -> None:
+        """Collect what forward makes of logits alone, and of labels: all that can be executed."""
+        formed = set(self.formed)
+        for node in self.site.node.graph.nodes:
+            if node in self.depending and node not in self.backward and self._is_formed(node, formed):
+                formed.add(node)
+                self.formed.append(node)
+
+    def _is_formed(self, node: fx.Node, formed: set[fx.Node]) -> bool:
+        if node.target is aten.gather.default:
+            return node.args[0] in formed and self._kind(node) == "row" and _along_last(node)
+        sources = [i for i in node.all_input_nodes if is_tensor(i)]
+        if self._is_fill(node):
+            return True
+        return self._may_be_inside(node) and all(i in formed or self._is_fill(i) for i in sources)
+
+    def _is_fill(self, node: fx.Node) -> bool:
+        """Whether `node` is made of constants, and of labels."""
+        if node.target not in FILLS or self._kind(node) not in ("logits", "number") or not _along_last(node):
+            return False
+        sources = [i for i in node.all_input_nodes if is_tensor(i) and value(i).is_floating_point()]
+        return node.target in fusible.CONSTANTS or all(map(self._is_fill, sources))
+
+    def _labelled(self) -> fx.Node:
+        """What reads one class a row, or marks it: it has the labels."""
+        fills = [i for n in self.formed for i in n.all_input_nodes if i.target in SCATTERS and self._is_fill(i)]
+        found = [n for n in self.formed if n.target is aten.gather.default] + fills
+        if not found:
+            self._read({}, set())  # which says what reads them instead
+            raise NotFoundError("nothing reads one class a row of what is computed of its logits alone")
+        return found[0]
+
+    def _ends(self, labelled: fx.Node, curve: Curve, gradients: set[fx.Node]) -> dict[fx.Node, Factors]:
+        """The values of rows that are read from outside, all of them sums of terms."""
+        rows = [n for n in self.formed if self._kind(n) == "row" and value(n).is_floating_point()]
+        trials = execute(self._closure([labelled, *rows]), self.logits, self.leaves)
+        index: fx.Node = labelled.args[2]  # type: ignore[assignment]
+        known = {n: factors_of_terms(trials, n, self.logits, index, curve) for n in rows}
+        return self._read(known, gradients)
+
+    def _read(self, known: dict[fx.Node, Factors], gradients: set[fx.Node]) -> dict[fx.Node, Factors]:
+        """Those of `known` that are read from outside. Raises where something else is, with rows and classes."""
+        ends: dict[fx.Node, Factors] = {}
+        sinks = [n for n in self.logits.graph.nodes if not n.users]
+        stack: list[tuple[fx.Node, tuple[fx.Node, fx.Node] | None]] = [(n, None) for n in sinks]
+        seen, formed = set(sinks) | gradients, set(self.formed)
         while stack:
-            node = stack.pop()
-            for user in node.users:
-                if user in seen or user in grads:
+            node, border = stack.pop()
+            for source in node.all_input_nodes:
+                if source in seen or source not in self.depending:
                     continue
-                seen.add(user)
-                if user.target is aten.gather.default and user not in self.backward:
-                    self.chosen.append(user)
-                elif user in self.backward and self._sums_rows(user):
-                    self.sums.append(user)
-                elif user.target in PERMUTES and all(u in grads for u in user.users):
+                seen.add(source)
+                if known.get(source):
+                    ends[source] = known[source]
                     continue
-                elif self._may_be_inside(user) or self._adds_zeros(node, user):
-                    stack.append(user)
-                else:
-                    raise NotFoundError(self._reader(node, user))
+                through = border or ((source, node) if source in formed else None)
+                if source in (self.logits, self.site.node) or (through and self._kind(source) == "logits"):
+                    raise NotFoundError(self._reader(*(through or (source, node))))
+                stack.append((source, through))
+        return ends
+
+    def _closure(self, nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, str]]:
+        """All that has to be computed for `nodes`, each with its kind, in order; leaves are put to the leaves."""
+        for node in nodes:
+            self._include(node)
+        return [(n, self._kind(n)) for n in self.logits.graph.nodes if n in self.inside]
 
     def _sums_rows(self, node: fx.Node) -> bool:
         source = node.args[0] if node.target is aten.sum.dim_IntList else None
         if not isinstance(source, fx.Node) or str(value(source).shape[-1]) != str(self.shape[1]):
             return False
         return value(source).dim() == 2 and node.args[1] == [0]
-
-    def _adds_zeros(self, node: fx.Node, user: fx.Node) -> bool:
-        """Whether `user` puts dropped rows back into the gradient of logits, or shows that in another shape."""
-        if self.cut is None or user not in self.backward:
-            return False
-        if undoes(user, self.cut):
-            return user.args[1] is node
-        return user.target in SAME_ELEMENTS and undoes(base(user), self.cut)
 
     def _before_zeros(self, node: fx.Node) -> fx.Node:
         return base(node.args[1]) if self.cut is not None and undoes(node, self.cut) else node  # type: ignore[arg-type]
@@ -192,7 +229,7 @@ class _Search:
     def _may_be_inside(self, node: fx.Node) -> bool:
         if not self._kind(node):
             return False
-        if node.target in REDUCTIONS:
+        if node.target in REDUCTIONS or node.target in MEANS:
             source = node.args[0]
             dims = [d % value(source).dim() for d in node.args[1]]  # type: ignore[arg-type, union-attr]
             return self._kind(source) == "logits" and dims == [value(source).dim() - 1]  # type: ignore[arg-type]
@@ -237,26 +274,35 @@ class _Search:
         if node not in self._known:
             sources = [i for i in node.all_input_nodes if is_tensor(i) and value(i).is_floating_point()]
             self._known[node] = node.target is aten.gather.default or (
-                self._may_be_inside(node) and (node.target in REDUCTIONS or any(map(self._is_of_logits, sources)))
+                self._may_be_inside(node)
+                and (node.target in REDUCTIONS or node.target in MEANS or any(map(self._is_of_logits, sources)))
             )
         return self._known[node]
 
-    def _cotangent(self, has_backward: bool) -> fx.Node | None:
-        """The one leaf that comes from backward. Besides it there may be labels and masks."""
+    def _cotangents(self, slope: fx.Node, labelled: fx.Node, curve: Curve) -> dict[fx.Node, Factors]:
+        """The leaves that come from backward, with what their gradients of logits are. Besides them there may be labels
+        and masks."""
+        closure = self._closure([labelled, slope])
         floats = [n for n in self.leaves if value(n).is_floating_point()]
         strange = [n for n in floats if n not in self.backward] + [n for n in floats if self._kind(n) != "row"]
         if strange:
             raise NotFoundError(f"%{strange[0].name} takes part in it: class weights, a temperature that is a tensor?")
-        if len(floats) != int(has_backward):
-            raise NotFoundError(f"{len(floats)} gradients flow into its log-probabilities, not one")
-        return floats[0] if floats else None
+        index: fx.Node = labelled.args[2]  # type: ignore[assignment]
+        found = {}
+        for leaf in sorted(floats, key=lambda n: n.name):
+            trials = execute(closure, self.logits, self.leaves, only=leaf)
+            found[leaf] = factors_of_gradient(trials, slope, leaf, self.logits, index, curve)
+            if not found[leaf]:
+                raise NotFoundError("the gradient of its logits is not that of a cross-entropy")
+        return found
 
     # ---- its ends ------------------------------------------------------------------------------------------------
 
     def _gradients(self) -> dict[str, fx.Node]:
         found: dict[str, fx.Node] = {}
-        for role, node in [(s.role, s.node) for s in self.site.grads] + [("grad_bias", n) for n in self.sums]:
-            if role in found or (role == "grad_bias" and self.site.bias is None):
+        sums = [n for n in self.backward if n in self.depending and self.site.bias is not None and self._sums_rows(n)]
+        for role, node in [(s.role, s.node) for s in self.site.grads] + [("grad_bias", n) for n in sums]:
+            if role in found:
                 raise NotFoundError(f"%{node.name} reads the gradient of its logits too")
             found[role] = node
         return found
@@ -266,10 +312,14 @@ class _Search:
 
     def _curve(self) -> Curve:
         """What is made of the logits before the softmax, whose maximum is taken first."""
-        maxima = [n for n in self.inside if n.target is aten.amax.default]
-        if len(maxima) != 1:
-            raise NotFoundError(f"{len(maxima)} maxima over its classes are taken")
-        node, factor, outer = maxima[0].all_input_nodes[0], 1.0, None
+        maxima = [n for n in self.formed if n.target is aten.amax.default]
+        curves = {self._curve_to(n.all_input_nodes[0]) for n in maxima}
+        if len(curves) != 1:
+            raise NotFoundError(f"{len(curves)} different softmaxes over its classes are taken")
+        return curves.pop()
+
+    def _curve_to(self, node: fx.Node) -> Curve:
+        factor, outer = 1.0, None
         while node is not self.logits:
             tensors, numbers = node.all_input_nodes, [a for a in node.args if isinstance(a, (int, float))]
             if node.target is aten.tanh.default and outer is None:

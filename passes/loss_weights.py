@@ -59,7 +59,7 @@ def _source(node: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
         return source
     if node.target in QUOTIENTS:
         return source if node.args[0] is source else None
-    if node.target is aten.where.self and node.args[1] is source and is_zero(node.args[2]):
+    if node.target is aten.where.self and any(is_zero(a) for a in node.args[1:] if a is not source):
         return source
     return None
 
@@ -70,7 +70,8 @@ def emit_weights(c: Compilation, parts: Split, like: fx.Node) -> fx.Node:
     for node in parts.path:
         given = [new if a is replaced else a for a in node.args]
         if node.target is aten.where.self:
-            given[2] = constant(c, [], 0.0, torch.float32, like)
+            zero = constant(c, [], 0.0, torch.float32, like)
+            given = [given[0], *(a if a is new else zero for a in given[1:])]
         replaced = node
         if node.target not in fusible.CONVERSIONS:
             new = c.emit(node.target, *given, like=like)  # type: ignore[arg-type]

@@ -1,88 +1,118 @@
-"""Prove by execution that a part of a graph is a cross-entropy and its gradient.
+"""Prove by execution what a part of a graph is in terms of a cross-entropy.
 
-It is run on a few random rows and classes in FP64, and compared with what autograd makes of the definition. Its sizes
-do not matter: every value in it has rows and classes ("logits", here [ROWS, CLASSES]), rows ("row", [ROWS, 1]) or is a
-"number", so views are nothing, reductions go over classes, and all else is pointwise.
+It is run on a few random rows and classes in FP64. Its sizes do not matter: every value in it has rows and classes
+("logits", here [ROWS, n]), rows ("row", [ROWS, 1]) or is a "number", so views are nothing, reductions go over classes,
+and all else is pointwise. A value of rows is then written as a sum of `TERMS`, with factors; so is a gradient, as a sum
+of the gradients that autograd gives of them. Both are linear, so random values leave no doubt; they are drawn for two
+numbers of classes, as factors that hold for one may be made of that number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # passes run under the fake mode of the graph
 
-from fp8compile.kernels.chunked_loss import Curve
+from fp8compile.kernels.chunked_loss import TERMS, Curve
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import aten, value
 
-ROWS, CLASSES = 5, 11
+ROWS, CLASSES = 9, (11, 7)
 SAME_ELEMENTS = fusible.RESHAPES | {aten.expand.default}
 REDUCTIONS: dict[Any, Any] = {aten.amax.default: torch.amax, aten.sum.dim_IntList: torch.sum}
+MEANS = {aten.mean.dim}
 SCATTERS = {aten.scatter.value, aten.scatter_add.default}
 Values = dict[fx.Node, Any]
+Factors = tuple[float, ...]  # one for each of `TERMS`
 
 
-def execute(inside: Iterable[tuple[fx.Node, str]], logits: fx.Node, leaves: Iterable[fx.Node]) -> Values:
-    """The values of the nodes `inside`, each with its kind, in order; of random `logits` and numbers of rows."""
+def execute(
+    inside: Sequence[tuple[fx.Node, str]], logits: fx.Node, leaves: Iterable[fx.Node], only: fx.Node | None = None
+) -> list[Values]:
+    """The values of the nodes `inside`, each with its kind, in order, for each number of `CLASSES`; of random `logits`
+    and numbers of rows. only: the one floating-point leaf that is not zero."""
     with unset_fake_temporarily():
-        random = torch.Generator().manual_seed(0)
-        env: Values = {logits: torch.randn(ROWS, CLASSES, generator=random, dtype=torch.float64)}
-        for leaf in sorted(leaves, key=lambda n: n.name):
-            env[leaf] = _drawn(value(leaf), random)
-        for node, kind in inside:
-            env[node] = _value_of(node, kind, env)
-        return env
+        found = []
+        for classes in CLASSES:
+            random = torch.Generator().manual_seed(0)
+            spread = torch.linspace(0.5, 3, ROWS, dtype=torch.float64).unsqueeze(1)
+            env: Values = {logits: torch.randn(ROWS, classes, generator=random, dtype=torch.float64) * spread}
+            for leaf in sorted(leaves, key=lambda n: n.name):
+                env[leaf] = _drawn(value(leaf), random, classes)
+                if only is not None and leaf is not only and value(leaf).is_floating_point():
+                    env[leaf] = torch.zeros_like(env[leaf])
+            for node, kind in inside:
+                env[node] = _value_of(node, kind, env, classes)
+            found.append(env)
+        return found
 
 
-def _drawn(like: Tensor, random: torch.Generator) -> Tensor:
+def _drawn(like: Tensor, random: torch.Generator, classes: int) -> Tensor:
     """A random number a row: a class, where integers are."""
     if like.is_floating_point():
         return torch.randn(ROWS, 1, generator=random, dtype=torch.float64)
-    drawn = torch.randint(0, CLASSES, (ROWS, 1), generator=random)
-    return drawn > CLASSES // 2 if like.dtype is torch.bool else drawn
+    drawn = torch.randint(0, classes, (ROWS, 1), generator=random)
+    return drawn > classes // 2 if like.dtype is torch.bool else drawn
 
 
-def is_log_probability(env: Values, logits: fx.Node, chosen: fx.Node, curve: Curve) -> bool:
-    """Whether `chosen`, a gather, is the log-softmax of `logits` (through `curve`) at its index."""
+def factors_of_terms(trials: list[Values], node: fx.Node, logits: fx.Node, index: fx.Node, curve: Curve) -> Factors:
+    """`node`, a value of rows, as a sum of terms of `logits` (through `curve`), labels `index`; () if it is none."""
     with unset_fake_temporarily():
-        return _close(env[chosen], _chosen(env[logits], env[chosen.args[2]], curve))  # type: ignore[index]
+        return _factors([env[node] for env in trials], [_terms(env[logits], env[index], curve) for env in trials])
 
 
-def sign_of_gradient(
-    env: Values, logits: fx.Node, chosen: fx.Node, curve: Curve, cotangent: fx.Node, slope: fx.Node
-) -> float:
-    """The sign with which `slope` is the gradient of −Σ chosen · cotangent for `logits`; 0 where it is not."""
+def factors_of_gradient(
+    trials: list[Values], slope: fx.Node, cotangent: fx.Node, logits: fx.Node, index: fx.Node, curve: Curve
+) -> Factors:
+    """`slope` as a sum of the gradients of the terms for `logits`, each times `cotangent`; () if it is none."""
     with unset_fake_temporarily(), torch.enable_grad():
-        given = env[logits].clone().requires_grad_()
-        loss = -(_chosen(given, env[chosen.args[2]], curve) * env[cotangent]).sum()  # type: ignore[index]
-        (gradient,) = torch.autograd.grad(loss, given)
-        return next((sign for sign in (1.0, -1.0) if _close(env[slope], sign * gradient)), 0.0)
+        known = []
+        for env in trials:
+            given = env[logits].clone().requires_grad_()
+            terms = _terms(given, env[index], curve)
+            each = [torch.autograd.grad(terms[:, i].sum(), given, retain_graph=True)[0] for i in range(len(TERMS))]
+            known.append(torch.stack(each, -1) * env[cotangent].unsqueeze(-1))
+        return _factors([env[slope] for env in trials], known)
 
 
-def _chosen(logits: Tensor, index: Tensor, curve: Curve) -> Tensor:
-    return torch.log_softmax(curve.scores(logits), -1).gather(-1, index)
+def _terms(logits: Tensor, index: Tensor, curve: Curve) -> Tensor:
+    """[rows, len(TERMS)]."""
+    scores = curve.scores(logits)
+    log_probabilities, normaliser = scores.log_softmax(-1), scores.logsumexp(-1, keepdim=True)
+    chosen = log_probabilities.gather(-1, index)
+    return torch.cat([chosen, log_probabilities.sum(-1, keepdim=True), normaliser, normaliser.square()], -1)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+def _factors(wanted: list[Tensor], known: list[Tensor]) -> Factors:
+    """The numbers that make `wanted` of the last dimension of `known`, the same for all of both."""
+    b = torch.cat([x.reshape(-1) for x in wanted])
+    a = torch.cat([x.reshape(-1, len(TERMS)) for x in known])
+    if len(a) != len(b):
+        return ()
+    found = torch.linalg.lstsq(a, b.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    plain = tuple(0.0 if abs(x) < 1e-9 else float(f"{x:.11g}") for x in found.tolist())  # 0.1, not 0.0999999999999998
+    exact = torch.tensor(plain, dtype=torch.float64)
+    return plain if torch.allclose(a @ exact, b, rtol=1e-8, atol=1e-10) else ()
 
 
-def _value_of(node: fx.Node, kind: str, env: Values) -> Any:
+def _value_of(node: fx.Node, kind: str, env: Values, classes: int) -> Any:
     args: Any = fx.map_arg(node.args, env.get)
     dtype = torch.float64 if value(node).is_floating_point() else value(node).dtype
     if node.target in SAME_ELEMENTS:
-        return args[0].expand(ROWS, CLASSES) if kind == "logits" else args[0]
+        return args[0].expand(ROWS, classes) if kind == "logits" else args[0]
     if node.target in fusible.CONVERSIONS:
         return args[0].to(dtype)
     if node.target in REDUCTIONS:
         return REDUCTIONS[node.target](args[0], -1, keepdim=True)
+    if node.target in MEANS:  # of as many classes as there are: what comes back of it is divided by that number
+        return args[0].sum(-1, keepdim=True) / value(node.args[0]).shape[-1]  # type: ignore[arg-type]
     if node.target is aten.scalar_tensor.default:
         return torch.tensor(args[0], dtype=dtype)
     if node.target in (aten.full.default, aten.full_like.default):
-        return torch.full((ROWS, CLASSES) if kind == "logits" else (), args[1], dtype=dtype)
+        return torch.full((ROWS, classes) if kind == "logits" else (), args[1], dtype=dtype)
     if node.target is aten.gather.default:
         return args[0].gather(-1, args[2])
     if node.target is aten.scatter.value:

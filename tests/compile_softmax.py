@@ -23,17 +23,19 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {
     "index": "*i64", "weights": "*fp32", "chosen": "*fp32", "stride": "i32", "classes": "i32", "width": "i32",
     "inner": "fp32", "outer": "fp32", "GRADIENT": "constexpr", "WEIGHTED": "constexpr", "CAPPED": "constexpr",
-    "BLOCK": "constexpr",
+    "EVERY_TERM": "constexpr", "BLOCK": "constexpr",
 }  # fmt: skip
 ALIGNED = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 6)}  # all but the number of classes
-# (gradient, weighted, capped): those that occur
-FORMS = [(False, False, False), (False, False, True), (True, True, False), (True, True, True)]
+NAMES = ("GRADIENT", "WEIGHTED", "CAPPED", "EVERY_TERM")
+FORMS = [
+    (*both, *rest) for both in ((False, False), (True, True)) for rest in itertools.product((False, True), repeat=2)
+]
 
 
 def main(verbose: bool) -> None:
     compiled = 0
     for dtype, form in itertools.product(("bf16", "fp16", "fp32"), FORMS):
-        values = dict(zip(("GRADIENT", "WEIGHTED", "CAPPED"), form, strict=True)) | {"BLOCK": softmax_gradient.BLOCK}
+        values = dict(zip(NAMES, form, strict=True)) | {"BLOCK": softmax_gradient.BLOCK}
         signature = {"logits": f"*{dtype}"} | SIGNATURE
         source = ASTSource(softmax_gradient.softmax_gradient, signature, values, ALIGNED)
         asm = triton.compile(source, target=HOPPER, options={"num_warps": softmax_gradient.WARPS}).asm

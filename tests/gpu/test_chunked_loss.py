@@ -23,7 +23,8 @@ CURVES = {"as it is": Curve(), "scaled": Curve(-0.5), "soft-capped": Curve(0.1, 
 @pytest.mark.parametrize("n", [11, 4096, 50257, 128256])
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_kernel_is_the_reference(dtype: torch.dtype, curve: str, n: int):
+@pytest.mark.parametrize("every_term", [False, True])
+def test_the_kernel_is_the_reference(every_term: bool, dtype: torch.dtype, curve: str, n: int):
     from fp8compile.kernels.softmax_gradient import step
 
     torch.manual_seed(0)
@@ -31,15 +32,19 @@ def test_the_kernel_is_the_reference(dtype: torch.dtype, curve: str, n: int):
     rows.normal_(std=8)
     rows[3, : n // 2] = -torch.inf
     index = torch.randint(n // 2, n, (64,), device="cuda")
-    weights = torch.rand(64, device="cuda")
+    weights = torch.rand(4, 64, device="cuda") if every_term else torch.rand(64, device="cuda")
+    if every_term:
+        rows[3, : n // 2] = -50.0  # a sum of log-probabilities that is finite
+        weights[1] /= n
     before = rows.clone()
     theirs = before.clone()
-    want = plain_step(theirs, index, weights, CURVES[curve], True)
+    want = plain_step(theirs, index, weights, CURVES[curve], True, every_term)
     ulp = torch.finfo(dtype).eps
     for mine in (rows, before):  # with room between its rows, which holds anything, and without
-        chosen = step(mine, index, weights, CURVES[curve], True)
-        torch.testing.assert_close(chosen, want, rtol=2e-5, atol=2e-5, equal_nan=True)
-        torch.testing.assert_close(mine.float(), theirs.float(), rtol=max(ulp, 1e-4), atol=1e-6, equal_nan=True)
+        terms = step(mine, index, weights, CURVES[curve], True, every_term)
+        torch.testing.assert_close(terms, want, rtol=2e-5, atol=2e-5, equal_nan=True)
+        atol = 1e-4 if every_term else 1e-6  # where gradients of several terms cancel
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=max(ulp, 1e-4), atol=atol, equal_nan=True)
 
 
 def test_infinities_and_nan_are_those_of_torch():
@@ -93,14 +98,15 @@ def test_the_operator_is_exact_to_the_rounding_of_logits(
 
 
 class Head(nn.Module):
-    def __init__(self, classes: int, features: int) -> None:
+    def __init__(self, classes: int, features: int, smoothing: float = 0.0) -> None:
         super().__init__()
+        self.smoothing = smoothing
         torch.manual_seed(0)
         self.norm = nn.RMSNorm(features)
         self.lm_head = nn.Linear(features, classes, bias=False)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.lm_head(self.norm(x)).float(), labels)
+        return F.cross_entropy(self.lm_head(self.norm(x)).float(), labels, label_smoothing=self.smoothing)
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
@@ -117,12 +123,12 @@ def step_of(model: nn.Module, run: Any, x: Tensor, labels: Tensor, scale: float 
     return {n: t.float() if n == "loss" else t.float() / scale for n, t in found.items() if t is not None}
 
 
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled_gradients_are_no_further_from_fp32_than_eager_bf16(mode: str | None):
-    model = Head(32_003, 512).cuda().bfloat16()
+@pytest.mark.parametrize(("mode", "smoothing"), [(None, 0.0), ("reduce-overhead", 0.0), (None, 0.1)])
+def test_compiled_gradients_are_no_further_from_fp32_than_eager_bf16(mode: str | None, smoothing: float):
+    model = Head(32_003, 512, smoothing).cuda().bfloat16()
     x, labels = torch.randn(5000, 512, device="cuda"), torch.randint(0, 32_003, (5000,), device="cuda")
     labels[::5] = -100
-    wide = Head(32_003, 512).cuda()
+    wide = Head(32_003, 512, smoothing).cuda()
     wide.load_state_dict({n: p.float() for n, p in model.state_dict().items()})
     exact = step_of(wide, wide, x.bfloat16().float(), labels)
     plain = step_of(model, model, x.bfloat16(), labels)

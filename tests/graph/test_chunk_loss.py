@@ -30,7 +30,7 @@ ROWS, FEATURES, CLASSES, CHUNK = 96, 32, 80, 40  # two whole chunks and a part o
 Loss = Callable[..., Tensor]
 
 
-class Cap(torch.autograd.Function):
+class Half(torch.autograd.Function):
     """Something whose gradient is not the derivative of what it computes."""
 
     @staticmethod
@@ -40,6 +40,14 @@ class Cap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * 0.5
+
+
+class Rectified(Half):
+    """The same, in a way that no number makes up for."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.abs()
 
 
 class Model(nn.Module):
@@ -118,6 +126,39 @@ def of_some_rows(z: Tensor, y: Tensor) -> Tensor:
     return (F.cross_entropy(z, y, reduction="none") * weights).sum() / weights.sum()
 
 
+def smoothed_by_hand(z: Tensor, y: Tensor) -> Tensor:
+    """As in timm."""
+    log_probabilities = z.log_softmax(-1)
+    chosen = log_probabilities.gather(-1, y.unsqueeze(1)).squeeze(1)
+    return (-0.9 * chosen - 0.1 * log_probabilities.mean(-1)).mean()
+
+
+def smoothed_by_a_trainer(z: Tensor, y: Tensor) -> Tensor:
+    """As in transformers."""
+    losses, y = -z.log_softmax(-1), ignoring(y).unsqueeze(-1)
+    ignored = y.eq(-100)
+    chosen = losses.gather(-1, y.clamp(min=0)).masked_fill(ignored, 0.0)
+    of_all = losses.sum(-1, keepdim=True, dtype=torch.promote_types(z.dtype, torch.float32)).masked_fill(ignored, 0.0)
+    count = ignored.numel() - ignored.sum()
+    return 0.9 * chosen.sum() / count + 0.1 * of_all.sum() / (count * z.shape[-1])
+
+
+def distribution(z: Tensor, y: Tensor) -> Tensor:
+    """Probabilities that a label leaves to other classes, as a matrix."""
+    wanted = torch.full_like(z, 0.1 / (CLASSES - 1)).scatter(1, y.unsqueeze(1), 0.9)
+    return -(wanted * z.log_softmax(-1)).sum(-1).mean()
+
+
+def own_normaliser(z: Tensor, y: Tensor) -> Tensor:
+    return (z.logsumexp(-1) - z.gather(-1, y.unsqueeze(-1)).squeeze(-1)).mean()
+
+
+def penalised(z: Tensor, y: Tensor) -> Tensor:
+    """With a z-loss."""
+    z = torch.tanh(z / 3) * 3
+    return F.cross_entropy(z, ignoring(y), label_smoothing=0.1) + 1e-2 * z.logsumexp(-1).square().mean()
+
+
 FORMS: dict[str, Loss] = {
     "mean": F.cross_entropy,
     "widened": lambda z, y: F.cross_entropy(z.double() if z.dtype is torch.double else z.float(), y),
@@ -135,6 +176,18 @@ FORMS: dict[str, Loss] = {
     "soft-capped": lambda z, y: F.cross_entropy(torch.tanh(z / 3) * 3, y),
     "log-softmax and gather": own,
     "weights of rows": of_some_rows,
+    "half of its gradient": lambda z, y: F.cross_entropy(Half.apply(z), y),
+    "label smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
+    "label smoothing, some ignored": lambda z, y: F.cross_entropy(z, ignoring(y), label_smoothing=0.1),
+    "label smoothing, shifted": lambda z, y: F.cross_entropy(
+        z.view(4, -1, CLASSES)[:, :-1].reshape(-1, CLASSES), y.view(4, -1)[:, 1:].reshape(-1), label_smoothing=0.1
+    ),
+    "label smoothing by hand": smoothed_by_hand,
+    "label smoothing by a trainer": smoothed_by_a_trainer,
+    "label smoothing by a distribution": distribution,
+    "logarithm of the sum": own_normaliser,
+    "a penalty on the normaliser": penalised,
+    "a linear penalty": lambda z, y: F.cross_entropy(z, y) + 0.1 * z.logsumexp(-1).mean(),
 }
 
 
@@ -171,10 +224,11 @@ def logits_of(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> lis
     return found
 
 
-def test_logits_never_exist(monkeypatch: pytest.MonkeyPatch):
-    assert logits_of(monkeypatch, lambda: check(FORMS["widened"])) == []
+@pytest.mark.parametrize("form", ["widened", "label smoothing", "a penalty on the normaliser"])
+def test_logits_never_exist(form: str, monkeypatch: pytest.MonkeyPatch):
+    assert logits_of(monkeypatch, lambda: check(FORMS[form])) == []
     torch.compiler.reset()
-    assert logits_of(monkeypatch, lambda: check(FORMS["widened"], chunk_loss=False)) != []
+    assert logits_of(monkeypatch, lambda: check(FORMS[form], chunk_loss=False)) != []
 
 
 def test_a_graph_without_backward_computes_losses_alone():
@@ -333,7 +387,7 @@ def test_a_checkpoint_around_the_loss_computes_it_once(monkeypatch: pytest.Monke
     runs: list[object] = []
     run = chunked.run
     monkeypatch.setattr(chunked, "plain_step", lambda *given: runs.append(given) or plain_step(*given))
-    monkeypatch.setattr(run, "__defaults__", (chunked.plain_step,))
+    monkeypatch.setattr(run, "__defaults__", (False, chunked.plain_step))
     model = Model(F.cross_entropy)
     x, labels = inputs()
     got = step(model, compiled(Checkpointed(model)), x, labels)
@@ -377,18 +431,23 @@ TEMPERATURE = torch.tensor(0.5)
 CLASS_WEIGHTS = torch.linspace(0.5, 1.5, CLASSES)
 LEFT: dict[str, tuple[Loss, str]] = {
     "losses of rows": (lambda z, y: F.cross_entropy(z, y, reduction="none"), "the losses of all rows are returned"),
-    "label smoothing": (lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1), "classes is read by aten.sum"),
-    "class weights": (lambda z, y: F.cross_entropy(z, y, CLASS_WEIGHTS), "class weights"),
+    "class weights": (lambda z, y: F.cross_entropy(z, y, CLASS_WEIGHTS), "its logits are read by aten.mul"),
     "logits are returned": (lambda z, y: (F.cross_entropy(z, y), z), "its logits are returned"),
     "accuracy": (
         lambda z, y: (F.cross_entropy(z, y), (z.argmax(-1) == y).sum()), "its logits are read by aten.argmax",
     ),
-    "a penalty on the normaliser": (
-        lambda z, y: F.cross_entropy(z, y) + z.logsumexp(-1).square().mean(), "read by aten.abs",
+    "a penalty of a higher order": (
+        lambda z, y: F.cross_entropy(z, y) + z.logsumexp(-1).pow(3).mean(), "gradient of its logits is not that of",
     ),
-    "a temperature": (lambda z, y: F.cross_entropy(z * TEMPERATURE, y), "pass through aten.mul"),
+    "a penalty on the largest": (lambda z, y: F.cross_entropy(z, y) + z.amax(-1).mean(), "is read by aten."),
+    "two softmaxes": (lambda z, y: F.cross_entropy(z, y) + F.cross_entropy(z / 2, y), "2 different softmaxes"),
+    "two labels a row": (lambda z, y: F.cross_entropy(z, y) + F.cross_entropy(z, y.flip(0)), "is read by aten."),
+    "a number of classes written by hand": (
+        lambda z, y: F.cross_entropy(z, y) + 0.01 * (z.sum(-1) - CLASSES * z.logsumexp(-1)).mean(), "is read by aten.",
+    ),
+    "a temperature": (lambda z, y: F.cross_entropy(z * TEMPERATURE, y), "its logits are read by aten.mul"),
     "a gradient of its own": (
-        lambda z, y: F.cross_entropy(Cap.apply(z), y), "the gradient of its logits is not that of a cross-entropy",
+        lambda z, y: F.cross_entropy(Rectified.apply(z), y), "gradient of its logits is not that of a cross-entropy",
     ),
     "focal loss": (
         lambda z, y: (lambda ce: ((1 - torch.exp(-ce)) * ce).mean())(F.cross_entropy(z, y, reduction="none")),

@@ -58,6 +58,28 @@ def test_everything_returned_is_fp32_and_rounding_is_that_of_chunks_logits(dtype
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # FP32 sums in another order
 
 
+def terms_of(z: Tensor, index: Tensor) -> Tensor:
+    """The definition of the terms, in plain torch."""
+    log_probabilities, normaliser = z.log_softmax(-1), z.logsumexp(-1)
+    chosen = log_probabilities.gather(1, index.unsqueeze(1)).squeeze(1)
+    return torch.stack([chosen, log_probabilities.sum(-1), normaliser, normaliser**2])
+
+
+@pytest.mark.parametrize("rows", [7, 64])
+@pytest.mark.parametrize("curve", CURVES)
+def test_the_operator_with_every_term_and_its_gradients(curve: str, rows: int):
+    x, weight, bias, index, _ = data(20, 6, 9)
+    how, weights = CURVES[curve], torch.randn(4, 20, generator=torch.Generator().manual_seed(3))
+    args = (x, weight, bias, index, weights, rows, how.inner, how.outer, [True, True, True], True)
+    terms, *got = ops.chunked_loss(*args)
+    given = [t.double().requires_grad_() for t in (x, weight, bias)]
+    wanted = terms_of(how.scores(F.linear(*given)), index)
+    torch.testing.assert_close(terms.double(), wanted, rtol=1e-5, atol=1e-5)
+    for a, b in zip(got, torch.autograd.grad(-(wanted * weights).sum(), given), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    torch.library.opcheck(ops.chunked_loss, args, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_only_what_is_wanted_is_computed():
     x, weight, _, index, _ = data(20, 6, 9)
     assert [list(r.shape) for r in ops.chunked_loss(x, weight, None, index, None, 8, 1.0, None, [False] * 3)] == [[20]]
@@ -103,12 +125,14 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
 def compare(
     step: Any, logits: Tensor, index: Tensor, weights: Tensor | None, curve: Curve = CURVES["as it is"]
 ) -> Tensor:
-    """Both ways on copies of `logits`: log-probabilities to FP32 rounding, gradients to one rounding of their dtype."""
-    mine, theirs = logits.clone(), logits.clone()
-    a, b = step(mine, index, weights, curve, True), plain_step(theirs, index, weights, curve, True)
+    """Both ways on copies of `logits`: terms to FP32 rounding, gradients to one rounding of their dtype (of the largest
+    weight where there are several, whose gradients may cancel)."""
+    mine, theirs, every_term = logits.clone(), logits.clone(), weights is not None and weights.dim() == 2
+    a, b = (run(x, index, weights, curve, True, every_term) for run, x in ((step, mine), (plain_step, theirs)))
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
     ulp = torch.finfo(logits.dtype).eps
-    torch.testing.assert_close(mine.float(), theirs.float(), rtol=max(ulp, 1e-5), atol=1e-6, equal_nan=True)
+    atol = 1e-5 * logits.shape[1] if every_term else 1e-6
+    torch.testing.assert_close(mine.float(), theirs.float(), rtol=max(ulp, 1e-5), atol=atol, equal_nan=True)
     return mine
 
 
@@ -122,6 +146,16 @@ def test_the_kernel_is_the_reference(step: Any, dtype: torch.dtype, curve: str, 
     logits = (8 * torch.randn(6, n, generator=g)).to(dtype)
     index = torch.randint(0, n, (6,), generator=g)
     compare(step, logits, index, torch.rand(6, generator=g) if weighted else None, CURVES[curve])
+
+
+@interpreted
+@pytest.mark.parametrize("n", [1, 31, 32, 100])
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_kernel_with_every_term_is_the_reference(step: Any, dtype: torch.dtype, curve: str, n: int):
+    g = torch.Generator().manual_seed(n)
+    logits = torch.randn(6, n, generator=g).to(dtype)
+    compare(step, logits, torch.randint(0, n, (6,), generator=g), torch.randn(4, 6, generator=g), CURVES[curve])
 
 
 @interpreted
@@ -142,6 +176,7 @@ def test_infinities_and_nan_are_those_of_torch(step: Any):
     logits[5, 50] = -torch.inf  # its own label
     index = torch.tensor([50, 3, 3, 3, 3, 50, 1])
     compare(step, logits, index, None)
+    compare(step, logits, index, torch.ones(4, 7))
     chosen = step(logits.clone(), index, None, Curve(), False)
     want = logits.log_softmax(-1).gather(1, index[:, None]).squeeze(1)
     torch.testing.assert_close(chosen, want, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -183,4 +218,4 @@ def test_the_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "12 of 12 compiled"
+    assert done.stdout.strip() == "24 of 24 compiled"
