@@ -43,6 +43,7 @@ from fp8compile.formats import round_up
 
 # of a row: log-probability of its label; Σ log-probabilities of all classes (label smoothing); log Σ exp z; its square
 TERMS = ("chosen", "sum", "normaliser", "square")
+DROPPED = -1  # the label of a row that has none: its terms mean nothing, and its gradient is zero, whatever its logits
 LEAST_ROWS = 2048  # fewer, and reading and writing the sum takes longer than the matmul that adds to it
 
 
@@ -91,7 +92,7 @@ def plain_step(
             falling = of_chosen + logits.shape[1] * of_sum - of_normaliser - 2 * of_square * normaliser.unsqueeze(1)
             slope = slope * falling - of_sum
             slope.scatter_add_(1, at, -label * of_chosen)
-        logits.copy_(slope * curve.slope(wide))
+        logits.copy_(torch.where((index == DROPPED).unsqueeze(1), 0.0, slope * curve.slope(wide)))
     if not every_term:
         return chosen
     return torch.stack([chosen, log_probabilities.sum(-1), normaliser, normaliser.square()])

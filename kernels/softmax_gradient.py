@@ -104,6 +104,7 @@ def softmax_gradient(
                 slope *= inner
             if not EVERY_TERM:
                 slope *= weight
+            slope = tl.where(label == -1, 0.0, slope)  # DROPPED
             tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < width)
 
 

@@ -28,11 +28,12 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.chunked_loss import TERMS, rows_of_chunk
+from fp8compile.kernels.chunked_loss import DROPPED, TERMS, rows_of_chunk
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import Compilation, aten, dependents, is_tangent, reshape, sort_topologically, value
 from fp8compile.passes.dropped_rows import with_dropped, without_dropped
-from fp8compile.passes.find_loss import Found, NotFoundError, find_loss
+from fp8compile.passes.find_loss import Found, find_loss
+from fp8compile.passes.loss_parts import NotFoundError
 from fp8compile.passes.loss_weights import emit_weights, split
 from fp8compile.passes.prove_loss import SCATTERS
 from fp8compile.passes.replace import replace_value
@@ -59,13 +60,14 @@ def run(c: Compilation) -> None:
 
 
 def _has_labels(site: Site) -> bool:
-    """Whether something like a cross-entropy may read what `site` computes: labels choose classes, not far away."""
+    """Whether something like a cross-entropy may read what `site` computes: labels choose classes, or a softmax is
+    taken, not far away."""
     frontier, seen = [site.node], {site.node}
     for _ in range(16):
         frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
         seen.update(frontier)
     near = seen.union(*(n.all_input_nodes for n in seen))
-    lines = [n.args[0] for n in near if n.target is aten.gather.default or n.target in SCATTERS]
+    lines = [n.args[0] for n in near if n.target in SCATTERS or n.target in (aten.gather.default, aten.amax.default)]
     return any(str(value(x).shape[-1]) == str(site.n) for x in lines)  # type: ignore[arg-type]
 
 
@@ -115,7 +117,7 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node]) ->
         weights, number = _weights(c, found, backward)
     index = reshape(c, like.args[2], [-1], like)  # type: ignore[arg-type]
     if found.cut is not None:
-        index = with_dropped(c, index, found.cut, like)
+        index = with_dropped(c, index, found.cut, like, DROPPED)
     wanted = [role in found.gradients for role in ROLES]
     curve = found.curve
     given = (site.left, c.transposed(site.right, like), site.bias, index, weights)
@@ -158,7 +160,7 @@ def _sum(c: Compilation, factors: Sequence[float], terms: Sequence[fx.Node], lik
 def _weights(c: Compilation, found: Found, backward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
     """How much each term of each row counts, and the number (FP32) that multiplies the gradients made of that."""
     like = found.labelled
-    losses = dependents(c.graph, found.ends)
+    losses = dependents(c.graph, [found.site.node])
     parts = {g: split(g, backward, losses) for g in found.cotangents}
     numbers = {p.number for p in parts.values()}
     if len(numbers) != 1:
@@ -166,14 +168,15 @@ def _weights(c: Compilation, found: Found, backward: set[fx.Node]) -> tuple[fx.N
     incoming = numbers.pop()
     each = [emit_weights(c, p, like) for p in parts.values()]
     if found.cut is not None:
-        each = [with_dropped(c, weights, found.cut, like) for weights in each]
+        each = [with_dropped(c, weights, found.cut, like, 0) for weights in each]
     factors = list(zip(*found.cotangents.values(), strict=True))  # of each term, for each of them
     terms = [_sum(c, [-f for f in of_term], each, like) for of_term in factors[: len(TERMS) if found.every_term else 1]]
     number = c.emit(prims.convert_element_type.default, incoming, torch.float32, like=incoming)
     if value(number).dim():
         number = c.emit(aten.view.default, number, [], like=incoming)
     if value(found.site.node).dtype is torch.float16:
-        bounds = [1.0, float(value(found.site.node).shape[-1]), 1.0, 2 * LARGEST_NORMALISER]  # of a term's gradient
+        classes, steepest = float(value(found.site.node).shape[-1]), abs(found.curve.inner * (found.curve.outer or 1.0))
+        bounds = [steepest * of_term for of_term in (1.0, classes, 1.0, 2 * LARGEST_NORMALISER)]  # of their gradients
         slope = _sum(c, bounds, [c.emit(aten.abs.default, term, like=like) for term in terms], like)
         largest = c.emit(aten.amax.default, slope, like=like)
         unit = c.emit(aten.div.Tensor, c.emit(aten.clamp_min.default, largest, 1e-30, like=like), WIDEST, like=like)

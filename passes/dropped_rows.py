@@ -3,7 +3,7 @@
     %z = view(mm(%x, %Wᵀ), [B, S, N]);  %cut = slice(%z, 1, 0, -1)          rows B·S, of which B·(S−1) have labels
     backward: slice_scatter(zeros, %g, 1, 0, -1)                            zeros where there is no label
 
-A loss in chunks takes all rows; those without a label get class 0, weight 0, and their losses are dropped.
+A loss in chunks takes all rows; those without a label get the label `DROPPED`, and their losses are dropped.
 """
 
 from __future__ import annotations
@@ -39,8 +39,15 @@ def undoes(node: fx.Node, cut: fx.Node) -> bool:
     """Whether `node` puts a gradient of `cut`'s result back among rows of zeros."""
     if node.target is not aten.slice_scatter.default or not is_zero(node.args[0]):
         return False
-    same_shape = value(node).shape == value(cut.args[0]).shape  # type: ignore[arg-type]
-    return same_shape and list(node.args[2:]) == list(cut.args[1:]) and not node.kwargs and not cut.kwargs
+    x = value(cut.args[0])  # type: ignore[arg-type]
+    same_rows = _along(node.args[2:], x.dim()) == _along(cut.args[1:], x.dim())
+    return value(node).shape == x.shape and same_rows and not node.kwargs and not cut.kwargs
+
+
+def _along(args: tuple[Any, ...], dims: int) -> list[Any]:
+    """The arguments of a slice, its dimension counted from the first."""
+    dim, *rest = args or (0,)
+    return [dim % dims, *rest]
 
 
 def is_zero(node: Any) -> bool:
@@ -59,16 +66,17 @@ def constant(c: Compilation, shape: list[int], x: float, dtype: torch.dtype, lik
     return node
 
 
-def with_dropped(c: Compilation, node: fx.Node, cut: fx.Node, like: fx.Node) -> fx.Node:
-    """One number for each row that is kept → one for every row [rows], 0 for those that are dropped."""
-    given = reshape(c, node, list(value(cut).shape[:-1]), like)
-    zeros = constant(c, list(value(cut.args[0]).shape[:-1]), 0, value(node).dtype, like)  # type: ignore[arg-type]
-    spread = c.emit(aten.slice_scatter.default, zeros, given, *cut.args[1:], like=like)
+def with_dropped(c: Compilation, node: fx.Node, cut: fx.Node, like: fx.Node, dropped: int) -> fx.Node:
+    """One number for each row that is kept → one for every row [rows], `dropped` for those that are dropped."""
+    given, x = reshape(c, node, list(value(cut).shape[:-1]), like), value(cut.args[0])  # type: ignore[arg-type]
+    filled = constant(c, list(x.shape[:-1]), dropped, value(node).dtype, like)
+    spread = c.emit(aten.slice_scatter.default, filled, given, *_along(cut.args[1:], x.dim()), like=like)
     return c.emit(aten.view.default, spread, [-1], like=like)
 
 
 def without_dropped(c: Compilation, node: fx.Node, cut: fx.Node, like: fx.Node) -> fx.Node:
     """One number for every row → one for each that is kept [rows]."""
-    whole = reshape(c, node, list(value(cut.args[0]).shape[:-1]), like)  # type: ignore[arg-type]
-    kept = c.emit(aten.slice.Tensor, whole, *cut.args[1:], like=like)
+    x = value(cut.args[0])  # type: ignore[arg-type]
+    whole = reshape(c, node, list(x.shape[:-1]), like)
+    kept = c.emit(aten.slice.Tensor, whole, *_along(cut.args[1:], x.dim()), like=like)
     return reshape(c, kept, [value(kept).numel()], like)

@@ -19,37 +19,29 @@ user writes a loss; and a gradient that a user's own function changes on its way
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from fp8compile.failures import first_line
 from fp8compile.kernels.chunked_loss import Curve
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import aten, base, dependents, is_tensor, same_sizes, value
 from fp8compile.passes.dropped_rows import find_cut, undoes
-from fp8compile.passes.fusible import CONVERSIONS, EQUALITIES
+from fp8compile.passes.fusible import CONVERSIONS
+from fp8compile.passes.loss_parts import Closure, NotFoundError, Parts, is_float
 from fp8compile.passes.origin import source_line
 from fp8compile.passes.prove_loss import (
-    MEANS,
     REDUCTIONS,
     SAME_ELEMENTS,
     SCATTERS,
     Factors,
+    Values,
     execute,
     factors_of_gradient,
     factors_of_terms,
 )
 from fp8compile.passes.roles import Site
-
-ARITHMETIC = {
-    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
-    aten.neg.default, aten.exp.default, aten.log.default, aten.tanh.default, aten.abs.default,
-    aten.pow.Tensor_Scalar,
-}  # fmt: skip
-CHOICES = EQUALITIES | {aten.where.self, aten.bitwise_not.default, aten.logical_not.default}
-FILLS = fusible.CONSTANTS | SCATTERS
 
 
 @dataclass(frozen=True)
@@ -76,10 +68,6 @@ class Found:
         return any(any(factors[1:]) for factors in (*self.ends.values(), *self.cotangents.values()))
 
 
-class NotFoundError(Exception):
-    """Why a head's logits cannot be given up."""
-
-
 def find_loss(site: Site, backward: set[fx.Node]) -> Found:
     """The cross-entropy of `site`, an output matmul. Raises `NotFoundError`."""
     return _Search(site, backward).found()
@@ -92,13 +80,9 @@ class _Search:
         self.site, self.backward = site, backward
         self.cut = find_cut(site.node, backward)
         self.logits = self.cut or site.node
-        *rows, classes = value(self.logits).shape
-        self.shape = (math.prod(rows), classes)
         self.depending = dependents(site.node.graph, [site.node])
-        self.formed: list[fx.Node] = [self.logits]
-        self.inside: set[fx.Node] = set()
-        self.leaves: set[fx.Node] = set()
-        self._known: dict[fx.Node, bool] = {}
+        self.parts = Parts(self.logits, self.depending)
+        self.formed: list[fx.Node] = []
 
     def found(self) -> Found:
         self._check_operands()
@@ -115,7 +99,7 @@ class _Search:
 
     def _check_operands(self) -> None:
         """Rows and classes must be told apart; matmuls of backward must read what forward reads."""
-        site, (rows, classes) = self.site, self.shape
+        site, rows, classes = self.site, self.parts.rows, self.parts.classes
         if value(site.node).dtype not in fusible.FLOATS:
             raise NotFoundError(f"its logits are {value(site.node).dtype}, and gradients of chunks FP32")
         if str(classes) in (str(rows), str(site.m)):
@@ -133,50 +117,51 @@ class _Search:
 
     def _form(self) -> None:
         """Collect what forward makes of logits alone, and of labels: all that can be executed."""
-        formed = set(self.formed)
+        formed = {self.logits}
         for node in self.site.node.graph.nodes:
             if node in self.depending and node not in self.backward and self._is_formed(node, formed):
                 formed.add(node)
                 self.formed.append(node)
 
     def _is_formed(self, node: fx.Node, formed: set[fx.Node]) -> bool:
-        if node.target is aten.gather.default:
-            return node.args[0] in formed and self._kind(node) == "row" and _along_last(node)
-        sources = [i for i in node.all_input_nodes if is_tensor(i)]
-        if self._is_fill(node):
+        if self.parts.is_fill(node):
             return True
-        return self._may_be_inside(node) and all(i in formed or self._is_fill(i) for i in sources)
-
-    def _is_fill(self, node: fx.Node) -> bool:
-        """Whether `node` is made of constants, and of labels."""
-        if node.target not in FILLS or self._kind(node) not in ("logits", "number") or not _along_last(node):
-            return False
-        sources = [i for i in node.all_input_nodes if is_tensor(i) and value(i).is_floating_point()]
-        return node.target in fusible.CONSTANTS or all(map(self._is_fill, sources))
+        sources = [i for i in node.all_input_nodes if is_tensor(i)]
+        if node.target is aten.gather.default:
+            sources = sources[:1]
+        return self.parts.can_run(node) and all(i in formed or self.parts.is_fill(i) for i in sources)
 
     def _labelled(self) -> fx.Node:
         """What reads one class a row, or marks it: it has the labels."""
-        fills = [i for n in self.formed for i in n.all_input_nodes if i.target in SCATTERS and self._is_fill(i)]
+        fills = [i for n in self.formed for i in n.all_input_nodes if i.target in SCATTERS and self.parts.is_fill(i)]
         found = [n for n in self.formed if n.target is aten.gather.default] + fills
         if not found:
             self._read({}, set())  # which says what reads them instead
             raise NotFoundError("nothing reads one class a row of what is computed of its logits alone")
+        if found[0].args[2] in self.depending:
+            raise NotFoundError("its labels depend on its logits")
         return found[0]
 
     def _ends(self, labelled: fx.Node, curve: Curve, gradients: set[fx.Node]) -> dict[fx.Node, Factors]:
         """The values of rows that are read from outside, all of them sums of terms."""
-        rows = [n for n in self.formed if self._kind(n) == "row" and value(n).is_floating_point()]
-        trials = execute(self._closure([labelled, *rows]), self.logits, self.leaves)
+        rows = [n for n in self.formed if self.parts.kind(n) == "row" and is_float(n)]
+        trials = self._trials(Closure(self.parts, [labelled, *rows]))
         index: fx.Node = labelled.args[2]  # type: ignore[assignment]
         known = {n: factors_of_terms(trials, n, self.logits, index, curve) for n in rows}
         return self._read(known, gradients)
+
+    def _trials(self, closure: Closure, only: fx.Node | None = None) -> list[Values]:
+        try:
+            return execute(closure.inside, self.logits, closure.leaves, only)
+        except Exception as error:
+            raise NotFoundError(f"what is made of its logits cannot be tried: {first_line(error)}") from error
 
     def _read(self, known: dict[fx.Node, Factors], gradients: set[fx.Node]) -> dict[fx.Node, Factors]:
         """Those of `known` that are read from outside. Raises where something else is, with rows and classes."""
         ends: dict[fx.Node, Factors] = {}
         sinks = [n for n in self.logits.graph.nodes if not n.users]
         stack: list[tuple[fx.Node, tuple[fx.Node, fx.Node] | None]] = [(n, None) for n in sinks]
-        seen, formed = set(sinks) | gradients, set(self.formed)
+        seen, formed = set(sinks) | gradients, {self.logits, *self.formed}
         while stack:
             node, border = stack.pop()
             for source in node.all_input_nodes:
@@ -187,20 +172,14 @@ class _Search:
                     ends[source] = known[source]
                     continue
                 through = border or ((source, node) if source in formed else None)
-                if source in (self.logits, self.site.node) or (through and self._kind(source) == "logits"):
+                if source in (self.logits, self.site.node) or (through and self.parts.kind(source) == "logits"):
                     raise NotFoundError(self._reader(*(through or (source, node))))
                 stack.append((source, through))
         return ends
 
-    def _closure(self, nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, str]]:
-        """All that has to be computed for `nodes`, each with its kind, in order; leaves are put to the leaves."""
-        for node in nodes:
-            self._include(node)
-        return [(n, self._kind(n)) for n in self.logits.graph.nodes if n in self.inside]
-
     def _sums_rows(self, node: fx.Node) -> bool:
         source = node.args[0] if node.target is aten.sum.dim_IntList else None
-        if not isinstance(source, fx.Node) or str(value(source).shape[-1]) != str(self.shape[1]):
+        if not isinstance(source, fx.Node) or str(value(source).shape[-1]) != str(self.parts.classes):
             return False
         return value(source).dim() == 2 and node.args[1] == [0]
 
@@ -208,95 +187,33 @@ class _Search:
         return base(node.args[1]) if self.cut is not None and undoes(node, self.cut) else node  # type: ignore[arg-type]
 
     def _reader(self, node: fx.Node, user: fx.Node) -> str:
-        what = "its logits are" if self._kind(node) == "logits" else "a sum or maximum over its classes is"
+        what = "a value of rows is" if self.parts.kind(node) == "row" else "its logits are"
+        if node.target in REDUCTIONS:
+            what = "a sum or maximum over its classes is"
         if user.op == "output":
             return f"{what} returned"
         where = source_line(user)
         return f"{what} read by {user.target}" + (f" ({where})" if where else "")
 
-    def _kind(self, node: fx.Node) -> str:
-        """What a tensor has elements for: "logits" (rows and classes), "row", "number", or "" (something else)."""
-        if not is_tensor(node):
-            return ""
-        shape = value(node).shape
-        count, rows, classes = str(math.prod(shape)), *map(str, self.shape)
-        if count == "1":
-            return "number"
-        if str(shape[-1]) == classes and count == str(math.prod(self.shape)):
-            return "logits"
-        return "row" if count == rows else ""
-
-    def _may_be_inside(self, node: fx.Node) -> bool:
-        if not self._kind(node):
-            return False
-        if node.target in REDUCTIONS or node.target in MEANS:
-            source = node.args[0]
-            dims = [d % value(source).dim() for d in node.args[1]]  # type: ignore[arg-type, union-attr]
-            return self._kind(source) == "logits" and dims == [value(source).dim() - 1]  # type: ignore[arg-type]
-        if node.target in SAME_ELEMENTS:  # an expansion repeats rows over classes, not over other rows
-            return self._kind(node) in ("logits", self._kind(node.all_input_nodes[0]))
-        if self._kind(node) == "logits" and any(self._lies_across(i) for i in node.all_input_nodes):
-            return False
-        return node.target in CONVERSIONS or node.target in ARITHMETIC or node.target in CHOICES
-
-    def _lies_across(self, node: fx.Node) -> bool:
-        """Whether as many numbers as there are rows lie along the classes (of which there are then as many)."""
-        return self._kind(node) == "row" and str(value(node).shape[-1]) != "1"
-
-    # ---- what that is computed from ------------------------------------------------------------------------------
-
-    def _include(self, node: fx.Node) -> bool:
-        """Put `node` and what it is computed from inside, as far as the leaves; whether it is inside."""
-        if node in self.inside or node is self.logits:
-            return True
-        if node in self.leaves:
-            return False
-        kind, floating = self._kind(node), is_tensor(node) and value(node).is_floating_point()
-        fill = node.target in FILLS and kind in ("logits", "number") and _along_last(node)
-        known = fill or node.target is aten.gather.default or self._may_be_inside(node)
-        if kind == "logits" and not known:
-            raise NotFoundError(f"its logits meet %{node.name} ({node.target})")
-        if floating and kind != "logits":
-            take = known and (fill or self._is_of_logits(node))
-        else:
-            take = known and (floating or node.target not in ARITHMETIC)
-        if not take:
-            self.leaves.add(node)
-            return False
-        self.inside.add(node)
-        for source in node.all_input_nodes:
-            if is_tensor(source):
-                self._include(source)
-        return True
-
-    def _is_of_logits(self, node: fx.Node) -> bool:
-        """Whether one number a row is a reduction over classes, or arithmetic with one."""
-        if node not in self._known:
-            sources = [i for i in node.all_input_nodes if is_tensor(i) and value(i).is_floating_point()]
-            self._known[node] = node.target is aten.gather.default or (
-                self._may_be_inside(node)
-                and (node.target in REDUCTIONS or node.target in MEANS or any(map(self._is_of_logits, sources)))
-            )
-        return self._known[node]
+    # ---- what comes back -----------------------------------------------------------------------------------------
 
     def _cotangents(self, slope: fx.Node, labelled: fx.Node, curve: Curve) -> dict[fx.Node, Factors]:
         """The leaves that come from backward, with what their gradients of logits are. Besides them there may be labels
         and masks."""
-        closure = self._closure([labelled, slope])
-        floats = [n for n in self.leaves if value(n).is_floating_point()]
-        strange = [n for n in floats if n not in self.backward] + [n for n in floats if self._kind(n) != "row"]
+        closure = Closure(self.parts, [labelled, slope])
+        floats = sorted((n for n in closure.leaves if is_float(n)), key=lambda n: n.name)
+        strange = [n for n in floats if n not in self.backward]
+        if any(n in self.depending for n in strange):
+            raise NotFoundError("how much a row counts depends on its logits")
         if strange:
             raise NotFoundError(f"%{strange[0].name} takes part in it: class weights, a temperature that is a tensor?")
         index: fx.Node = labelled.args[2]  # type: ignore[assignment]
         found = {}
-        for leaf in sorted(floats, key=lambda n: n.name):
-            trials = execute(closure, self.logits, self.leaves, only=leaf)
-            found[leaf] = factors_of_gradient(trials, slope, leaf, self.logits, index, curve)
+        for leaf in floats:
+            found[leaf] = factors_of_gradient(self._trials(closure, leaf), slope, leaf, self.logits, index, curve)
             if not found[leaf]:
                 raise NotFoundError("the gradient of its logits is not that of a cross-entropy")
         return found
-
-    # ---- its ends ------------------------------------------------------------------------------------------------
 
     def _gradients(self) -> dict[str, fx.Node]:
         found: dict[str, fx.Node] = {}
@@ -332,13 +249,6 @@ class _Search:
                 raise NotFoundError(f"its logits pass through {node.target} before the softmax")
             node = tensors[0]
         return Curve(factor, outer)
-
-
-def _along_last(node: fx.Node) -> bool:
-    """Whether a gather or a scatter goes along the last dimension; true of what is neither."""
-    if node.target is not aten.gather.default and node.target not in SCATTERS:
-        return True
-    return node.args[1] % value(node).dim() == value(node).dim() - 1  # type: ignore[operator]
 
 
 def _shows(view: fx.Node | None, x: fx.Node | None, transposed: bool) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import Compilation, aten, is_tensor, reshape, value
 from fp8compile.passes.dropped_rows import constant, is_zero
-from fp8compile.passes.find_loss import NotFoundError
+from fp8compile.passes.loss_parts import NotFoundError
 
 LAYOUTS = (fusible.RESHAPES | {aten.expand.default}) - {aten.clone.default}
 PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar}
@@ -39,7 +39,7 @@ def split(g: fx.Node, backward: set[fx.Node], losses: set[fx.Node]) -> Split:
     while (source := _source(node, backward)) is not None:
         known = [i for i in node.all_input_nodes if i is not source]
         if any(i in losses for i in known):
-            raise NotFoundError("how much a row counts depends on its loss")
+            raise NotFoundError("how much a row counts depends on its logits")
         path.append(node)
         node = source
     if str(value(node).numel()) != "1":

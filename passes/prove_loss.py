@@ -3,13 +3,17 @@
 It is run on a few random rows and classes in FP64. Its sizes do not matter: every value in it has rows and classes
 ("logits", here [ROWS, n]), rows ("row", [ROWS, 1]) or is a "number", so views are nothing, reductions go over classes,
 and all else is pointwise. A value of rows is then written as a sum of `TERMS`, with factors; so is a gradient, as a sum
-of the gradients that autograd gives of them. Both are linear, so random values leave no doubt; they are drawn for two
-numbers of classes, as factors that hold for one may be made of that number.
+of the gradients that autograd gives of them.
+
+What is smooth and agrees on random values agrees. What is not (an absolute value, a logarithm of 10⁻¹² more) has to be
+met: rows are drawn with normalisers of either sign and with probabilities from even ones down to 10⁻¹⁰⁰; labels and
+masks are drawn independently. And all that for two numbers of classes, as factors that hold for one may be made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,33 +33,50 @@ Values = dict[fx.Node, Any]
 Factors = tuple[float, ...]  # one for each of `TERMS`
 
 
+@dataclass(frozen=True)
+class Leaf:
+    """What is drawn for a value of rows: "float" numbers, "label"s, or a "mask". Leaves of one key are drawn once."""
+
+    key: Hashable
+    what: str
+    opposite: bool = False
+
+
 def execute(
-    inside: Sequence[tuple[fx.Node, str]], logits: fx.Node, leaves: Iterable[fx.Node], only: fx.Node | None = None
+    inside: Sequence[tuple[fx.Node, str]], logits: fx.Node, leaves: Mapping[fx.Node, Leaf], only: fx.Node | None = None
 ) -> list[Values]:
     """The values of the nodes `inside`, each with its kind, in order, for each number of `CLASSES`; of random `logits`
-    and numbers of rows. only: the one floating-point leaf that is not zero."""
+    and leaves. only: the one floating-point leaf that is not zero."""
     with unset_fake_temporarily():
         found = []
         for classes in CLASSES:
-            random = torch.Generator().manual_seed(0)
-            spread = torch.linspace(0.5, 3, ROWS, dtype=torch.float64).unsqueeze(1)
-            env: Values = {logits: torch.randn(ROWS, classes, generator=random, dtype=torch.float64) * spread}
-            for leaf in sorted(leaves, key=lambda n: n.name):
-                env[leaf] = _drawn(value(leaf), random, classes)
-                if only is not None and leaf is not only and value(leaf).is_floating_point():
-                    env[leaf] = torch.zeros_like(env[leaf])
+            random = torch.Generator().manual_seed(classes)
+            env: Values = {logits: _drawn_logits(random, classes)}
+            drawn: dict[Hashable, Tensor] = {}
+            for node, leaf in sorted(leaves.items(), key=lambda item: item[0].name):
+                if leaf.key not in drawn:
+                    drawn[leaf.key] = _drawn(leaf.what, random, classes)
+                env[node] = ~drawn[leaf.key] if leaf.opposite else drawn[leaf.key]
+                if only is not None and node is not only and leaf.what == "float":
+                    env[node] = torch.zeros_like(env[node])
             for node, kind in inside:
                 env[node] = _value_of(node, kind, env, classes)
             found.append(env)
         return found
 
 
-def _drawn(like: Tensor, random: torch.Generator, classes: int) -> Tensor:
-    """A random number a row: a class, where integers are."""
-    if like.is_floating_point():
+def _drawn_logits(random: torch.Generator, classes: int) -> Tensor:
+    spread = torch.logspace(-1, 2, ROWS, dtype=torch.float64).unsqueeze(1)
+    shift = 8 * torch.randn(ROWS, 1, generator=random, dtype=torch.float64)
+    return torch.randn(ROWS, classes, generator=random, dtype=torch.float64) * spread + shift
+
+
+def _drawn(what: str, random: torch.Generator, classes: int) -> Tensor:
+    """One a row."""
+    if what == "float":
         return torch.randn(ROWS, 1, generator=random, dtype=torch.float64)
     drawn = torch.randint(0, classes, (ROWS, 1), generator=random)
-    return drawn > classes // 2 if like.dtype is torch.bool else drawn
+    return drawn > classes // 2 if what == "mask" else drawn
 
 
 def factors_of_terms(trials: list[Values], node: fx.Node, logits: fx.Node, index: fx.Node, curve: Curve) -> Factors:
@@ -90,16 +111,18 @@ def _factors(wanted: list[Tensor], known: list[Tensor]) -> Factors:
     """The numbers that make `wanted` of the last dimension of `known`, the same for all of both."""
     b = torch.cat([x.reshape(-1) for x in wanted])
     a = torch.cat([x.reshape(-1, len(TERMS)) for x in known])
-    if len(a) != len(b):
+    if len(a) != len(b) or not b.isfinite().all():
         return ()
-    found = torch.linalg.lstsq(a, b.unsqueeze(1), driver="gelsd").solution.squeeze(1)
-    plain = tuple(0.0 if abs(x) < 1e-9 else float(f"{x:.11g}") for x in found.tolist())  # 0.1, not 0.0999999999999998
+    sizes = a.abs().amax(0).clamp_min(1e-300)
+    found = torch.linalg.lstsq(a / sizes, b.unsqueeze(1), driver="gelsd").solution.squeeze(1) / sizes
+    plain = tuple(0.0 if abs(x) < 1e-10 else float(f"{x:.11g}") for x in found.tolist())  # 0.1, not 0.0999999999999998
     exact = torch.tensor(plain, dtype=torch.float64)
-    return plain if torch.allclose(a @ exact, b, rtol=1e-8, atol=1e-10) else ()
+    allowed = 1e-9 * (a.abs() @ exact.abs() + b.abs()) + 1e-12
+    return plain if bool(((a @ exact - b).abs() <= allowed).all()) else ()
 
 
 def _value_of(node: fx.Node, kind: str, env: Values, classes: int) -> Any:
-    args: Any = fx.map_arg(node.args, env.get)
+    args: Any = fx.map_arg(node.args, lambda n: env.get(n, n))  # sizes of views stay as they are
     dtype = torch.float64 if value(node).is_floating_point() else value(node).dtype
     if node.target in SAME_ELEMENTS:
         return args[0].expand(ROWS, classes) if kind == "logits" else args[0]

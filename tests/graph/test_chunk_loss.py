@@ -42,6 +42,20 @@ class Half(torch.autograd.Function):
         return gradient * 0.5
 
 
+class Masked(Half):
+    """The gradient of rows of one label is left out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        return gradient.masked_fill((y == 50).unsqueeze(1), 0.0), None
+
+
 class Rectified(Half):
     """The same, in a way that no number makes up for."""
 
@@ -187,6 +201,9 @@ FORMS: dict[str, Loss] = {
     "label smoothing by a distribution": distribution,
     "logarithm of the sum": own_normaliser,
     "a penalty on the normaliser": penalised,
+    "rows dropped by a dimension from the end": lambda z, y: F.cross_entropy(
+        z.view(4, -1, CLASSES).narrow(-2, 0, 23).reshape(-1, CLASSES), y.view(4, -1)[:, 1:].reshape(-1)
+    ),
     "a linear penalty": lambda z, y: F.cross_entropy(z, y) + 0.1 * z.logsumexp(-1).mean(),
 }
 
@@ -280,6 +297,38 @@ def test_rows_may_be_symbolic():
     plan = fp8compile.last_compile()
     assert plan is not None
     assert [loss.chunk for loss in plan.losses] == [CHUNK]
+
+
+def test_a_symbolic_number_of_rows_may_divide():
+    def mean(z: Tensor, y: Tensor) -> Tensor:
+        return (-z.log_softmax(-1).gather(-1, y[:, None]).squeeze(1) / y.shape[0]).sum()
+
+    model = Model(mean)
+    run = torch.compile(model, backend="fp8", dynamic=True, options={"executor": "eager", "chunk_loss": CHUNK})
+    for rows in (96, 31):
+        x, labels = inputs(rows)
+        got, want = step(model, run, x, labels), step(model, model, x, labels)
+        assert all(error(got[name], want[name]) < 1e-6 for name in want)
+    assert [loss.chunk for loss in fp8compile.last_compile().losses] == [CHUNK]
+
+
+def test_steep_curves_do_not_overflow_in_fp16():
+    model = Model(lambda z, y: F.cross_entropy((z * 100).float(), y)).half()
+    x, labels = inputs()
+    got, want = step(model, compiled(model), x.half(), labels), step(model, model, x.half(), labels)
+    assert fp8compile.last_compile().losses[0].chunk == CHUNK
+    assert all(error(got[name], want[name]) < 0.01 for name in want)
+
+
+def test_rows_that_are_dropped_may_overflow():
+    """The last position of a sequence, which has no label."""
+    model = Model(FORMS["shifted logits"]).half()
+    x, labels = inputs()
+    x[23] = 3e4
+    got, want = step(model, compiled(model), x.half(), labels), step(model, model, x.half(), labels)
+    assert fp8compile.last_compile().losses[0].chunk == CHUNK
+    assert want["head.weight"].isfinite().all()
+    assert all(error(got[name], want[name]) < 1e-2 for name in want)
 
 
 def test_the_incoming_gradient_multiplies_before_anything_is_rounded():
@@ -427,6 +476,12 @@ def test_the_example_trains_alike(executor: str):
 
 # ---- what is left ---------------------------------------------------------------------------------------------------
 
+
+def several(z: Tensor, y: Tensor) -> Tensor:
+    wanted = torch.zeros_like(z).scatter(1, torch.stack([y, (y + 1) % CLASSES], 1), 0.5)
+    return -(wanted * z.log_softmax(-1)).sum(-1).mean()
+
+
 TEMPERATURE = torch.tensor(0.5)
 CLASS_WEIGHTS = torch.linspace(0.5, 1.5, CLASSES)
 LEFT: dict[str, tuple[Loss, str]] = {
@@ -448,6 +503,40 @@ LEFT: dict[str, tuple[Loss, str]] = {
     "a temperature": (lambda z, y: F.cross_entropy(z * TEMPERATURE, y), "its logits are read by aten.mul"),
     "a gradient of its own": (
         lambda z, y: F.cross_entropy(Rectified.apply(z), y), "gradient of its logits is not that of a cross-entropy",
+    ),
+    "a gradient with a mask": (
+        lambda z, y: F.cross_entropy(Masked.apply(z, y), y), "gradient of its logits is not that of a cross-entropy",
+    ),
+    "a label is another": (
+        lambda z, y: F.cross_entropy(z, y) + F.cross_entropy(z, torch.where(y == 50, 7, y)), "is read by aten.",
+    ),
+    "several labels a row": (several, "its logits are read by aten."),
+    "every other row, two labels each": (
+        lambda z, y: -z.log_softmax(-1).gather(-1, y.view(-1, 2)).mean(), "its logits are read by aten.gather",
+    ),
+    "losses in another order": (
+        lambda z, y: (F.cross_entropy(z, y, reduction="none").view(4, -1).gather(1, y.view(4, -1) % 24)).mean(),
+        "the losses of all rows are returned",
+    ),
+    "a size": (
+        lambda z, y: F.cross_entropy(z - 30, y) + (z - 30).logsumexp(-1).abs().mean(), "",
+    ),
+    "a size by its square": (
+        lambda z, y: F.cross_entropy(z, y) + z.logsumexp(-1).pow(2).pow(0.5).mean(), "",
+    ),
+    "a logarithm of a little more": (
+        lambda z, y: -(z.softmax(-1).gather(-1, y[:, None]) + 1e-12).log().mean(), "a value of rows is read by aten.",
+    ),
+    "weights by the normaliser": (
+        lambda z, y: (F.cross_entropy(z, y, reduction="none") * z.logsumexp(-1).sign()).mean(),
+        "how much a row counts depends on its logits",
+    ),
+    "labels by the normaliser": (
+        lambda z, y: -z.log_softmax(-1).gather(-1, torch.where(z.logsumexp(-1) > 3, 0, y)[:, None]).mean(),
+        "its labels depend on its logits",
+    ),
+    "labels by comparison": (
+        lambda z, y: -(F.one_hot(y, CLASSES) * z.log_softmax(-1)).sum(-1).mean(), "its logits are read by aten.mul",
     ),
     "focal loss": (
         lambda z, y: (lambda ce: ((1 - torch.exp(-ce)) * ce).mean())(F.cross_entropy(z, y, reduction="none")),
