@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import fnmatch
 import gc
 import json
 import os
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from measuring import GIB
+from runs import selected
 from sharded_blocks import Size
 
 Work = Callable[[torch.device, argparse.Namespace], Any]
@@ -174,9 +174,12 @@ def measure_all(
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if first:
         print(f"{dist.get_world_size()} × {kind}, torch {torch.__version__}: {size}\n{table.head}", flush=True)
+    wanted = selected([system.name for system in systems], given.only)
+    if not wanted:
+        raise SystemExit(f"--only {given.only!r}: there are {', '.join(system.name for system in systems)}")
     start, longest, rows = time.perf_counter(), 0.0, []
     for system in systems:
-        if not any(fnmatch.fnmatch(system.name, name) for name in given.only.split(",")):
+        if system.name not in wanted:
             continue
         spent = agreed(time.perf_counter() - start, device)
         if spent + longest > given.seconds:
@@ -203,11 +206,15 @@ def row_of(system: System, measure: Measure, table: Table, size: Size, device: t
     try:
         return measure(system, size, device)
     except Exception as error:  # what one system cannot do must not cost the others' figures
-        lines = str(error).splitlines() or [""]
-        row = table.row(system.name, f"failed: {type(error).__name__}: {lines[0][:160]}")
+        row = table.row(system.name, failure(error))
         if dist.get_rank() == 0:
             print(f"{system.name}: {row.note}", file=sys.stderr, flush=True)
         return row
+
+
+def failure(error: Exception) -> str:
+    """What a row says of a system that failed."""
+    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
 
 
 def forget(device: torch.device) -> None:

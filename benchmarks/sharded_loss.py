@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from convergence import SIZES
 from fsdp import POLICY
 from measuring import MIB, bytes_of
-from ranks_of_host import agreed, forget, join_group
+from ranks_of_host import agreed, failure, forget, join_group
 from runs import selected
 from sharded_loss_report import READING, SYSTEMS, Row, System, add, picture, read, table
 
@@ -170,7 +170,7 @@ def attempt(call: Callable[[], None], row: Row, device: torch.device) -> None:
     try:
         call()
     except Exception as error:
-        row.note = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        row.note = failure(error)
     forget(device)
 
 

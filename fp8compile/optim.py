@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,10 +27,14 @@ from fp8compile import unscaling
 from fp8compile.errors import OptionError, StateError
 from fp8compile.plan import State
 from fp8compile.state_formats import StateFormat, parse_state_format
-from fp8compile.state_recipe import StateRecipe, salt
+from fp8compile.state_recipe import Decision, StateRecipe, salt
 from fp8compile.states import FP8State
 
+# parameter and name of a state → the dict that it is in, and how often it was found plain there
+Found: TypeAlias = dict[tuple[int, str], tuple[dict[str, Any], int]]
 _prepared: weakref.WeakKeyDictionary[Optimizer, StateRecipe] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[Optimizer, Found] = weakref.WeakKeyDictionary()
+MADE_ANEW = 3  # times that a state is found plain while its step is traced: then it is not written in place
 
 
 def prepare_optimizer(
@@ -86,12 +90,16 @@ def refuse_fused(opt: Optimizer) -> None:
         )
 
 
-def convert_states(opt: Optimizer) -> bool:
-    """Make `FP8State`s of the plain states of `opt` that its recipe wants so; whether there were any."""
-    recipe, changed = _prepared[opt], False
+def convert_states(opt: Optimizer, traced: bool = False) -> bool:
+    """Make `FP8State`s of the plain ones of `opt` that its recipe wants so; whether there were any.
+
+    traced: a step is being traced. What is plain then again and again is made anew by every step, which would be
+    compiled every time; it stays plain.
+    """
+    changed = False
     for index, parameter in enumerate(_parameters(opt)):
         if parameter in opt.state:
-            changed |= _convert(index, parameter, opt.state[parameter], recipe)
+            changed |= _convert(opt, index, parameter, traced)
     return changed
 
 
@@ -103,7 +111,7 @@ def state_rows(opt: Optimizer, recipe: StateRecipe | None = None) -> list[State]
     for index, parameter in enumerate(_parameters(opt)):
         for name, value in opt.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                decision = chosen.decide(name, parameter, value)
+                decision = _decide(opt, chosen, index, name, parameter)
                 format = "" if prepared else str(decision.format or "")
                 if is_fp8(value):
                     format = _local(value).format  # type: ignore[attr-defined]
@@ -114,14 +122,28 @@ def state_rows(opt: Optimizer, recipe: StateRecipe | None = None) -> list[State]
     return rows
 
 
-def _convert(index: int, parameter: Tensor, state: dict[str, Any], recipe: StateRecipe) -> bool:
-    """Make 8-bit states of the plain ones of one parameter, in `state`; whether there were any."""
+def _decide(opt: Optimizer, recipe: StateRecipe, index: int, name: str, parameter: Tensor) -> Decision:
+    state = opt.state[parameter]
+    there, times = _found.get(opt, {}).get((index, name), (state, 0))
+    if there is state and times >= MADE_ANEW:
+        return Decision(None, "made anew at each step; in 8 bits only if it is written in place")
+    return recipe.decide(name, parameter, state[name])
+
+
+def _convert(opt: Optimizer, index: int, parameter: Tensor, traced: bool) -> bool:
+    """Make 8-bit states of the plain ones of one parameter; whether there were any."""
+    recipe, state = _prepared[opt], opt.state[parameter]
     rides, changed = recipe.rounding(parameter), False
     for name, value in state.items():
         if isinstance(value, Tensor) and is_fp8(value):
             rides = "nearest"  # what belongs to the parameter is on an earlier state
         elif isinstance(value, Tensor):
-            format = recipe.decide(name, parameter, value).format
+            format = _decide(opt, recipe, index, name, parameter).format
+            if format is not None and traced:
+                found = _found.setdefault(opt, {})
+                there, times = found.get((index, name), (state, 0))
+                found[index, name] = state, times + 1 if there is state else 1
+                format = _decide(opt, recipe, index, name, parameter).format
             if format is not None:
                 state[name] = _mapped(value, partial(FP8State.of, format=str(format), salt=salt(index, name)), rides)
                 rides, changed = "nearest", True

@@ -2,8 +2,9 @@
 
 Dynamo hands a backend a graph, not the optimizer; but while it does, the frame that it traces is at hand, and its
 `self` is the optimizer. If that has plain states which should be 8-bit ones, they are exchanged and Dynamo is told to
-trace again, before anything is compiled. Private API of torch, imported here only; where it finds nothing, the graph
-is compiled with the states as they are, and `fp8compile.prepare_optimizer` does the same explicitly.
+trace again, before anything is compiled; likewise if a rate was taken for a constant. Private API of torch, imported
+here only; where it finds nothing, the graph is compiled with the states as they are, and `fp8compile.prepare_optimizer`
+does the same explicitly.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], o
     """Make the states of `opt` 8-bit ones, and its graph ready for AOTAutograd.
 
     Returns a plan with a row for each state, to which passes add what they merge. Raises Dynamo's own signal to trace
-    again if any state changed.
+    again if any state changed, the optimizer was not prepared, or a rate was taken for a constant.
     """
     known = optim.is_prepared(opt)
     optim.prepare_optimizer(opt, options.states if not known else None)
     changed = not _is_captured(options) and _let_rates_change()
-    if optim.convert_states(opt) or not known or changed:
+    if optim.convert_states(opt, traced=True) or not known or changed:
         InstructionTranslator.current_tx().speculation_log.clear()  # the next trace may take another path
         gm._buffers.clear()  # Dynamo keeps this graph as long as the optimizer lives: the plain states go now
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8, rates symbolic")
@@ -88,7 +89,7 @@ def _let_rates_change() -> bool:
         entry
         for state in get_code_state().values()
         for name, entry in state.automatic_dynamic.items()
-        if name.endswith("['lr']") and isinstance(entry.scalar, float)
+        if "param_groups" in name and name.endswith("['lr']") and isinstance(entry.scalar, float)
     ]
     for entry in found:
         entry.scalar = auto_dynamic

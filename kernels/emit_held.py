@@ -1,7 +1,8 @@
 """Rows held in several tiles: a program loads all tiles of its rows, and has them until it stores.
 
 A tile is a power of two wide. A row of 14336 takes 16384 columns in one tile, and none too many in seven of 2048. The
-phases (`kernels/emit_phases.py`): load_tile; reduce_tile1, … for each row reduction that another one needs; store_tile.
+phases (`kernels/emit_phases.py`): load_tile; reduce_tile1, … for each row reduction that another one needs; store_tile,
+with the number after theirs.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from fp8compile import ops
 from fp8compile.kernels.chunked_loss import DROPPED, TERMS, rows_of_chunk
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import Compilation, aten, dependents, is_tangent, reshape, sort_topologically, value
-from fp8compile.passes.dropped_rows import with_dropped, without_dropped
+from fp8compile.passes.dropped_rows import constant, with_dropped, without_dropped
 from fp8compile.passes.find_loss import Found, find_loss
 from fp8compile.passes.loss_parts import NotFoundError
 from fp8compile.passes.loss_weights import emit_weights, split
@@ -147,13 +147,8 @@ def _rows(c: Compilation, terms: fx.Node, like: fx.Node) -> list[fx.Node]:
 
 def _sum(c: Compilation, factors: Sequence[float], terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:
     """Σ factors · terms, as many as there are terms."""
-    parts = [
-        term if factor == 1 else c.emit(aten.mul.Tensor, term, factor, like=like)
-        for factor, term in zip(factors, terms, strict=False)
-        if factor
-    ]
-    if not parts:
-        return c.emit(aten.full_like.default, terms[0], 0.0, like=like)
+    taken = [(factor, term) for factor, term in zip(factors, terms, strict=False) if factor] or [(0.0, terms[0])]
+    parts = [term if factor == 1 else c.emit(aten.mul.Tensor, term, factor, like=like) for factor, term in taken]
     return functools.reduce(lambda a, b: c.emit(aten.add.Tensor, a, b, like=like), parts)
 
 
@@ -178,11 +173,15 @@ def _weights(c: Compilation, found: Found, backward: set[fx.Node]) -> tuple[fx.N
         classes, steepest = float(value(found.site.node).shape[-1]), abs(found.curve.inner * (found.curve.outer or 1.0))
         bounds = [steepest * of_term for of_term in (1.0, classes, 1.0, 2 * LARGEST_NORMALISER)]  # of their gradients
         slope = _sum(c, bounds, [c.emit(aten.abs.default, term, like=like) for term in terms], like)
-        largest = c.emit(aten.amax.default, slope, like=like)
-        unit = c.emit(aten.div.Tensor, c.emit(aten.clamp_min.default, largest, 1e-30, like=like), WIDEST, like=like)
+        least = constant(c, [1], 1e-30, torch.float32, like)  # of no rows, there is no maximum
+        largest = c.emit(aten.amax.default, c.emit(aten.cat.default, [slope, least], like=like), like=like)
+        unit = c.emit(aten.div.Tensor, largest, WIDEST, like=like)
         terms = [c.emit(aten.div.Tensor, term, unit, like=like) for term in terms]
         number = c.emit(aten.mul.Tensor, number, unit, like=incoming)
-    return c.emit(aten.stack.default, terms, like=like) if found.every_term else terms[0], number
+    if not found.every_term:
+        return terms[0], number
+    lines = [c.emit(aten.unsqueeze.default, term, 0, like=like) for term in terms]
+    return c.emit(aten.cat.default, lines, like=like), number
 
 
 def _results(c: Compilation, loss: fx.Node) -> list[fx.Node]:

@@ -66,17 +66,21 @@ def _gathered(node: fx.Node) -> fx.Node | None:
     while node.op == "call_function" and node.target in STEPS:
         if node.target is ALL_GATHER:
             return node
+        if node.target is aten.cat.default:
+            gathers = {_gathered(part) for part in node.all_input_nodes}
+            return gathers.pop() if len(gathers) == 1 else None
         node = node.all_input_nodes[0]
     return None
 
 
 def _is_scattered(node: fx.Node) -> bool:
-    """Whether nothing but a reduce-scatter reads `node`, in another order."""
+    """Whether nothing but reduce-scatters read `node`, in another order."""
     readers = list(node.users)
     while readers and all(r.target in STEPS or r.target is REDUCE_SCATTER for r in readers):
-        if any(r.target is REDUCE_SCATTER for r in readers):
+        steps = [r for r in readers if r.target is not REDUCE_SCATTER]
+        if not steps:
             return True
-        readers = list(dict.fromkeys(u for r in readers for u in r.users))
+        readers = list(dict.fromkeys(u for r in steps for u in r.users))
     return False
 
 

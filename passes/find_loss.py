@@ -102,6 +102,8 @@ class _Search:
         site, rows, classes = self.site, self.parts.rows, self.parts.classes
         if value(site.node).dtype not in fusible.FLOATS:
             raise NotFoundError(f"its logits are {value(site.node).dtype}, and gradients of chunks FP32")
+        if str(rows) == "1":
+            raise NotFoundError("it has one row")
         if str(classes) in (str(rows), str(site.m)):
             raise NotFoundError("it has as many rows as classes")
         if site.bias is not None and value(site.bias).dim() != 1:
@@ -231,9 +233,14 @@ class _Search:
         """What is made of the logits before the softmax, whose maximum is taken first."""
         maxima = [n for n in self.formed if n.target is aten.amax.default]
         curves = {self._curve_to(n.all_input_nodes[0]) for n in maxima}
-        if len(curves) != 1:
+        if not curves:
+            raise NotFoundError("no softmax of it is taken (one that subtracts the maximum)")
+        if len(curves) > 1:
             raise NotFoundError(f"{len(curves)} different softmaxes over its classes are taken")
-        return curves.pop()
+        (curve,) = curves
+        if curve.inner == 0 or curve.outer == 0:
+            raise NotFoundError("its logits are multiplied by 0")
+        return curve
 
     def _curve_to(self, node: fx.Node) -> Curve:
         factor, outer = 1.0, None

@@ -113,11 +113,12 @@ def _factors(wanted: list[Tensor], known: list[Tensor]) -> Factors:
     a = torch.cat([x.reshape(-1, len(TERMS)) for x in known])
     if len(a) != len(b) or not b.isfinite().all():
         return ()
-    sizes = a.abs().amax(0).clamp_min(1e-300)
-    found = torch.linalg.lstsq(a / sizes, b.unsqueeze(1), driver="gelsd").solution.squeeze(1) / sizes
-    plain = tuple(0.0 if abs(x) < 1e-10 else float(f"{x:.11g}") for x in found.tolist())  # 0.1, not 0.0999999999999998
+    sizes, size = a.abs().amax(0).clamp_min(1e-300), b.abs().amax().clamp_min(1e-300)
+    shares = torch.linalg.lstsq(a / sizes, (b / size).unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    found = torch.where(shares.abs() < 1e-10, 0.0, shares) * size / sizes
+    plain = tuple(float(f"{x:.11g}") for x in found.tolist())  # 0.1, not 0.0999999999999998
     exact = torch.tensor(plain, dtype=torch.float64)
-    allowed = 1e-9 * (a.abs() @ exact.abs() + b.abs()) + 1e-12
+    allowed = 1e-9 * (a.abs() @ exact.abs() + b.abs()) + 1e-12 * size
     return plain if bool(((a @ exact - b).abs() <= allowed).all()) else ()
 
 

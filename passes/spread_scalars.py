@@ -4,7 +4,7 @@ Before      %r = lr.item()                        param.add_(grad, alpha=-%r)   
 After       %r = lr.item();  %t = mul(ones(), %r) param.add_(mul(grad, -%t))     param.add_(mul(div(m, root), -%t))
             m.lerp_(grad, %r)                     m.add_(mul(sub(grad, m), %t))
 
-It works on Dynamo's graph, where a rate that has changed once is a number taken out of a tensor. AOTAutograd makes
+It works on Dynamo's graph, where a number that may change is one taken out of a tensor. AOTAutograd makes
 tensors of the numbers that are plain factors, and constants of all others, which compiles again at every change; here
 all arithmetic is that of one tensor, of the same 64 bits.
 """
@@ -18,6 +18,8 @@ import torch
 from torch import fx
 
 SCALED = {"add": "alpha", "add_": "alpha", "sub": "alpha", "sub_": "alpha"}
+OPERANDS = {"add": ("input", "other", "alpha"), "sub": ("input", "other", "alpha"), "lerp": ("input", "end", "weight")}
+OPERANDS |= dict.fromkeys(("addcdiv", "addcmul"), ("input", "tensor1", "tensor2", "value"))
 SCALED |= {"addcdiv": "value", "addcdiv_": "value", "addcmul": "value", "addcmul_": "value"}
 ARITHMETIC = {"add", "sub", "mul", "truediv", "div", "neg", "pow", "add_", "sub_", "mul_", "div_", "rsub"}
 ARITHMETIC |= {"iadd", "isub", "imul", "itruediv"}
@@ -45,14 +47,16 @@ def _make_tensor(graph: fx.Graph, number: fx.Node) -> None:
 
 
 def _spread(graph: fx.Graph, node: fx.Node) -> None:
-    """Make a factor of a number that is `alpha` or `value`."""
+    """Make a factor of a number that is `alpha`, `value`, a lerp's weight or one of an fma's."""
     name = _name(node)
     if node.target is torch.ops.prims.fma.default and any(map(_is_symbol, node.args)):
         a, b, c = node.args
         with graph.inserting_before(node):
             node.target, node.args = torch.add, (c, graph.call_function(torch.mul, (a, b)))
-    elif name in SCALED and _is_symbol(scale := node.kwargs.get(SCALED[name])):
-        x, first, *second = node.args
+    elif name in SCALED and _is_symbol(node.kwargs.get(SCALED[name])):
+        if (given := _operands(node, OPERANDS[name.rstrip("_")])) is None:
+            return  # which is compiled again when the number changes
+        x, first, *second, scale = given
         with graph.inserting_before(node):
             for other in second:
                 first = graph.call_function(torch.mul if "mul" in name else torch.div, (first, other))
@@ -60,7 +64,7 @@ def _spread(graph: fx.Graph, node: fx.Node) -> None:
         node.kwargs = {}
         if name.startswith("addc"):
             _add_instead(node, name)
-    elif name in ("lerp", "lerp_") and _is_symbol((given := _lerped(*node.args, **node.kwargs))[2]):
+    elif name in ("lerp", "lerp_") and (given := _operands(node, OPERANDS["lerp"])) and _is_symbol(given[2]):
         x, end, weight = given
         with graph.inserting_before(node):
             way = graph.call_function(torch.mul, (graph.call_function(torch.sub, (end, x)), weight))
@@ -68,9 +72,10 @@ def _spread(graph: fx.Graph, node: fx.Node) -> None:
         _add_instead(node, name)
 
 
-def _lerped(input: Any, end: Any, weight: Any) -> tuple[Any, Any, Any]:
-    """The arguments of a lerp, however they are given."""
-    return input, end, weight
+def _operands(node: fx.Node, names: tuple[str, ...]) -> list[Any] | None:
+    """The arguments of `node`, by place or by name; None where there are others, or fewer."""
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return [given[name] for name in names] if given.keys() == set(names) else None
 
 
 def _add_instead(node: fx.Node, name: str) -> None:

@@ -222,7 +222,7 @@ def test_a_bias_has_its_gradient(form: str):
 
 
 def test_inductor_gives_the_same():
-    (loss,) = check(FORMS["some ignored"], bias=True, executor="inductor").losses
+    (loss,) = check(FORMS["a penalty on the normaliser"], bias=True, executor="inductor").losses
     assert loss.chunk == CHUNK
 
 
@@ -310,6 +310,26 @@ def test_a_symbolic_number_of_rows_may_divide():
         got, want = step(model, run, x, labels), step(model, model, x, labels)
         assert all(error(got[name], want[name]) < 1e-6 for name in want)
     assert [loss.chunk for loss in fp8compile.last_compile().losses] == [CHUNK]
+
+
+def test_there_may_be_no_rows():
+    model = Model(FORMS["sum"]).half()
+    x, labels = inputs(0)
+    got = step(model, compiled(model), x.half(), labels)
+    assert fp8compile.last_compile().losses[0].chunk == CHUNK
+    assert got["loss"] == 0
+    assert not got["head.weight"].any()
+
+
+def test_logits_may_be_multiplied_by_0():
+    model = Model(lambda z, y: F.cross_entropy(z * 0, y))
+    got = step(model, compiled(model), *inputs())
+    assert "multiplied by 0" in fp8compile.last_compile().losses[0].reason
+    torch.testing.assert_close(got["loss"], torch.tensor(float(CLASSES)).log())
+
+
+def test_tiny_numbers_are_numbers():
+    check(lambda z, y: (F.cross_entropy(z, y, reduction="none") * 1e-12).sum() * 1e12, torch.float32)
 
 
 def test_steep_curves_do_not_overflow_in_fp16():
@@ -517,6 +537,18 @@ LEFT: dict[str, tuple[Loss, str]] = {
     "losses in another order": (
         lambda z, y: (F.cross_entropy(z, y, reduction="none").view(4, -1).gather(1, y.view(4, -1) % 24)).mean(),
         "the losses of all rows are returned",
+    ),
+    "nearly nothing of them": (
+        lambda z, y: F.cross_entropy(z * 0 + z[:1] * 1e-3, y), "its logits are read by aten.slice",
+    ),
+    "what is not a number": (
+        lambda z, y: (lambda losses: torch.where(losses == losses, losses, 0.0).mean())(
+            F.cross_entropy(z, y, reduction="none")
+        ),
+        "how much a row counts depends on its logits",
+    ),
+    "another label is ignored": (
+        lambda z, y: F.cross_entropy(z, y, ignore_index=50) + F.cross_entropy(z, y), "is read by aten.",
     ),
     "a size": (
         lambda z, y: F.cross_entropy(z - 30, y) + (z - 30).logsumexp(-1).abs().mean(), "",

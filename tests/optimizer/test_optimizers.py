@@ -84,6 +84,51 @@ def test_states_made_while_stepping_become_eight_bit_at_the_second_step(name):
     assert_near(mine, theirs, 1e-6)
 
 
+class Anew(torch.optim.Optimizer):
+    """Momentum that is a new tensor at each step, and a second state that is written in place."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["m"] = state["m"] * 0.9 + p.grad
+            state["v"].mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+            p.add_(state["m"] / (state["v"].sqrt() + 1e-3), alpha=-self.param_groups[0]["lr"])
+
+
+def test_states_made_anew_at_each_step_stay_plain():
+    """Or every step would be compiled. Those of a state that is cleared, or loaded, are 8-bit ones again."""
+    opt, mine, _, _ = twins(Anew, {}, [(128, 128)] * 2)
+    step, compilations = compiled(opt)
+    for i in range(7):
+        set_gradients(mine, i)
+        step()
+    assert len(compilations) == 4
+    assert formats(opt, mine[0]) == {"v": "log"}
+    rows = {row["name"]: row["reason"] for row in fp8compile.last_compile().rows("states")}
+    assert rows == {"m": "made anew at each step; in 8 bits only if it is written in place", "v": "8 bits an element"}
+    opt.state.clear()
+    for _ in range(2):
+        step()
+    assert formats(opt, mine[0]) == {"v": "log"}
+
+
+def test_states_that_are_cleared_are_8_bit_ones_again():
+    opt, mine, _, _ = twins(torch.optim.SGD, {"momentum": 0.9}, [(128, 128)])
+    step, _ = compiled(opt)
+    for i in range(10):
+        set_gradients(mine, i)
+        if i % 2 == 0:
+            opt.state.clear()
+        step()
+    assert formats(opt, mine[0]) == {"momentum_buffer": "log"}
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
 def test_plain_states_are_gone_once_they_are_eight_bit_ones(name):
     make, arguments = OPTIMIZERS[name]
@@ -203,6 +248,36 @@ def test_betas_and_momentum_from_a_scheduler(kind, given):
             schedule.step()
     assert len(compilations) == 2
     assert not [u.reason for u in fp8compile.compiles()[-1].updates if u.reason]
+    assert_near(mine, theirs, 1e-6)
+
+
+class Named(torch.optim.Optimizer):
+    """Arguments by their names."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        (group,) = self.param_groups
+        for p in group["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["m"].lerp_(end=p.grad, weight=2 * group["lr"])
+            state["v"].add_(other=p.grad.square(), alpha=group["lr"])
+            p.addcdiv_(tensor1=state["m"], tensor2=state["v"].sqrt() + 1e-3, value=-group["lr"])
+
+
+def test_arguments_by_name():
+    opt, mine, reference, theirs = twins(Named, {})
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (opt, reference)]
+    step, compilations = compiled(opt, states=EXACT)
+    for i in range(5):
+        step_both(i, step, mine, reference.step, theirs)
+        for schedule in schedules:
+            schedule.step()
+    assert len(compilations) <= 2
     assert_near(mine, theirs, 1e-6)
 
 
