@@ -41,7 +41,8 @@ class Options:
     skip: patterns of module paths whose matmuls stay BF16: a path, a run of its components, or a glob over them.
     lm_head: convert the output head as well.
     chunk_loss: compute an output head and its cross-entropy in chunks of rows, so that all logits never exist: "auto"
-        where they are large, True wherever it can be, False nowhere, or how many rows a chunk has at most.
+        where they are large and it costs nothing, True wherever it can be (some losses compute logits again in
+        backward), False nowhere, or how many rows a chunk has at most.
     fold_masks: an attention mask that no input takes part in, and that is causal or lets everything through, is not
         made; attention is told instead.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).

@@ -10,18 +10,19 @@ stays as the user wrote it; only how much each row counts is told the operator (
 `passes/find_loss.py` proves by execution that what is replaced computes what the operator does, and because gradients
 are linear in the incoming number. What cannot be replaced is left, with its reason in the plan.
 
+Where only backward knows how much a row counts (losses of rows are returned, or it depends on the loss itself, as of a
+preference or a policy), the operator runs twice: for the terms in forward, with logits again for gradients in backward.
+That is a fourth matmul, so "auto" does not.
+
+After       %chosen = fp8.chunked_loss(%x, %W, %labels);  …;  %dx, %dW = fp8.chunked_loss(%x, %W, %labels, %g)
+
 "auto" leaves logits whole that are small (LEAST_BYTES), or of which a chunk would be more than half: the gradient of
 the weight, which now waits for backward in FP32, takes as much as two chunks of logits.
-
-FP16: weights of rows are brought to WIDEST first, for a mean over many rows would make subnormals of gradients that a
-loss scale, which comes later, cannot bring back.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,10 +32,10 @@ from fp8compile import ops
 from fp8compile.kernels.chunked_loss import DROPPED, TERMS, rows_of_chunk
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import Compilation, aten, dependents, is_tangent, reshape, sort_topologically, value
-from fp8compile.passes.dropped_rows import constant, with_dropped, without_dropped
+from fp8compile.passes.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.find_loss import Found, find_loss
 from fp8compile.passes.loss_parts import NotFoundError
-from fp8compile.passes.loss_weights import emit_weights, split
+from fp8compile.passes.loss_weights import known_in_backward, known_in_forward, weighted_sum
 from fp8compile.passes.prove_loss import SCATTERS
 from fp8compile.passes.replace import replace_value
 from fp8compile.passes.roles import Site
@@ -42,8 +43,6 @@ from fp8compile.passes.saved_forms import as_it_is, count
 from fp8compile.plan import BF16, FP8, Loss
 
 LEAST_BYTES = 256 * 2**20
-WIDEST = 1024.0  # times the largest slope of a softmax, 1, well inside of FP16's 65504
-LARGEST_NORMALISER = 64.0  # that is reckoned with; 4096 would still fit
 ROLES = ("grad_input", "grad_weight", "grad_bias")
 prims = torch.ops.prims
 
@@ -81,11 +80,11 @@ def _run_on(c: Compilation, site: Site, backward: set[fx.Node]) -> None:
         if wanted == "auto":
             _refuse(c, site, rows)
         found = find_loss(site, backward)
-        _rewrite(c, found, rows, backward)
+        said = _rewrite(c, found, rows, backward, again=wanted != "auto")
     except NotFoundError as why:
         _describe(c, site, size, 0, str(why))
         return
-    _describe(c, site, size, rows, "every chunk's gradients are computed beside its losses")
+    _describe(c, site, size, rows, said)
     reason = f"the output head and its loss run in chunks of {rows} rows"
     for gone in (site, *site.grads):
         c.plan.update(gone.key, decision=BF16, reason=reason, milliseconds_fp8=None, milliseconds_bf16=None)
@@ -107,34 +106,64 @@ def _describe(c: Compilation, site: Site, size: int, chunk: int, reason: str) ->
     c.plan.losses.append(Loss(site.key, site.path, site.source, m, n, dtype, size, chunk, reason))
 
 
-def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node]) -> None:
-    """Put the operator in place of the head; dead code takes the rest."""
-    site, like = found.site, found.labelled
+def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], again: bool) -> str:
+    """Put the operator in place of the head; dead code takes the rest. again: logits may be computed again in backward.
+
+    Returns what is said of it.
+    """
+    like, wanted = found.labelled, [role in found.gradients for role in ROLES]
+    index = _index(c, found)
+    try:
+        weights = known_in_forward(c, found, backward) if found.cotangents else None
+    except NotFoundError as why:
+        if not again:
+            raise NotFoundError(f"{why}; chunk_loss=True computes logits in chunks, and again in backward") from why
+        terms = _call(c, found, rows, index, None, [False] * len(ROLES), like)[0]
+        place = min(found.gradients.values(), key=list(c.graph.nodes).index)
+        weights = known_in_backward(c, found, place)
+        results = _call(c, found, rows, index, weights.values, wanted, place)
+        said = f"logits are computed again in backward: {why}"
+    else:
+        results = _call(c, found, rows, index, weights and weights.values, wanted, like)
+        terms, said = results[0], "every chunk's gradients are computed beside its losses"
+    _replace_ends(c, found, terms)
+    for role, gradient in zip((role for role in ROLES if role in found.gradients), results[1:], strict=True):
+        assert weights is not None
+        _replace_gradient(c, found, role, gradient, weights.number)
+    return said
+
+
+def _index(c: Compilation, found: Found) -> fx.Node:
+    """The labels of all rows."""
+    index = reshape(c, found.labelled.args[2], [-1], found.labelled)  # type: ignore[arg-type]
+    return index if found.cut is None else with_dropped(c, index, found.cut, found.labelled, DROPPED)
+
+
+def _call(
+    c: Compilation,
+    found: Found,
+    rows: int,
+    index: fx.Node,
+    weights: fx.Node | None,
+    wanted: list[bool],
+    like: fx.Node,
+) -> list[fx.Node]:
+    """A call of the operator: its terms, and the gradients that are wanted."""
+    site, curve = found.site, found.curve
     assert site.left is not None
     assert site.right is not None
-    weights = number = None
-    if found.cotangents:
-        weights, number = _weights(c, found, backward)
-    index = reshape(c, like.args[2], [-1], like)  # type: ignore[arg-type]
-    if found.cut is not None:
-        index = with_dropped(c, index, found.cut, like, DROPPED)
-    wanted = [role in found.gradients for role in ROLES]
-    curve = found.curve
     given = (site.left, c.transposed(site.right, like), site.bias, index, weights)
     loss = c.emit(ops.chunked_loss, *given, rows, curve.inner, curve.outer, wanted, found.every_term, like=like)
     results = _results(c, loss)
     for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
         node.meta.pop("recompute", None)
-    _replace_ends(c, found, results[0])
-    for role, gradient in zip((role for role in ROLES if role in found.gradients), results[1:], strict=True):
-        assert number is not None
-        _replace_gradient(c, found, role, gradient, number)
+    return results
 
 
 def _replace_ends(c: Compilation, found: Found, terms: fx.Node) -> None:
     """Make what is read from outside of the operator's terms: log-probabilities [rows], or [len(TERMS), rows]."""
     for end, factors in found.ends.items():
-        new = _sum(c, factors, [terms] if not found.every_term else _rows(c, terms, end), end)
+        new = weighted_sum(c, factors, [terms] if not found.every_term else _rows(c, terms, end), end)
         if found.cut is not None:
             new = without_dropped(c, new, found.cut, end)
         new = reshape(c, new, list(value(end).shape), end)
@@ -143,45 +172,6 @@ def _replace_ends(c: Compilation, found: Found, terms: fx.Node) -> None:
 
 def _rows(c: Compilation, terms: fx.Node, like: fx.Node) -> list[fx.Node]:
     return [c.emit(aten.select.int, terms, 0, i, like=like) for i in range(len(TERMS))]
-
-
-def _sum(c: Compilation, factors: Sequence[float], terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:
-    """Σ factors · terms, as many as there are terms."""
-    taken = [(factor, term) for factor, term in zip(factors, terms, strict=False) if factor] or [(0.0, terms[0])]
-    parts = [term if factor == 1 else c.emit(aten.mul.Tensor, term, factor, like=like) for factor, term in taken]
-    return functools.reduce(lambda a, b: c.emit(aten.add.Tensor, a, b, like=like), parts)
-
-
-def _weights(c: Compilation, found: Found, backward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """How much each term of each row counts, and the number (FP32) that multiplies the gradients made of that."""
-    like = found.labelled
-    losses = dependents(c.graph, [found.site.node])
-    parts = {g: split(g, backward, losses) for g in found.cotangents}
-    numbers = {p.number for p in parts.values()}
-    if len(numbers) != 1:
-        raise NotFoundError("what comes back to its rows are several numbers, not one")
-    incoming = numbers.pop()
-    each = [emit_weights(c, p, like) for p in parts.values()]
-    if found.cut is not None:
-        each = [with_dropped(c, weights, found.cut, like, 0) for weights in each]
-    factors = list(zip(*found.cotangents.values(), strict=True))  # of each term, for each of them
-    terms = [_sum(c, [-f for f in of_term], each, like) for of_term in factors[: len(TERMS) if found.every_term else 1]]
-    number = c.emit(prims.convert_element_type.default, incoming, torch.float32, like=incoming)
-    if value(number).dim():
-        number = c.emit(aten.view.default, number, [], like=incoming)
-    if value(found.site.node).dtype is torch.float16:
-        classes, steepest = float(value(found.site.node).shape[-1]), abs(found.curve.inner * (found.curve.outer or 1.0))
-        bounds = [steepest * of_term for of_term in (1.0, classes, 1.0, 2 * LARGEST_NORMALISER)]  # of their gradients
-        slope = _sum(c, bounds, [c.emit(aten.abs.default, term, like=like) for term in terms], like)
-        least = constant(c, [1], 1e-30, torch.float32, like)  # of no rows, there is no maximum
-        largest = c.emit(aten.amax.default, c.emit(aten.cat.default, [slope, least], like=like), like=like)
-        unit = c.emit(aten.div.Tensor, largest, WIDEST, like=like)
-        terms = [c.emit(aten.div.Tensor, term, unit, like=like) for term in terms]
-        number = c.emit(aten.mul.Tensor, number, unit, like=incoming)
-    if not found.every_term:
-        return terms[0], number
-    lines = [c.emit(aten.unsqueeze.default, term, 0, like=like) for term in terms]
-    return c.emit(aten.cat.default, lines, like=like), number
 
 
 def _results(c: Compilation, loss: fx.Node) -> list[fx.Node]:
@@ -194,9 +184,10 @@ def _narrowed(c: Compilation, node: fx.Node, like: fx.Node) -> fx.Node:
     return node if dtype is torch.float32 else c.emit(prims.convert_element_type.default, node, dtype, like=like)
 
 
-def _replace_gradient(c: Compilation, found: Found, role: str, gradient: fx.Node, number: fx.Node) -> None:
+def _replace_gradient(c: Compilation, found: Found, role: str, gradient: fx.Node, number: fx.Node | None) -> None:
     old = found.gradients[role]
-    new = _narrowed(c, c.emit(aten.mul.Tensor, gradient, number, like=old), old)
+    new = gradient if number is None else c.emit(aten.mul.Tensor, gradient, number, like=old)
+    new = _narrowed(c, new, old)
     matmul: Any = next((s for s in found.site.grads if s.node is old), None)
     if matmul is None:
         new = c.emit(aten.unsqueeze.default, new, 0, like=old)

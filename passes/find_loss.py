@@ -19,6 +19,7 @@ user writes a loss; and a gradient that a user's own function changes on its way
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -93,8 +94,10 @@ class _Search:
         slopes = {self._before_zeros(base(self._gradient_of_logits(n))) for n in gradients.values()}
         if len(slopes) > 1:
             raise NotFoundError("its matmuls of backward read different gradients")
-        ends = self._ends(labelled, curve, set(gradients.values()))
+        terms = self._terms(labelled, curve)
+        ends = self._read(terms, set(gradients.values()))
         cotangents = self._cotangents(slopes.pop(), labelled, curve) if slopes else {}
+        ends |= self._read(terms, set(gradients.values()), cotangents)
         return Found(self.site, labelled, curve, ends, cotangents, gradients, self.cut)
 
     def _check_operands(self) -> None:
@@ -144,13 +147,12 @@ class _Search:
             raise NotFoundError("its labels depend on its logits")
         return found[0]
 
-    def _ends(self, labelled: fx.Node, curve: Curve, gradients: set[fx.Node]) -> dict[fx.Node, Factors]:
-        """The values of rows that are read from outside, all of them sums of terms."""
+    def _terms(self, labelled: fx.Node, curve: Curve) -> dict[fx.Node, Factors]:
+        """The values of rows, with their factors if they are sums of terms."""
         rows = [n for n in self.formed if self.parts.kind(n) == "row" and is_float(n)]
         trials = self._trials(Closure(self.parts, [labelled, *rows]))
         index: fx.Node = labelled.args[2]  # type: ignore[assignment]
-        known = {n: factors_of_terms(trials, n, self.logits, index, curve) for n in rows}
-        return self._read(known, gradients)
+        return {n: factors_of_terms(trials, n, self.logits, index, curve) for n in rows}
 
     def _trials(self, closure: Closure, only: fx.Node | None = None) -> list[Values]:
         try:
@@ -158,10 +160,13 @@ class _Search:
         except Exception as error:
             raise NotFoundError(f"what is made of its logits cannot be tried: {first_line(error)}") from error
 
-    def _read(self, known: dict[fx.Node, Factors], gradients: set[fx.Node]) -> dict[fx.Node, Factors]:
-        """Those of `known` that are read from outside. Raises where something else is, with rows and classes."""
+    def _read(
+        self, known: dict[fx.Node, Factors], gradients: set[fx.Node], cotangents: Iterable[fx.Node] = ()
+    ) -> dict[fx.Node, Factors]:
+        """Those of `known` that are read from outside, or by what comes back. Raises where something else is, with rows
+        and classes."""
         ends: dict[fx.Node, Factors] = {}
-        sinks = [n for n in self.logits.graph.nodes if not n.users]
+        sinks = [*(n for n in self.logits.graph.nodes if not n.users), *cotangents]
         stack: list[tuple[fx.Node, tuple[fx.Node, fx.Node] | None]] = [(n, None) for n in sinks]
         seen, formed = set(sinks) | gradients, {self.logits, *self.formed}
         while stack:
@@ -201,12 +206,15 @@ class _Search:
 
     def _cotangents(self, slope: fx.Node, labelled: fx.Node, curve: Curve) -> dict[fx.Node, Factors]:
         """The leaves that come from backward, with what their gradients of logits are. Besides them there may be labels
-        and masks."""
-        closure = Closure(self.parts, [labelled, slope])
+        and masks. At best they are what is known without logits; else the last numbers of rows before the softmax."""
+        try:
+            return self._factors_of(slope, labelled, curve, Closure(self.parts, [labelled, slope]))
+        except NotFoundError:
+            return self._factors_of(slope, labelled, curve, Closure(self.parts, [labelled, slope], self.backward))
+
+    def _factors_of(self, slope: fx.Node, labelled: fx.Node, curve: Curve, closure: Closure) -> dict[fx.Node, Factors]:
         floats = sorted((n for n in closure.leaves if is_float(n)), key=lambda n: n.name)
         strange = [n for n in floats if n not in self.backward]
-        if any(n in self.depending for n in strange):
-            raise NotFoundError("how much a row counts depends on its logits")
         if strange:
             raise NotFoundError(f"%{strange[0].name} takes part in it: class weights, a temperature that is a tensor?")
         index: fx.Node = labelled.args[2]  # type: ignore[assignment]

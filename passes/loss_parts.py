@@ -9,7 +9,7 @@ with: those of labels are masks, which are drawn; of values only ∞ is looked f
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Set
 from typing import Any
 
 from torch import fx
@@ -107,10 +107,14 @@ class Parts:
 
 
 class Closure:
-    """What has to be computed for some values, each with its kind, in order; and the leaves that it begins with."""
+    """What has to be computed for some values, each with its kind, in order; and the leaves that it begins with.
 
-    def __init__(self, parts: Parts, wanted: Iterable[fx.Node]):
-        self.parts = parts
+    outside: nodes that are not followed to reductions over classes that are not among them. With all of backward, the
+    numbers of rows that come back are leaves, whatever they have been computed from.
+    """
+
+    def __init__(self, parts: Parts, wanted: Iterable[fx.Node], outside: Set[fx.Node] = frozenset()):
+        self.parts, self.outside = parts, outside
         self._inside: set[fx.Node] = set()
         self._of_logits: dict[fx.Node, bool] = {}
         self.leaves: dict[fx.Node, Leaf] = {}
@@ -146,6 +150,8 @@ class Closure:
         if node not in self._of_logits:
             ends = node.target in REDUCTIONS or node.target in MEANS or node.target is aten.gather.default
             sources = [i for i in node.all_input_nodes if is_float(i)]
+            if node in self.outside:
+                sources = [i for i in sources if i in self.outside]
             self._of_logits[node] = self.parts.can_run(node) and (ends or any(map(self._is_of_logits, sources)))
         return self._of_logits[node]
 

@@ -221,8 +221,9 @@ def test_a_bias_has_its_gradient(form: str):
     assert loss.chunk == CHUNK
 
 
-def test_inductor_gives_the_same():
-    (loss,) = check(FORMS["a penalty on the normaliser"], bias=True, executor="inductor").losses
+@pytest.mark.parametrize("form", ["a penalty on the normaliser", "focal loss, shifted"])
+def test_inductor_gives_the_same(form: str):
+    (loss,) = check({**FORMS, **AGAIN}[form], bias=True, executor="inductor").losses
     assert loss.chunk == CHUNK
 
 
@@ -494,6 +495,96 @@ def test_the_example_trains_alike(executor: str):
         assert error(gradients[name], want) < (0.005 if name == "lm_head.weight" else 0.1), name
 
 
+# ---- what only backward knows ---------------------------------------------------------------------------------------
+
+
+def log_probabilities(z: Tensor, y: Tensor) -> Tensor:
+    return z.log_softmax(-1).gather(-1, y.unsqueeze(1)).squeeze(1)
+
+
+def focal(z: Tensor, y: Tensor) -> Tensor:
+    losses = F.cross_entropy(z, y, reduction="none")
+    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+def preference(z: Tensor, y: Tensor) -> Tensor:
+    """As in direct preference optimisation: two sequences are to be likelier than two others."""
+    of_sequences = log_probabilities(z, y).view(4, -1).sum(-1)
+    return -F.logsigmoid(0.1 * (of_sequences[:2] - of_sequences[2:])).mean()
+
+
+def policy(z: Tensor, y: Tensor) -> Tensor:
+    """As in proximal policy optimisation: ratios of probabilities, clipped, times an advantage."""
+    ratio = torch.exp(log_probabilities(z, y) - log_probabilities(z.detach(), y) + 0.3 * torch.sin(y))
+    advantage = (y % 3 - 1).to(z.dtype)
+    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+
+AGAIN: dict[str, Loss] = {
+    "focal loss": focal,
+    "focal loss, shifted": lambda z, y: focal(
+        z.view(4, -1, CLASSES)[:, :-1].reshape(-1, CLASSES), y.view(4, -1)[:, 1:].reshape(-1)
+    ),
+    "a preference": preference,
+    "a policy": policy,
+    "perplexity": lambda z, y: F.cross_entropy(z, y).exp(),
+    "weights by the normaliser": lambda z, y: (F.cross_entropy(z, y, reduction="none") * z.logsumexp(-1).sign()).mean(),
+    "a penalty of a higher order": lambda z, y: F.cross_entropy(z, y) + 1e-2 * z.logsumexp(-1).pow(3).mean(),
+    "losses in another order": lambda z, y: (
+        F.cross_entropy(z, y, reduction="none").view(4, -1).gather(1, y.view(4, -1) % 24).mean()
+    ),
+    "what is a number": lambda z, y: (lambda losses: torch.where(losses == losses, losses, 0.0).mean())(
+        F.cross_entropy(z, y, reduction="none")
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", AGAIN)
+def test_what_only_backward_knows_is_as_exact_as_eager(form: str, dtype: torch.dtype):
+    (loss,) = check(AGAIN[form], dtype, bias=True).losses
+    assert loss.chunk == CHUNK
+    assert loss.reason.startswith("logits are computed again in backward: how much ")
+
+
+def test_a_size_is_not_the_number():
+    """Normalisers below zero, which random logits hardly ever have."""
+    model = Model(lambda z, y: F.cross_entropy(z, y) + z.logsumexp(-1).abs().mean(), bias=True)
+    assert model.head.bias is not None
+    model.head.bias.data.fill_(-30)
+    got, want = step(model, compiled(model), *inputs()), step(model, model, *inputs())
+    assert all(error(got[name], want[name]) < 1e-5 for name in want)
+    assert fp8compile.last_compile().losses[0].chunk == CHUNK
+
+
+def test_losses_of_rows_may_be_returned():
+    model = Model(lambda z, y: F.cross_entropy(z, y, reduction="none"))
+    x, labels = inputs()
+    gradients = []
+    for run in (compiled(model), model):
+        model.zero_grad(set_to_none=True)
+        run(x, labels).backward(torch.sin(torch.arange(ROWS)))
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert fp8compile.last_compile().losses[0].chunk == CHUNK
+    assert all(error(gradients[0][name], want) < 1e-5 for name, want in gradients[1].items())
+
+
+def test_computed_again_are_logits_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    runs: list[bool] = []
+    monkeypatch.setattr(chunked, "plain_step", lambda *given: runs.append(given[4]) or plain_step(*given))
+    monkeypatch.setattr(chunked.run, "__defaults__", (False, chunked.plain_step))
+    assert logits_of(monkeypatch, lambda: check(preference)) == []
+    assert runs == [False] * 3 + [True] * 3
+
+
+def test_logits_are_computed_again_only_if_chunks_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chunk_loss, "LEAST_BYTES", 1)
+    monkeypatch.setattr(chunk_loss, "rows_of_chunk", lambda k: ROWS // 2)
+    (row,) = check(focal, chunk_loss="auto").losses
+    assert row.chunk == 0
+    assert row.reason.endswith("chunk_loss=True computes logits in chunks, and again in backward")
+
+
 # ---- what is left ---------------------------------------------------------------------------------------------------
 
 
@@ -505,14 +596,10 @@ def several(z: Tensor, y: Tensor) -> Tensor:
 TEMPERATURE = torch.tensor(0.5)
 CLASS_WEIGHTS = torch.linspace(0.5, 1.5, CLASSES)
 LEFT: dict[str, tuple[Loss, str]] = {
-    "losses of rows": (lambda z, y: F.cross_entropy(z, y, reduction="none"), "the losses of all rows are returned"),
     "class weights": (lambda z, y: F.cross_entropy(z, y, CLASS_WEIGHTS), "its logits are read by aten.mul"),
     "logits are returned": (lambda z, y: (F.cross_entropy(z, y), z), "its logits are returned"),
     "accuracy": (
         lambda z, y: (F.cross_entropy(z, y), (z.argmax(-1) == y).sum()), "its logits are read by aten.argmax",
-    ),
-    "a penalty of a higher order": (
-        lambda z, y: F.cross_entropy(z, y) + z.logsumexp(-1).pow(3).mean(), "gradient of its logits is not that of",
     ),
     "a penalty on the largest": (lambda z, y: F.cross_entropy(z, y) + z.amax(-1).mean(), "is read by aten."),
     "two softmaxes": (lambda z, y: F.cross_entropy(z, y) + F.cross_entropy(z / 2, y), "2 different softmaxes"),
@@ -534,34 +621,14 @@ LEFT: dict[str, tuple[Loss, str]] = {
     "every other row, two labels each": (
         lambda z, y: -z.log_softmax(-1).gather(-1, y.view(-1, 2)).mean(), "its logits are read by aten.gather",
     ),
-    "losses in another order": (
-        lambda z, y: (F.cross_entropy(z, y, reduction="none").view(4, -1).gather(1, y.view(4, -1) % 24)).mean(),
-        "the losses of all rows are returned",
-    ),
     "nearly nothing of them": (
         lambda z, y: F.cross_entropy(z * 0 + z[:1] * 1e-3, y), "its logits are read by aten.slice",
-    ),
-    "what is not a number": (
-        lambda z, y: (lambda losses: torch.where(losses == losses, losses, 0.0).mean())(
-            F.cross_entropy(z, y, reduction="none")
-        ),
-        "how much a row counts depends on its logits",
     ),
     "another label is ignored": (
         lambda z, y: F.cross_entropy(z, y, ignore_index=50) + F.cross_entropy(z, y), "is read by aten.",
     ),
-    "a size": (
-        lambda z, y: F.cross_entropy(z - 30, y) + (z - 30).logsumexp(-1).abs().mean(), "",
-    ),
-    "a size by its square": (
-        lambda z, y: F.cross_entropy(z, y) + z.logsumexp(-1).pow(2).pow(0.5).mean(), "",
-    ),
     "a logarithm of a little more": (
         lambda z, y: -(z.softmax(-1).gather(-1, y[:, None]) + 1e-12).log().mean(), "a value of rows is read by aten.",
-    ),
-    "weights by the normaliser": (
-        lambda z, y: (F.cross_entropy(z, y, reduction="none") * z.logsumexp(-1).sign()).mean(),
-        "how much a row counts depends on its logits",
     ),
     "labels by the normaliser": (
         lambda z, y: -z.log_softmax(-1).gather(-1, torch.where(z.logsumexp(-1) > 3, 0, y)[:, None]).mean(),
@@ -569,10 +636,6 @@ LEFT: dict[str, tuple[Loss, str]] = {
     ),
     "labels by comparison": (
         lambda z, y: -(F.one_hot(y, CLASSES) * z.log_softmax(-1)).sum(-1).mean(), "its logits are read by aten.mul",
-    ),
-    "focal loss": (
-        lambda z, y: (lambda ce: ((1 - torch.exp(-ce)) * ce).mean())(F.cross_entropy(z, y, reduction="none")),
-        "",
     ),
     "rows dropped twice": (lambda z, y: F.cross_entropy(z[1:][:-1], y[1:-1]), "its logits are read by aten.slice"),
     "rows dropped, and read elsewhere": (
