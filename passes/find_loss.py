@@ -223,6 +223,8 @@ class _Search:
             found[leaf] = factors_of_gradient(self._trials(closure, leaf), slope, leaf, self.logits, index, curve)
             if not found[leaf]:
                 raise NotFoundError("the gradient of its logits is not that of a cross-entropy")
+        if not found:
+            raise NotFoundError("the gradient of its logits is a constant")
         return found
 
     def _gradients(self) -> dict[str, fx.Node]:

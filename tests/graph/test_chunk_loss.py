@@ -56,6 +56,14 @@ class Masked(Half):
         return gradient.masked_fill((y == 50).unsqueeze(1), 0.0), None
 
 
+class Constant(Half):
+    """A gradient that nothing comes into."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, 0.01)
+
+
 class Rectified(Half):
     """The same, in a way that no number makes up for."""
 
@@ -191,6 +199,7 @@ FORMS: dict[str, Loss] = {
     "log-softmax and gather": own,
     "weights of rows": of_some_rows,
     "half of its gradient": lambda z, y: F.cross_entropy(Half.apply(z), y),
+    "a gradient that is a constant": lambda z, y: F.cross_entropy(Constant.apply(z), y),
     "label smoothing": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1),
     "label smoothing, some ignored": lambda z, y: F.cross_entropy(z, ignoring(y), label_smoothing=0.1),
     "label smoothing, shifted": lambda z, y: F.cross_entropy(
