@@ -30,7 +30,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.kernels.chunked_loss import DROPPED, TERMS, rows_of_chunk
-from fp8compile.passes import fusible
+from fp8compile.passes import fusible, label_indexing
 from fp8compile.passes.compilation import Compilation, aten, dependents, is_tangent, reshape, sort_topologically, value
 from fp8compile.passes.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.find_loss import Found, find_loss
@@ -52,6 +52,10 @@ def run(c: Compilation) -> None:
     if c.options.chunk_loss is False:
         return
     heads = [s for s in c.sites.values() if s.role == "output" and s.kind in ("mm", "addmm") and not s.weight_on_left]
+    if c.options.chunk_loss == "auto":
+        heads = [s for s in heads if _bytes(s) >= LEAST_BYTES]
+    for classes in {s.n for s in heads}:
+        label_indexing.run(c, classes)
     heads = [s for s in heads if _has_labels(s)]
     for site in heads:  # one changes what the next is read by
         _run_on(c, site, dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n))))
@@ -71,10 +75,7 @@ def _has_labels(site: Site) -> bool:
 
 
 def _run_on(c: Compilation, site: Site, backward: set[fx.Node]) -> None:
-    wanted = c.options.chunk_loss
-    size = as_it_is(value(site.node), "").bytes
-    if wanted == "auto" and size < LEAST_BYTES:
-        return
+    wanted, size = c.options.chunk_loss, _bytes(site)
     rows = rows_of_chunk(site.k) if isinstance(wanted, (bool, str)) else wanted
     try:
         if wanted == "auto":
@@ -89,6 +90,11 @@ def _run_on(c: Compilation, site: Site, backward: set[fx.Node]) -> None:
     for gone in (site, *site.grads):
         c.plan.update(gone.key, decision=BF16, reason=reason, milliseconds_fp8=None, milliseconds_bf16=None)
         del c.sites[gone.key]
+
+
+def _bytes(site: Site) -> int:
+    """What whole logits take."""
+    return as_it_is(value(site.node), "").bytes
 
 
 def _refuse(c: Compilation, site: Site, rows: int) -> None:

@@ -209,6 +209,8 @@ FORMS: dict[str, Loss] = {
     "label smoothing by a trainer": smoothed_by_a_trainer,
     "label smoothing by a distribution": distribution,
     "logarithm of the sum": own_normaliser,
+    "labels as an index": lambda z, y: -z.log_softmax(-1)[torch.arange(len(y)), y].mean(),
+    "labels from the end, as an index": lambda z, y: -z.log_softmax(-1)[torch.arange(len(y)), y - CLASSES].mean(),
     "a penalty on the normaliser": penalised,
     "rows dropped by a dimension from the end": lambda z, y: F.cross_entropy(
         z.view(4, -1, CLASSES).narrow(-2, 0, 23).reshape(-1, CLASSES), y.view(4, -1)[:, 1:].reshape(-1)
@@ -217,16 +219,16 @@ FORMS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_found_and_as_exact_as_eager(form: str, dtype: torch.dtype):
     (loss,) = check(FORMS[form], dtype).losses
     assert (loss.chunk, loss.rows, loss.classes) == (CHUNK, ROWS, CLASSES)
 
 
-@pytest.mark.parametrize("form", ["mean", "shifted logits"])
+@pytest.mark.parametrize("form", ["mean", "shifted logits", "a penalty on the normaliser"])
 def test_a_bias_has_its_gradient(form: str):
-    (loss,) = check(FORMS[form], bias=True).losses
+    (loss,) = check(FORMS[form], torch.float32, bias=True).losses
     assert loss.chunk == CHUNK
 
 
@@ -474,8 +476,7 @@ def test_a_checkpoint_around_the_loss_computes_it_once(monkeypatch: pytest.Monke
     assert len(runs) == len(chunked.chunks(ROWS, CHUNK))
 
 
-@pytest.mark.parametrize("executor", ["eager", "inductor"])
-def test_the_example_trains_alike(executor: str):
+def test_the_example_trains_alike():
     """FP32 parameters under autocast, in FP8 but for the head: with chunks, as without."""
     torch.manual_seed(0)
     model = Llama(LlamaConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden=128), max_seq=32)
@@ -489,7 +490,7 @@ def test_the_example_trains_alike(executor: str):
     for chunks in (False, 50):
         model.zero_grad(set_to_none=True)
         torch.compiler.reset()
-        out = compiled(loss, chunk_loss=chunks, select="all", executor=executor)(text[:, :-1], text[:, 1:].contiguous())
+        out = compiled(loss, chunk_loss=chunks, select="all")(text[:, :-1], text[:, 1:].contiguous())
         out.backward()
         found.append((out.detach(), {n: p.grad for n, p in model.named_parameters()}))
     plan = fp8compile.last_compile()
