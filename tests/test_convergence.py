@@ -47,9 +47,9 @@ def interrupted(folder: Path, name: str, evaluations: int, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "evaluations", "calls"), [("O2 tensorwise", 5, 3), ("O3 mixed", 7, 2)])
-def test_an_interrupted_run_ends_like_another(name, evaluations, calls, tmp_path, monkeypatch, capsys):
-    assert interrupted(tmp_path / "parts", name, evaluations, monkeypatch) == calls
+def test_an_interrupted_run_ends_like_another(tmp_path, monkeypatch, capsys):
+    name = "O3 mixed"
+    assert interrupted(tmp_path / "parts", name, 5, monkeypatch) == 3
     monkeypatch.undo()
     arguments = ["--tiny", "--steps", "12", "--seeds", "1", "--configurations", name]
     benchmark.main([*arguments, "--out", str(tmp_path / "whole")])
