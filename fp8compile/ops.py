@@ -173,6 +173,23 @@ _library.define(
 _library.impl("region", _region_on_cpu, "CompositeExplicitAutograd")
 _library.impl("region", _region_on_cuda, "CUDA")
 torch.library.register_fake(f"{NAMESPACE}::region", _fake_region, lib=_library)
+
+
+def _fake_chunked_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    weights: Tensor | None,
+    rows: int,
+    inner: float,
+    outer: float | None,
+    wanted: list[bool],
+    every_term: bool = False,
+) -> list[Tensor]:
+    return chunked.empty_results(x, weight, wanted, every_term)
+
+
 _library.define(
     "chunked_loss(Tensor x, Tensor weight, Tensor? bias, Tensor index, Tensor? weights, int rows, float inner, "
     "float? outer, bool[] wanted, bool every_term=False) -> Tensor[]",
@@ -180,7 +197,7 @@ _library.define(
 )
 _library.impl("chunked_loss", chunked.run, "CompositeExplicitAutograd")
 _library.impl("chunked_loss", chunked.run_on_cuda, "CUDA")
-torch.library.register_fake(f"{NAMESPACE}::chunked_loss", chunked.empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::chunked_loss", _fake_chunked_loss, lib=_library)
 
 amax = torch.ops.fp8.amax.default
 scale = torch.ops.fp8.scale.default

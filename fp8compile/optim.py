@@ -14,6 +14,7 @@ plain tensors for everybody else. `load_state_dict` takes either, and checks all
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
@@ -30,8 +31,8 @@ from fp8compile.state_formats import StateFormat, parse_state_format
 from fp8compile.state_recipe import Decision, StateRecipe, salt
 from fp8compile.states import FP8State
 
-# parameter and name of a state → the dict that it is in, and how often it was found plain there
-Found: TypeAlias = dict[tuple[int, str], tuple[dict[str, Any], int]]
+# parameter → the dict of its states, and how often each was found plain there while a step was traced
+Found: TypeAlias = dict[int, tuple[dict[str, Any], Counter[str]]]
 _prepared: weakref.WeakKeyDictionary[Optimizer, StateRecipe] = weakref.WeakKeyDictionary()
 _found: weakref.WeakKeyDictionary[Optimizer, Found] = weakref.WeakKeyDictionary()
 MADE_ANEW = 3  # times that a state is found plain while its step is traced: then it is not written in place
@@ -122,28 +123,30 @@ def state_rows(opt: Optimizer, recipe: StateRecipe | None = None) -> list[State]
     return rows
 
 
+def _times_found(opt: Optimizer, index: int, parameter: Tensor) -> Counter[str]:
+    """How often each state of a parameter was found plain; a dict that is no longer there is let go."""
+    found, state = _found.setdefault(opt, {}), opt.state[parameter]
+    if index not in found or found[index][0] is not state:
+        found[index] = state, Counter()
+    return found[index][1]
+
+
 def _decide(opt: Optimizer, recipe: StateRecipe, index: int, name: str, parameter: Tensor) -> Decision:
-    state = opt.state[parameter]
-    there, times = _found.get(opt, {}).get((index, name), (state, 0))
-    if there is state and times >= MADE_ANEW:
+    if _times_found(opt, index, parameter)[name] >= MADE_ANEW:
         return Decision(None, "made anew at each step; in 8 bits only if it is written in place")
-    return recipe.decide(name, parameter, state[name])
+    return recipe.decide(name, parameter, opt.state[parameter][name])
 
 
 def _convert(opt: Optimizer, index: int, parameter: Tensor, traced: bool) -> bool:
     """Make 8-bit states of the plain ones of one parameter; whether there were any."""
     recipe, state = _prepared[opt], opt.state[parameter]
-    rides, changed = recipe.rounding(parameter), False
+    rides, changed, times = recipe.rounding(parameter), False, _times_found(opt, index, parameter)
     for name, value in state.items():
         if isinstance(value, Tensor) and is_fp8(value):
             rides = "nearest"  # what belongs to the parameter is on an earlier state
         elif isinstance(value, Tensor):
+            times[name] += traced and recipe.decide(name, parameter, value).format is not None
             format = _decide(opt, recipe, index, name, parameter).format
-            if format is not None and traced:
-                found = _found.setdefault(opt, {})
-                there, times = found.get((index, name), (state, 0))
-                found[index, name] = state, times + 1 if there is state else 1
-                format = _decide(opt, recipe, index, name, parameter).format
             if format is not None:
                 state[name] = _mapped(value, partial(FP8State.of, format=str(format), salt=salt(index, name)), rides)
                 rides, changed = "nearest", True

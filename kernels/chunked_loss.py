@@ -112,18 +112,7 @@ def chunks(m: int, rows: int) -> list[slice]:
     return [slice(start, min(start + size, m)) for start in range(0, m, size)]
 
 
-def empty_results(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor,
-    weights: Tensor | None,
-    rows: int,
-    inner: float,
-    outer: float | None,
-    wanted: Sequence[bool],
-    every_term: bool = False,
-) -> list[Tensor]:
+def empty_results(x: Tensor, weight: Tensor, wanted: Sequence[bool], every_term: bool) -> list[Tensor]:
     """Uninitialised results: log-probabilities or all terms, then the gradients wanted of x, weight and bias."""
     shapes = [list(x.shape), list(weight.shape), [weight.shape[0]]]
     terms = [len(TERMS), x.shape[0]] if every_term else [x.shape[0]]
@@ -145,7 +134,7 @@ def run(
     step: Step = plain_step,
 ) -> list[Tensor]:
     """Log-probabilities, or all terms, and gradients (`empty_results`), in chunks of at most `rows` rows."""
-    terms, *gradients = empty_results(x, weight, bias, index, weights, rows, inner, outer, wanted, every_term)
+    terms, *gradients = empty_results(x, weight, wanted, every_term)
     waiting = iter(gradients)
     of_x, of_weight, of_bias = (next(waiting) if want else None for want in wanted)
     parts = chunks(x.shape[0], rows)

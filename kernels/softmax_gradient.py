@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.formats import round_up
-from fp8compile.kernels.chunked_loss import TERMS, Curve
+from fp8compile.kernels.chunked_loss import DROPPED, TERMS, Curve
 
 BLOCK = 4096
 WARPS = 8
+NO_LABEL = tl.constexpr(DROPPED)  # as kernels read it
 
 
 @triton.jit
@@ -104,7 +105,7 @@ def softmax_gradient(
                 slope *= inner
             if not EVERY_TERM:
                 slope *= weight
-            slope = tl.where(label == -1, 0.0, slope)  # DROPPED
+            slope = tl.where(label == NO_LABEL, 0.0, slope)
             tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < width)
 
 

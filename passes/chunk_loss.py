@@ -118,20 +118,23 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], ag
     Returns what is said of it.
     """
     like, wanted = found.labelled, [role in found.gradients for role in ROLES]
-    index = _index(c, found)
+    weights, unknown = None, None
     try:
         weights = known_in_forward(c, found, backward) if found.cotangents else None
     except NotFoundError as why:
         if not again:
             raise NotFoundError(f"{why}; chunk_loss=True computes logits in chunks, and again in backward") from why
+        unknown = why
+    index = _index(c, found)
+    if unknown is None:
+        results = _call(c, found, rows, index, weights and weights.values, wanted, like)
+        terms, said = results[0], "every chunk's gradients are computed beside its losses"
+    else:
         terms = _call(c, found, rows, index, None, [False] * len(ROLES), like)[0]
         place = min(found.gradients.values(), key=list(c.graph.nodes).index)
         weights = known_in_backward(c, found, place)
         results = _call(c, found, rows, index, weights.values, wanted, place)
-        said = f"logits are computed again in backward: {why}"
-    else:
-        results = _call(c, found, rows, index, weights and weights.values, wanted, like)
-        terms, said = results[0], "every chunk's gradients are computed beside its losses"
+        said = f"logits are computed again in backward: {unknown}"
     _replace_ends(c, found, terms)
     for role, gradient in zip((role for role in ROLES if role in found.gradients), results[1:], strict=True):
         assert weights is not None

@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable, Iterable, Set
 from typing import Any
 
+import torch
 from torch import fx
 
 from fp8compile.passes import fusible
@@ -160,7 +161,7 @@ def _leaf(node: fx.Node) -> Leaf:
     """What is drawn for `node`: the same for all that are computed alike, and the opposite for a mask's opposite."""
     if is_float(node):
         return Leaf(node, "float")
-    if str(value(node).dtype) != "torch.bool":
+    if value(node).dtype is not torch.bool:
         return Leaf(_formula(node), "label")
     opposite = False
     while node.target in NOT or node.target in SAME_ELEMENTS:
@@ -171,13 +172,17 @@ def _leaf(node: fx.Node) -> Leaf:
     return Leaf(_formula(node), "mask", opposite)
 
 
+def _is_random(node: fx.Node) -> bool:
+    return "rand" in str(node.target) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def _formula(arg: object) -> Hashable:
     """How `arg` is computed, views apart."""
     if isinstance(arg, (list, tuple)):
         return tuple(map(_formula, arg))
     if not isinstance(arg, fx.Node):
         return (type(arg), arg) if isinstance(arg, Hashable) else repr(arg)
-    if arg.op != "call_function" or is_float(arg) or "rand" in str(arg.target):
+    if arg.op != "call_function" or is_float(arg) or _is_random(arg):
         return arg
     if arg.target in SAME_ELEMENTS:
         return _formula(arg.all_input_nodes[0])
