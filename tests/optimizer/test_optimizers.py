@@ -118,6 +118,20 @@ def test_states_made_anew_at_each_step_stay_plain():
     assert formats(opt, mine[0]) == {"v": "log"}
 
 
+def test_states_that_are_cleared_are_let_go():
+    """That they are counted must not keep them."""
+    opt, mine, _, _ = twins(torch.optim.AdamW, {}, [(128, 128)])
+    step, _ = compiled(opt)
+    set_gradients(mine, 0)
+    step()
+    old = weakref.ref(opt.state[mine[0]]["exp_avg"])
+    opt.state.clear()
+    step()
+    torch.compiler.reset()
+    gc.collect()
+    assert old() is None
+
+
 def test_states_that_are_cleared_are_8_bit_ones_again():
     opt, mine, _, _ = twins(torch.optim.SGD, {"momentum": 0.9}, [(128, 128)])
     step, _ = compiled(opt)
