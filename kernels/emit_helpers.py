@@ -17,25 +17,30 @@ class Helper:
         return ((target == "interpreter" and self.interpreted) or self.source).strip("\n")
 
 
-def _packed(ptx: str) -> str:
-    """Assembly for four FP32 numbers to four codes in a word."""
+def four_codes(ptx: str) -> str:
+    """PTX for four FP32 numbers ($1 to $4) to their codes in a word ($0): to nearest even, saturated; nan stays nan.
+
+    The halves are joined by an or. `mov.b32 $0, {lo, hi}` is an instruction less, and ptxas 12.8 miscompiles it where
+    both halves come of the same registers (constants of padding, a number repeated along a row): of the two casts it
+    drops the one that it merges the other with, and the upper half is whatever the register held.
+    """
     return (
-        "{ .reg .b16 lo, hi; "
+        "{ .reg .b16 lo, hi; .reg .b32 word, high; "
         f"cvt.rn.satfinite.{ptx}x2.f32 lo, $2, $1; cvt.rn.satfinite.{ptx}x2.f32 hi, $4, $3; "
-        "mov.b32 $0, {lo, hi}; }"
+        "cvt.u32.u16 word, lo; cvt.u32.u16 high, hi; shl.b32 high, high, 16; or.b32 $0, word, high; }"
     )
 
 
 def _cast(name: str, ptx: str, triton: str, limit: str) -> Helper:
     """FP32 → FP8. Packed by hand: Triton's own cast, stored in two layouts, is miscompiled for Hopper by ptxas 12.8
-    (triton-lang/triton#11111). satfinite saturates; nan stays nan."""
+    (triton-lang/triton#11111)."""
     return Helper(
         f'''
 @triton.jit
 def to_{name}(x):
     """Four FP32 to four bytes of {name} at a time: to nearest even, saturated."""
     return tl.inline_asm_elementwise(
-        "{_packed(ptx)}",
+        "{four_codes(ptx)}",
         "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4,
     )
 ''',
@@ -57,7 +62,7 @@ def _words(name: str, ptx: str) -> Helper:
 def words_{name}(a, b, c, d):
     """Four FP32 tensors to one of words, each four codes of {name}: to nearest even, saturated."""
     return tl.inline_asm_elementwise(
-        "{_packed(ptx)}",
+        "{four_codes(ptx)}",
         "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
     )
 ''',

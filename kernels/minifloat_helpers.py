@@ -6,6 +6,7 @@ word are cast together. The interpreter computes the same from bits.
 
 from __future__ import annotations
 
+from fp8compile.kernels.emit_helpers import four_codes
 from fp8compile.state_formats import MINIFLOATS, Minifloat, StateFormat
 
 
@@ -42,8 +43,7 @@ def _instructions(code: str, name: str) -> str:
 @triton.jit
 def word_{name}(a, b, c, d):
     return tl.inline_asm_elementwise(
-        "{{ .reg .b16 low, high; cvt.rn.satfinite.{code}x2.f32 low, $2, $1; "
-        "cvt.rn.satfinite.{code}x2.f32 high, $4, $3; mov.b32 $0, {{low, high}}; }}",
+        "{four_codes(code)}",
         "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
     )
 
