@@ -10,6 +10,7 @@ import re
 
 from fp8compile.kernels.emit_phases import Phases
 from fp8compile.kernels.emit_tile import INT32_MAX
+from fp8compile.kernels.emit_values import max_of_groups
 from fp8compile.kernels.quarters import JOINED, STEP
 from fp8compile.kernels.spec import ELEMENT, Store, Value
 
@@ -65,10 +66,9 @@ class Quarters(Phases):
         size = value.params[0]
         rows, cols = self._shape(ELEMENT)
         if value.op == "block_amax":
+            joined = max_of_groups(joined, rows, cols, 1, size)
             cols //= size
-            joined = f"tl.max(tl.reshape({joined}, [{rows}, {cols}, {size}]), 2)"
-        down = size // STEP
-        return f"tl.max(tl.reshape({joined}, [{rows // down}, {down}, {cols}]), 1)"
+        return max_of_groups(joined, rows, cols, 0, size // STEP)
 
     def _finish_quarters(self) -> None:
         """The last phase. It is called four times before anything is stored: loads come first."""

@@ -91,17 +91,17 @@ class Values(Tile):
             return f"tl.div_rn({x}, {scale})"
         helper = "quotient_within" if is_within(self.part.values, i) else "quotient"
         self._use(helper)
-        return f"{helper}({x}, {scale}, {self._inverse(value.args[1], extent)})"
+        scale = [self._of_scale(name, value.args[1], extent) for name in ("finite", "inverse")]
+        return f"{helper}({x}, {', '.join(scale)})"
 
-    def _inverse(self, i: int, extent: Extent) -> str:
-        """1 / value `i`, repeated along its groups."""
-        name = f"inverse{i}"
+    def _of_scale(self, name: str, i: int, extent: Extent) -> str:
+        """<name>_of(value `i`), repeated along its groups."""
         lines = self._lines_of(i)
-        self._use("inverse_of")
-        line = f"{name} = inverse_of(v{i})"
+        self._use(f"{name}_of")
+        line = f"{name}{i} = {name}_of(v{i})"
         if line not in lines:
             lines.append(line)
-        return self._spread(name, self.part.extents[i], extent)
+        return self._spread(f"{name}{i}", self.part.extents[i], extent)
 
     def _holds_wide_rows(self) -> bool:
         """Whether a program holds so much of whole rows that registers are what it runs out of."""
@@ -113,14 +113,14 @@ class Values(Tile):
         self.helpers[helper] = None
 
     def _operand(self, i: int, extent: Extent) -> str:
-        """Value `i` repeated along groups where its own are coarser; what does not vary broadcasts by itself."""
+        """Value `i` repeated along groups where its own are coarser; what does not vary in a tile broadcasts."""
         return self._spread(self._value(i), self.part.extents[i], extent)
 
     def _spread(self, text: str, have: Extent, extent: Extent) -> str:
         shape = self._shape(have)
         for dim, want in enumerate(extent):
             step = have[dim]
-            if step > 1 and step != want:
+            if step > 1 and step != want and shape[dim] > 1:
                 times = step // max(want, self.steps[dim])
                 inner = "[:, None, :]" if dim == 0 else "[:, :, None]"
                 grown = [shape[0], times, shape[1]] if dim == 0 else [shape[0], shape[1], times]
@@ -161,7 +161,7 @@ class Values(Tile):
     def _full(self, i: int, fill: str) -> str:
         """Value `i` over the whole tile, with `fill` beyond the last row and column."""
         text = self._operand(i, ELEMENT)
-        if self.part.extents[i][1] == 0 or self.part.extents[i][0] == 0:
+        if self._shape(self.part.extents[i]) != self._shape(ELEMENT):
             text = f"tl.broadcast_to({text}, {self._shape(ELEMENT)})"
         mask = self._mask(ELEMENT)
         return f"tl.where({mask}, {text}, {fill})" if mask else text
@@ -193,14 +193,23 @@ class Values(Tile):
         size = value.params[0]
         rows, cols = self._shape(ELEMENT)
         bits = f"magnitude({self._full(value.args[0], '0.0')})"
-        if value.op == "group_amax":
-            text = f"tl.max(tl.reshape({bits}, [{rows}, {cols // size}, {size}]), 2)"
-        elif value.op == "col_group_amax":
-            text = f"tl.max(tl.reshape({bits}, [{rows // size}, {size}, {cols}]), 1)"
-        else:
-            by_cols = f"tl.max(tl.reshape({bits}, [{rows}, {cols // size}, {size}]), 2)"
-            text = f"tl.max(tl.reshape({by_cols}, [{rows // size}, {size}, {cols // size}]), 1)"
+        text = bits
+        if value.op in ("group_amax", "block_amax"):
+            text = max_of_groups(text, rows, cols, 1, size)
+            cols //= size
+        if value.op in ("col_group_amax", "block_amax"):
+            text = max_of_groups(text, rows, cols, 0, size)
         return f"{text}.to(tl.float32, bitcast=True)"
+
+
+def max_of_groups(x: str, rows: int, cols: int, dim: int, size: int) -> str:
+    """The maxima of each `size` of x [rows, cols] along `dim`. One group that is all of it needs no other shape, and so
+    no exchange of elements between threads."""
+    if size == (rows, cols)[dim]:
+        return f"tl.max({x}, {dim}, keep_dims=True)"
+    if dim == 1:
+        return f"tl.max(tl.reshape({x}, [{rows}, {cols // size}, {size}]), 2)"
+    return f"tl.max(tl.reshape({x}, [{rows // size}, {size}, {cols}]), 1)"
 
 
 def _literal(x: float | bool) -> str:
