@@ -113,14 +113,14 @@ class Values(Tile):
         self.helpers[helper] = None
 
     def _operand(self, i: int, extent: Extent) -> str:
-        """Value `i` repeated along groups where its own are coarser; what does not vary in a tile broadcasts."""
+        """Value `i` repeated along groups where its own are coarser; what does not vary broadcasts by itself."""
         return self._spread(self._value(i), self.part.extents[i], extent)
 
     def _spread(self, text: str, have: Extent, extent: Extent) -> str:
         shape = self._shape(have)
         for dim, want in enumerate(extent):
             step = have[dim]
-            if step > 1 and step != want and shape[dim] > 1:
+            if step > 1 and step != want:
                 times = step // max(want, self.steps[dim])
                 inner = "[:, None, :]" if dim == 0 else "[:, :, None]"
                 grown = [shape[0], times, shape[1]] if dim == 0 else [shape[0], shape[1], times]
@@ -161,7 +161,7 @@ class Values(Tile):
     def _full(self, i: int, fill: str) -> str:
         """Value `i` over the whole tile, with `fill` beyond the last row and column."""
         text = self._operand(i, ELEMENT)
-        if self._shape(self.part.extents[i]) != self._shape(ELEMENT):
+        if self.part.extents[i][1] == 0 or self.part.extents[i][0] == 0:
             text = f"tl.broadcast_to({text}, {self._shape(ELEMENT)})"
         mask = self._mask(ELEMENT)
         return f"tl.where({mask}, {text}, {fill})" if mask else text
@@ -203,10 +203,7 @@ class Values(Tile):
 
 
 def max_of_groups(x: str, rows: int, cols: int, dim: int, size: int) -> str:
-    """The maxima of each `size` of x [rows, cols] along `dim`. One group that is all of it needs no other shape, and so
-    no exchange of elements between threads."""
-    if size == (rows, cols)[dim]:
-        return f"tl.max({x}, {dim}, keep_dims=True)"
+    """The maxima of each `size` of x [rows, cols] along `dim`."""
     if dim == 1:
         return f"tl.max(tl.reshape({x}, [{rows}, {cols // size}, {size}]), 2)"
     return f"tl.max(tl.reshape({x}, [{rows // size}, {size}, {cols}]), 1)"

@@ -19,7 +19,7 @@ MAX_ROW = 65536  # elements of the rows of all inputs that one program can hold 
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
 SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ONE_PAYLOAD, SEVERAL_PAYLOADS = (128, 64, 32), (128, 128, 32)  # tiles in quarters: rows, columns, elements a thread
+ONE_PAYLOAD, SEVERAL_PAYLOADS = (128, 64, 32), (32, 128, 16)  # tiles in quarters: rows, columns, elements a thread
 PROCESSORS = 132  # programs that walk are made in multiples of this: streaming multiprocessors of an H100 or H200
 
 
@@ -166,12 +166,15 @@ def _transposing(part: Part) -> Schedule:
     cols = power_of_two(extent(part)[1])
     payloads = [i for i, v in enumerate(part.values) if v.op == "quantize"]
     layouts = {s.transposed for s in part.stores if s.value in payloads}
-    # amaxes of groups of rows take fewer instructions in quarters too, but have not been timed so
+    wide = sum(i.extent == ELEMENT for i in part.inputs)
+    # with amaxes of groups of rows, quarters take longer: SwiGLU to groups of 128 in both layouts 731 µs, 595 without
     in_quarters = quarters.possible(part) and not any(v.op in quarters.JOINED for v in part.values)
     if in_quarters:
         block_rows, block_cols, per_thread = SEVERAL_PAYLOADS if len(payloads) > 1 else ONE_PAYLOAD
-    elif len(payloads) > 1 or sum(i.extent == ELEMENT for i in part.inputs) > 1:
-        block_rows, block_cols, per_thread = 32, 64, 16
+    elif len(payloads) > 1 or wide > 1:
+        # a thread makes the scales of all groups that it has elements of: where they are many, few threads are better
+        many = min_rows * min_cols >= 128 * 128 and max(len(payloads), wide) <= 2
+        block_rows, block_cols, per_thread = 32, 64, 128 if many else 16
     elif layouts == {True, False}:
         block_rows, block_cols, per_thread = 64, 128, 64
     elif len(part.inputs) > 2:
