@@ -99,11 +99,11 @@ HELPERS = {
     "quotient": Helper(
         '''
 @triton.jit
-def quotient(x, finite, inverse):
+def quotient(x, scale, inverse):
     """x / scale to nearest, by the scale's inverse and one correction (Markstein, IBM J. R&D 34, 1990): a division for
     each scale instead of each element. The signs are such that -0 stays -0 (-x would be 0 - x). Beyond 1e30 it is some
-    number of that sign and no smaller, as a format saturates long before; a nan, which clamp drops, is in x too.
-    finite: the scale, but 0 for inf (`finite_of`)."""
+    number of that sign and no smaller, as a format saturates long before; a nan, which clamp drops, is in x too."""
+    finite = tl.where(scale == float("inf"), 0.0, scale)
     near = tl.clamp(x * inverse, -1e30, 1e30)
     return tl.fma(tl.fma(near, finite, x * -1.0), inverse * -1.0, near)
 ''',
@@ -117,8 +117,9 @@ def quotient(x, scale, inverse):
     "quotient_within": Helper(
         '''
 @triton.jit
-def quotient_within(x, finite, inverse):
+def quotient_within(x, scale, inverse):
     """`quotient` of an x that is no larger than what the scale was made of, so that x / scale cannot overflow."""
+    finite = tl.where(scale == float("inf"), 0.0, scale)
     near = x * inverse
     return tl.fma(tl.fma(near, finite, x * -1.0), inverse * -1.0, near)
 ''',
@@ -232,20 +233,6 @@ def scale_of(amax, limit):
     """amax / limit; 1 where amax is 0; never subnormal; nan and inf pass."""
     scale = tl.div_rn(amax, limit)
     return tl.where(amax == 0, 1.0, tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale))
-''',
-    ),
-    "finite_of": Helper(
-        '''
-@triton.jit
-def finite_of(scale):
-    """0 for inf, whose inverse is 0 too."""
-    return tl.where(scale == float("inf"), 0.0, scale)
-''',
-        '''
-@triton.jit
-def finite_of(scale):
-    """As it is: divisions can do with inf."""
-    return scale
 ''',
     ),
     "inverse_of": Helper(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from fp8compile.kernels.emit_values import Values
 
-NAMES = re.compile(r"\b(?:[anvxy]\d+\w*|(?:finite|inverse)\d+|rows\w*|cols\w*|row_block|col_block)\b")
+NAMES = re.compile(r"\b(?:[anvxy]\d+\w*|inverse\d+|rows\w*|cols\w*|row_block|col_block)\b")
 
 
 @dataclass

@@ -91,17 +91,17 @@ class Values(Tile):
             return f"tl.div_rn({x}, {scale})"
         helper = "quotient_within" if is_within(self.part.values, i) else "quotient"
         self._use(helper)
-        scale = [self._of_scale(name, value.args[1], extent) for name in ("finite", "inverse")]
-        return f"{helper}({x}, {', '.join(scale)})"
+        return f"{helper}({x}, {scale}, {self._inverse(value.args[1], extent)})"
 
-    def _of_scale(self, name: str, i: int, extent: Extent) -> str:
-        """<name>_of(value `i`), repeated along its groups."""
+    def _inverse(self, i: int, extent: Extent) -> str:
+        """1 / value `i`, repeated along its groups."""
+        name = f"inverse{i}"
         lines = self._lines_of(i)
-        self._use(f"{name}_of")
-        line = f"{name}{i} = {name}_of(v{i})"
+        self._use("inverse_of")
+        line = f"{name} = inverse_of(v{i})"
         if line not in lines:
             lines.append(line)
-        return self._spread(f"{name}{i}", self.part.extents[i], extent)
+        return self._spread(name, self.part.extents[i], extent)
 
     def _holds_wide_rows(self) -> bool:
         """Whether a program holds so much of whole rows that registers are what it runs out of."""
