@@ -29,7 +29,7 @@ from fp8compile.insight.baseline import DumpingPartitioner
 from fp8compile.insight.dumps import Dump
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
-from fp8compile.passes import skip_overflow
+from fp8compile.passes import expose_matmuls, skip_overflow
 from fp8compile.passes.compilation import Compilation, Input, aten, device_of
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.optimizer_pipeline import OPTIMIZER, has_states, run_optimizer
@@ -89,6 +89,8 @@ def _compile(
         "custom_partitioner_fn": joint.partitioner,
         "post_grad_custom_post_pass": lowering,
     }
+    if expose_matmuls.is_wanted():
+        settings["post_grad_custom_pre_pass"] = ExposingPass(parsed)
     compile_half = _run_eagerly if parsed.executor == "eager" else _compile_half
     inner: Any = functools.partial(compile_half, lowering=lowering, record=record)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
@@ -148,6 +150,28 @@ class JointPass(CustomGraphPass):
         """Everything that decides what this pass does, as a key for the compile caches."""
         text = repr((source_digest(), self.options, self.inputs, self.namespace, torch.__version__))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass
+class ExposingPass(CustomGraphPass):
+    """Before Inductor's own passes: matmuls as one of them wants them."""
+
+    options: Options
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite `graph` in place, or leave it as it was."""
+        backup = Snapshot(graph)
+        try:
+            expose_matmuls.expose_matmuls(graph)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            restore_graph(graph, backup.graph())
+            failures.warn(error, graph, self.options, "Its matmuls are not pipelined with collectives")
+
+    def uuid(self) -> str:
+        """The source decides what this pass does."""
+        return source_digest()
 
 
 @dataclass

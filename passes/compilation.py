@@ -135,6 +135,19 @@ def update_value(node: fx.Node) -> None:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def complete_values(graph: fx.Graph) -> None:
+    """Compute the fake values that are missing: some of Inductor's passes leave none."""
+
+    def complete(node: fx.Node) -> None:
+        if node.op == "call_function" and "val" not in node.meta:
+            for read in node.all_input_nodes:
+                complete(read)
+            update_value(node)
+
+    for node in graph.nodes:
+        complete(node)
+
+
 def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
     """Whether two tuples of sizes or strides are equal, symbol by symbol, without adding guards."""
     return [str(x) for x in a] == [str(x) for x in b]

@@ -7,8 +7,9 @@ After       %w = wait(all_gather(%q))  %p = view(%w, [R, K])
 
 Only under torch._inductor.config._micro_pipeline_tp (asynchronous tensor parallelism, a private setting whose users
 know it): that pass of Inductor's splits a matmul into the parts that ranks hand each other, and knows aten.mm and
-aten._scaled_mm alone, of what was gathered as it is. Sound because `kernels/matmul.py` makes the same call of such a
-matmul. Where a matmul is neither fed by an all-gather nor feeds a reduce-scatter, nothing changes.
+aten._scaled_mm alone, of what was gathered as it is. So this runs before it. Sound because `kernels/matmul.py` makes
+the same call of such a matmul. Where a matmul is neither fed by an all-gather nor feeds a reduce-scatter, nothing
+changes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, CARRIERS, SPLITS
 from fp8compile.passes.compilation import aten, update_value, value
 from fp8compile.passes.region_graph import GraphEditor
 
+RESHAPED = (*VIEWS, aten.reshape.default)  # Inductor makes the one of the others before its passes
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-STEPS = {*CARRIERS, *VIEWS, aten.cat.default, aten.permute.default, aten.clone.default}
+STEPS = {*CARRIERS, *RESHAPED, aten.cat.default, aten.permute.default, aten.clone.default}
 PARTS = (aten.select.int, aten.slice.Tensor, aten.unbind.int, *SPLITS)
 IN_ONE_CALL = ("tensor", "row")  # granularities that aten._scaled_mm takes
 
@@ -107,7 +109,7 @@ def _gather_as_it_is(editor: GraphEditor, gather: fx.Node, payload: fx.Node) -> 
 
 def _is_part(scale: Any) -> bool:
     """Whether a scale is one of several in memory: cuBLAS wants it to begin at a multiple of 16 bytes."""
-    while scale.target in VIEWS:
+    while scale.target in RESHAPED:
         scale = scale.args[0]
     return scale.target in PARTS or (scale.target is operator.getitem and scale.args[0].target in PARTS)
 

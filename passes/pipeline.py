@@ -1,6 +1,7 @@
 """The pipeline: every pass in order. Order is position; each has its reason here and its method in its file.
 
-PIPELINE rewrites the joint graph, before the cut into forward and backward. AFTER_CUT makes kernels of each half.
+PIPELINE rewrites the joint graph, before the cut into forward and backward. AFTER_CUT makes kernels of each half, when
+Inductor has run its own passes; expose_matmuls runs on each half before those.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from fp8compile.passes import (
     combine_regions,
     convolutions,
     exchange_as_fp8,
-    expose_matmuls,
     form_regions,
     gather_as_fp8,
     lower_markers,
@@ -30,7 +30,7 @@ from fp8compile.passes import (
     select_matmuls,
     share_casts,
 )
-from fp8compile.passes.compilation import Compilation
+from fp8compile.passes.compilation import Compilation, complete_values
 from fp8compile.passes.describe import describe_kernels
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.verify import signature, verify
@@ -88,8 +88,7 @@ def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = No
 
 @dataclass(frozen=True)
 class Lowering:
-    """A step after the cut: a name, what it does to a graph, why it stands there, for which executors it is, and
-    whether anybody wants it now.
+    """A step after the cut: a name, what it does to a graph, why it stands there, and for which executors it is.
 
     It returns what it left undone, with reasons, or None.
     """
@@ -98,7 +97,6 @@ class Lowering:
     run: Callable[[fx.Graph], list[str] | None]
     why: str
     executors: tuple[str, ...]
-    is_wanted: Callable[[], bool] = lambda: True
 
 
 # "operators": the graph is run node by node. "triton", "inductor": Inductor compiles it, with our kernels or without.
@@ -109,13 +107,6 @@ AFTER_CUT = (
     Lowering(
         "lower_markers", lower_markers.lower_markers, "casts that are left, as plain aten", ("triton", "inductor")
     ),
-    Lowering(
-        "expose_matmuls",
-        expose_matmuls.expose_matmuls,
-        "for Inductor's asynchronous tensor parallelism",
-        ("triton", "inductor"),
-        expose_matmuls.is_wanted,
-    ),
 )
 
 
@@ -124,8 +115,9 @@ def run_after_cut(
 ) -> Lowered:
     """Run the steps for this executor on a forward, backward or inference graph (`half`); returns what came of it."""
     lowered = Lowered()
+    complete_values(graph)
     for step in AFTER_CUT:
-        if executor in step.executors and step.is_wanted():
+        if executor in step.executors:
             if step.name == "lower_regions":
                 lowered.kernels = describe_kernels(graph, half)
             lowered.left += step.run(graph) or []

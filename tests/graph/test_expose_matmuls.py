@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import micro_pipeline_tp
 from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch.distributed import _symmetric_memory
+from torch.nn import functional
 
-from fp8compile import ops
+import fp8compile
+from fp8compile import backend, ops
+from fp8compile.passes import expose_matmuls as expose_matmuls_module
 from fp8compile.passes import pipeline
 from fp8compile.passes.collectives import ALL_GATHER as GATHER
 from fp8compile.passes.collectives import WAIT
@@ -119,12 +125,49 @@ def test_groups_along_k_stay(graphs):
     assert not list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default))
 
 
+def between(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """A feed-forward of which each rank has some columns, then rows, on a part of the tokens."""
+    whole = WAIT(GATHER(functional.silu(x), 1, group()))
+    return WAIT(REDUCE_SCATTER(functional.gelu(whole @ first.t()) @ second.t(), "sum", 1, group()))
+
+
 @pytest.mark.parametrize("wanted", [False, True])
-def test_only_where_the_setting_asks_for_it(graphs, wanted):
+def test_inductor_pipelines_both_ends(monkeypatch, wanted):
+    """In its own order of passes, in a graph that our kernels are then made of. (A CPU cannot run what comes of it.)"""
+    halves = []
+
+    def run(graph, executor, half="forward", observe=None):
+        copy = copy_graph(graph)
+        pipeline.run_after_cut(copy, "triton", half)
+        assert all("val" in node.meta for node in copy.nodes if node.op == "call_function")
+        halves.append([node.target for node in copy.nodes])
+        return pipeline.run_after_cut(graph, executor, half, observe)
+
+    monkeypatch.setattr(backend, "run_after_cut", run)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    x, first, second = (torch.randn(n, k).bfloat16() for n, k in ((64, 128), (256, 128), (128, 256)))
+    compiled = torch.compile(between, backend="fp8", options={"select": "all", "recipe": "tensorwise", "strict": True})
+    settings = inductor_config.patch(_micro_pipeline_tp=wanted, force_disable_caches=True)
+    stops = pytest.raises(NotImplementedError, match="symm_mem") if wanted else contextlib.nullcontext()
+    with _symmetric_memory._test_mode(), settings, torch.no_grad(), stops:
+        compiled(x, nn.Parameter(first), nn.Parameter(second))
+    (targets,) = halves
+    symm_mem = torch.ops.symm_mem
+    assert (symm_mem.fused_all_gather_scaled_matmul.default in targets) == wanted
+    assert (symm_mem.fused_scaled_matmul_reduce_scatter.default in targets) == wanted
+    assert triton_kernel_wrapper_functional in targets
+
+
+def test_a_matmul_that_cannot_be_exposed_is_not_pipelined(monkeypatch):
+    def fails(graph):
+        graph.erase_node(next(iter(graph.find_nodes(op="output"))))
+        raise RuntimeError("half way")
+
+    monkeypatch.setattr(expose_matmuls_module, "expose_matmuls", fails)
     x, weight = torch.randn(2, 32, 64).bfloat16(), nn.Parameter(torch.randn(48, 64).bfloat16())
-    with torch.no_grad():
-        torch.compile(gathered, backend="fp8", options=EAGER)(x, weight)
-    (graph,) = graphs
-    with inductor_config.patch(_micro_pipeline_tp=wanted):
-        pipeline.run_after_cut(graph, "inductor")
-    assert bool(list(graph.find_nodes(op="call_function", target=ops.scaled_mm))) != wanted
+    compiled = torch.compile(alone, backend="fp8", options={"select": "all"})
+    settings = inductor_config.patch(_micro_pipeline_tp=True, force_disable_caches=True)
+    with settings, torch.no_grad(), pytest.warns(fp8compile.Fp8Warning, match="not pipelined"):
+        y = compiled(x, weight)
+    exact = x.double() @ weight.double().t()
+    assert (y - exact).norm() < 0.08 * exact.norm()
