@@ -8,12 +8,17 @@ After       %s = fp8.stack([%step, %step', …]);  %n = mul(sqrt(sub(1, pow(0.99
 An optimizer computes bias corrections and counts steps parameter by parameter, in a dozen operators on one number each:
 as many kernels to launch at every step, and for Inductor to write.
 Where parameters disagree (other operators, other constants), their numbers are stacked as they are.
+
+A rate that may change is a number of the CPU, and so is what is computed of rates alone. It reaches parameters of a GPU
+as a number that a kernel is launched with (`zeros + %rate`), a few of them; more are copied, all together. Copied one
+by one, each would wait for all that the GPU still has to do.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,6 +31,7 @@ from fp8compile.passes.find_updates import FLOATS, is_elementwise
 from fp8compile.passes.update_rules import FILLS, IDENTITIES, schema_name
 
 prims = torch.ops.prims
+LAUNCHED_WITH = 8  # numbers of the CPU that kernels are launched with, at most
 NUMBERS = (*FLOATS, torch.float64)  # as a rate that may change is
 SHAPED = (IDENTITIES | set(FILLS)) - {"convert_element_type", "_to_copy", "clone"}  # they name a shape
 
@@ -35,27 +41,55 @@ def run(graph: fx.Graph) -> None:
     for node in list(graph.find_nodes(op="call_function", target=state_ops.update_parameters)):
         stored, read, numbers, spec = node.args
         each = len(from_json(str(spec)).scalars)
-        if each and len(numbers) > each and len({value(n).device for n in numbers}) == 1:  # type: ignore[arg-type]
-            node.args = stored, read, [_Stacker(graph, node).matrix(numbers, each)], spec  # type: ignore[arg-type]
+        device = value(stored[0]).device  # type: ignore[index, arg-type]
+        away = any(value(n).device != device for n in numbers)  # type: ignore[union-attr]
+        if each and (len(numbers) > each or away):  # type: ignore[arg-type]
+            node.args = stored, read, [_Stacker(graph, node, device).matrix(numbers, each)], spec  # type: ignore[arg-type]
     graph.eliminate_dead_code()
     _count_at_once(graph)
 
 
 class _Stacker:
-    """Writes before `place` what computes the same for many parameters."""
+    """Writes before `place` what computes the same for many parameters, which are on `device`."""
 
-    def __init__(self, graph: fx.Graph, place: fx.Node) -> None:
-        self.graph, self.place = graph, place
+    def __init__(self, graph: fx.Graph, place: fx.Node, device: torch.device) -> None:
+        self.graph, self.place, self.device = graph, place, device
         self.known: dict[tuple[fx.Node, ...], fx.Node] = {}
+        self.written: dict[fx.Node, Hashable] = {}
 
     def matrix(self, numbers: Sequence[fx.Node], each: int) -> fx.Node:
         """FP32 [parameters, each], of `each` numbers a parameter, one after the other."""
-        count = len(numbers) // each
-        columns = [self.stacked(numbers[i::each]) for i in range(each)]
-        vectors = [self.call(aten.expand.default, c, [count]) if value(c).dim() == 0 else c for c in columns]
+        vectors = [self.vector(numbers[i::each]) for i in range(each)]
         matrix = self.call(aten.cat.default, [self.call(aten.unsqueeze.default, v, 1) for v in vectors], 1)
         is_fp32 = value(matrix).dtype == torch.float32
         return matrix if is_fp32 else self.call(prims.convert_element_type.default, matrix, torch.float32)
+
+    def vector(self, column: Sequence[fx.Node]) -> fx.Node:
+        """[parameters], where they are."""
+        found = self.stacked(column)
+        device, dim = value(found).device, value(found).dim()
+        if device != self.device:
+            runs = [list(run) for _, run in groupby(column, self.formula)] if dim else [list(column)]
+            if device.type == "cpu" and len(runs) <= LAUNCHED_WITH:
+                parts = [self.moved(self.stacked(run), len(run)) for run in runs]
+                return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts)
+            found = self.call(prims.device_put.default, found, self.device, device.type == "cpu")
+        return found if dim else self.call(aten.expand.default, found, [len(column)])
+
+    def moved(self, number: fx.Node, times: int) -> fx.Node:
+        """[times] of a number of the CPU, where the parameters are."""
+        dtype = value(number).dtype
+        zeros = self.call(aten.full.default, [times], 0, dtype=dtype, device=self.device, pin_memory=False)
+        return self.call(aten.add.Tensor, zeros, number)
+
+    def formula(self, node: fx.Node) -> Hashable:
+        """What computes a number: equal for nodes that compute the same."""
+        if node.op != "call_function" or not is_elementwise(node, NUMBERS):
+            return node
+        if node not in self.written:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self.formula)  # type: ignore[misc, arg-type, return-value]
+            self.written[node] = node.target, repr((args, kwargs))
+        return self.written[node]
 
     def stacked(self, column: Sequence[fx.Node]) -> fx.Node:
         """[parameters], or a number where all have the same."""
@@ -72,18 +106,25 @@ class _Stacker:
             return None
         if any(n.target is not first.target or n.kwargs != first.kwargs for n in column):
             return None
-        args = []
-        for given in zip(*(n.args for n in column), strict=True):
+        args: list[Any] = []
+        columns = list(zip(*(n.args for n in column), strict=True))
+        for given in columns:
             if all(isinstance(x, fx.Node) for x in given):
                 args.append(self.stacked(given))
             elif all(x == given[0] for x in given):
                 args.append(given[0])
             else:
                 return None
+        if any(isinstance(a, fx.Node) and value(a).device == self.device for a in args):
+            args = [self.vector(given) if self._is_away(a) else a for a, given in zip(args, columns, strict=True)]
         node = self.call(first.target, *args, **first.kwargs)
         if value(node).dtype != value(first).dtype:  # a number and a vector promote otherwise: a rate in FP64, say
             node = self.call(first.target, *[self._as(a, value(first).dtype) for a in args], **first.kwargs)
         return node if value(node).dtype == value(first).dtype else None
+
+    def _is_away(self, given: Any) -> bool:
+        """Whether it is a vector on another device: a number of the CPU can be met by vectors of any."""
+        return isinstance(given, fx.Node) and value(given).dim() > 0 and value(given).device != self.device
 
     def _as(self, given: Any, dtype: torch.dtype) -> Any:
         """A vector of floating-point numbers in `dtype`; all else as it is."""

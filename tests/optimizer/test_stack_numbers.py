@@ -8,12 +8,79 @@ import pytest
 import torch
 from optimizers import assert_near, compiled, make_parameters, set_gradients, step_both, twins
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 import fp8compile
 from fp8compile import state_ops
+from fp8compile.kernels.update_spec import from_json
 from fp8compile.passes import stack_numbers
+from fp8compile.passes.snapshot import copy_graph
 
 EXACT = "float32"
+
+
+@pytest.fixture
+def pairs(monkeypatch) -> list[tuple[fx.Graph, fx.Graph]]:
+    """Graphs before the pass, and after it."""
+    seen: list[tuple[fx.Graph, fx.Graph]] = []
+    run = stack_numbers.run
+
+    def observed(graph: fx.Graph) -> None:
+        before = copy_graph(graph)
+        run(graph)
+        seen.append((before, copy_graph(graph)))
+
+    monkeypatch.setattr(stack_numbers, "run", observed)
+    return seen
+
+
+class OnCPU(fx.Transformer):
+    """A graph of another device, on the CPU."""
+
+    def call_function(self, target, args, kwargs):
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, dict(kwargs)))
+        return super().call_function(target, args, kwargs)
+
+
+def numbers_of(graph: fx.Graph) -> torch.Tensor:
+    """What the only update of `graph` reads for each parameter and number, if scalars that come in are 3, 4, 5, …"""
+    graph = copy_graph(graph)
+    (update,) = graph.find_nodes(op="call_function", target=state_ops.update_parameters)
+    numbers, each = list(update.args[2]), len(from_json(update.args[3]).scalars)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "output" or (node.op == "call_function" and not node.users and node not in numbers):
+            graph.erase_node(node)
+    graph.output(numbers)
+    graph.eliminate_dead_code()
+    given = list(graph.find_nodes(op="placeholder"))
+    names = sorted(n.name for n in given if n.meta["val"].dim() == 0)
+    values = {n: 3.0 + names.index(n.name) if n.name in names else 0.0 for n in given}
+    inputs = [torch.tensor(x, dtype=n.meta["val"].dtype) for n, x in values.items()]
+    found = OnCPU(fx.GraphModule({}, graph)).transform()(*inputs)
+    return torch.cat([x.double().flatten() for x in found]).view(-1, each)
+
+
+@pytest.mark.parametrize(("groups", "of_each"), [(1, 5), (2, 3), (12, 1), (1, 1)])
+def test_rates_of_the_cpu_for_parameters_elsewhere(pairs, groups, of_each):
+    """They are not copied one by one, and what is computed of them is the same."""
+    opt = torch.optim.AdamW(
+        [
+            {"params": make_parameters([(70, 70)] * of_each), "lr": 0.01 * (i + 1), "weight_decay": 0.1 * (i + 1)}
+            for i in range(groups)
+        ]
+    )
+    plan = fp8compile.explain(opt.step).plans[-1]  # of a twin on the meta device
+    assert [u.reason for u in plan.updates] == [""]
+    before, after = pairs[-1]
+    torch.testing.assert_close(numbers_of(after), numbers_of(before), rtol=1e-6, atol=0)
+    read = [n for n in before.nodes if n.op == "placeholder" and n.meta["val"].dim() == 0]
+    assert {n.meta["val"].device.type for n in read} == {"cpu", "meta"}, "rates, and counts"
+    (update,) = after.find_nodes(op="call_function", target=state_ops.update_parameters)
+    (matrix,) = update.args[2]
+    assert matrix.meta["val"].device.type == "meta"
+    copies = [n for n in after.nodes if n.target is torch.ops.prims.device_put.default]
+    assert len(copies) == (2 if groups > stack_numbers.LAUNCHED_WITH else 0), "rates, and decays"
+    assert all(n.args[2] for n in copies), "nothing waits for them"
 
 
 @pytest.fixture
