@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config  # whether matmuls are to be pipelined
+from torch._inductor.inductor_prims import force_stride_order  # as that pass has it
 
 from fp8compile import ops
 from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, CARRIERS, SPLITS, VIEWS
@@ -48,6 +49,20 @@ def expose_matmuls(graph: fx.Graph) -> None:
         if gathered is not None:
             _gather_as_it_is(editor, gathered, node.args[0])  # type: ignore[arg-type]
         _replace(editor, node)
+
+
+def keep_rows(graph: fx.Graph) -> None:
+    """Have what was exposed, and not pipelined, read rows and columns: Inductor may lay out what it computes itself
+    otherwise, and cuBLAS takes nothing else."""
+    if not is_wanted():
+        return
+    for node in list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default)):
+        with graph.inserting_before(node):
+            for i in range(2):
+                given: Any = node.args[i]
+                kept = graph.call_function(force_stride_order, (given, value(given).stride()))
+                kept.meta = dict(given.meta)
+                node.update_arg(i, kept)
 
 
 def _is_one_call(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from fp8compile.passes import (
     combine_regions,
     convolutions,
     exchange_as_fp8,
+    expose_matmuls,
     form_regions,
     gather_as_fp8,
     lower_markers,
@@ -104,9 +105,8 @@ AFTER_CUT = (
     Lowering("form_regions", form_regions.form_regions, "casts and what is around them", ("operators", "triton")),
     Lowering("combine_regions", combine_regions.combine_regions, "fewer launches, no copies", ("operators", "triton")),
     Lowering("lower_regions", lower_regions.lower_regions, "kernels that Inductor launches", ("triton",)),
-    Lowering(
-        "lower_markers", lower_markers.lower_markers, "casts that are left, as plain aten", ("triton", "inductor")
-    ),
+    Lowering("lower_markers", lower_markers.lower_markers, "casts that are left, as aten", ("triton", "inductor")),
+    Lowering("keep_rows", expose_matmuls.keep_rows, "exposed matmuls as cuBLAS wants them", ("triton", "inductor")),
 )
 
 

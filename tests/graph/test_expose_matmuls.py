@@ -158,6 +158,32 @@ def test_inductor_pipelines_both_ends(monkeypatch, wanted):
     assert triton_kernel_wrapper_functional in targets
 
 
+def test_what_is_not_pipelined_reads_rows_and_columns(monkeypatch):
+    """In Inductor's code, whatever it would have laid out: x reaches the matmul transposed."""
+    lowered = []
+
+    def run(graph, executor, half="forward", observe=None):
+        result = pipeline.run_after_cut(graph, executor, half, observe)
+        lowered.append(graph)
+        return result
+
+    monkeypatch.setattr(backend, "run_after_cut", run)
+
+    def scattered_of_columns(x: Tensor, weight: Tensor) -> Tensor:
+        return WAIT(REDUCE_SCATTER(x.t().exp() @ weight.t(), "sum", 1, group()))
+
+    x, weight = torch.randn(64, 32).bfloat16() / 4, nn.Parameter(torch.randn(48, 64).bfloat16())
+    options = {"select": "all", "recipe": "tensorwise", "strict": True}
+    compiled = torch.compile(scattered_of_columns, backend="fp8", options=options)
+    with inductor_config.patch(_micro_pipeline_tp=True, force_disable_caches=True), torch.no_grad():
+        y = compiled(x, weight)
+    (graph,) = lowered
+    (matmul,) = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+    assert [n.args[1] for n in matmul.args[:2]] == [(64, 1), (1, 64)]
+    exact = x.double().t().exp() @ weight.double().t()
+    assert (y - exact).norm() < 0.08 * exact.norm()
+
+
 def test_a_matmul_that_cannot_be_exposed_is_not_pipelined(monkeypatch):
     def fails(graph):
         graph.erase_node(next(iter(graph.find_nodes(op="output"))))
