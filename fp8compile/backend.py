@@ -89,8 +89,7 @@ def _compile(
         "custom_partitioner_fn": joint.partitioner,
         "post_grad_custom_post_pass": lowering,
     }
-    if expose_matmuls.is_wanted():
-        settings["post_grad_custom_pre_pass"] = ExposingPass(parsed)
+    settings.setdefault("post_grad_custom_pre_pass", ExposingPass(parsed))  # if the user has none
     compile_half = _run_eagerly if parsed.executor == "eager" else _compile_half
     inner: Any = functools.partial(compile_half, lowering=lowering, record=record)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
@@ -154,12 +153,15 @@ class JointPass(CustomGraphPass):
 
 @dataclass
 class ExposingPass(CustomGraphPass):
-    """Before Inductor's own passes: matmuls as one of them wants them."""
+    """Before Inductor's own passes: matmuls as that for asynchronous tensor parallelism wants them, if it is to run
+    (`passes/expose_matmuls.py`)."""
 
     options: Options
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place, or leave it as it was."""
+        if not expose_matmuls.is_wanted():
+            return
         backup = Snapshot(graph)
         try:
             expose_matmuls.expose_matmuls(graph)
@@ -170,7 +172,7 @@ class ExposingPass(CustomGraphPass):
             failures.warn(error, graph, self.options, "Its matmuls are not pipelined with collectives")
 
     def uuid(self) -> str:
-        """The source decides what this pass does."""
+        """The source decides what this pass does; `strict`, only what becomes of a failure."""
         return source_digest()
 
 
@@ -191,6 +193,7 @@ class LoweringPass(CustomGraphPass):
         on_gpu = device_of(graph).type == "cuda"
         executor = "triton" if on_gpu and self.options.kernels == "generated" else "inductor"
         self.lowered = _lower(graph, executor, self.options, self.half, self.dump)
+        expose_matmuls.keep_strides(graph)
 
     def uuid(self) -> str:
         """The source and the options decide what this pass does."""

@@ -136,7 +136,7 @@ def update_value(node: fx.Node) -> None:
 
 
 def complete_values(graph: fx.Graph) -> None:
-    """Compute the fake values that are missing: some of Inductor's passes leave none."""
+    """Compute the fake values that are missing: Inductor's micro_pipeline_tp leaves none, and no sorted graph."""
 
     def complete(node: fx.Node) -> None:
         if node.op == "call_function" and "val" not in node.meta:

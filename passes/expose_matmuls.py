@@ -27,10 +27,11 @@ from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, CARRIERS, SPLITS
 from fp8compile.passes.compilation import aten, update_value, value
 from fp8compile.passes.region_graph import GraphEditor
 
-RESHAPED = (*VIEWS, aten.reshape.default)  # Inductor makes the one of the others before its passes
+RESHAPED = (*VIEWS, aten.reshape.default)  # which Inductor turns views into first
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 STEPS = {*CARRIERS, *RESHAPED, aten.cat.default, aten.permute.default, aten.clone.default}
 PARTS = (aten.select.int, aten.slice.Tensor, aten.unbind.int, *SPLITS)
+EXPOSED = "fp8_exposed"  # in the metadata of a matmul
 IN_ONE_CALL = ("tensor", "row")  # granularities that aten._scaled_mm takes
 
 
@@ -51,18 +52,18 @@ def expose_matmuls(graph: fx.Graph) -> None:
         _replace(editor, node)
 
 
-def keep_rows(graph: fx.Graph) -> None:
-    """Have what was exposed, and not pipelined, read rows and columns: Inductor may lay out what it computes itself
-    otherwise, and cuBLAS takes nothing else."""
-    if not is_wanted():
-        return
+def keep_strides(graph: fx.Graph) -> None:
+    """Have exposed matmuls that are not pipelined read what they were given: Inductor may lay out what it computes
+    itself otherwise, and cuBLAS takes rows, columns, and their scales in one way only."""
     for node in list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default)):
+        if not node.meta.get(EXPOSED):
+            continue
         with graph.inserting_before(node):
-            for i in range(2):
-                given: Any = node.args[i]
-                kept = graph.call_function(force_stride_order, (given, value(given).stride()))
-                kept.meta = dict(given.meta)
-                node.update_arg(i, kept)
+            for i, given in enumerate(node.args[:4]):
+                if value(given).dim() == 2:  # type: ignore[arg-type]
+                    kept = graph.call_function(force_stride_order, (given, value(given).stride()))  # type: ignore[arg-type]
+                    kept.meta = dict(given.meta)  # type: ignore[union-attr]
+                    node.update_arg(i, kept)
 
 
 def _is_one_call(node: fx.Node) -> bool:
@@ -149,5 +150,6 @@ def _replace(editor: GraphEditor, node: fx.Node) -> None:
     columns = emit(aten.permute.default, b, [1, 0])
     fast = bool(rest and rest[0])
     product = emit(aten._scaled_mm.default, a, columns, scale_a, scale_b, bias, None, dtype, fast)
+    product.meta[EXPOSED] = True
     node.replace_all_uses_with(product)
     editor.graph.erase_node(node)

@@ -1,7 +1,7 @@
 """The pipeline: every pass in order. Order is position; each has its reason here and its method in its file.
 
 PIPELINE rewrites the joint graph, before the cut into forward and backward. AFTER_CUT makes kernels of each half, when
-Inductor has run its own passes; expose_matmuls runs on each half before those.
+Inductor has run its own passes. (What those are to find is made ready before them: expose_matmuls.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from fp8compile.passes import (
     combine_regions,
     convolutions,
     exchange_as_fp8,
-    expose_matmuls,
     form_regions,
     gather_as_fp8,
     lower_markers,
@@ -106,7 +105,6 @@ AFTER_CUT = (
     Lowering("combine_regions", combine_regions.combine_regions, "fewer launches, no copies", ("operators", "triton")),
     Lowering("lower_regions", lower_regions.lower_regions, "kernels that Inductor launches", ("triton",)),
     Lowering("lower_markers", lower_markers.lower_markers, "casts that are left, as aten", ("triton", "inductor")),
-    Lowering("keep_rows", expose_matmuls.keep_rows, "exposed matmuls as cuBLAS wants them", ("triton", "inductor")),
 )
 
 

@@ -31,7 +31,7 @@ from fp8compile.passes.find_updates import FLOATS, is_elementwise
 from fp8compile.passes.update_rules import FILLS, IDENTITIES, schema_name
 
 prims = torch.ops.prims
-LAUNCHED_WITH = 8  # numbers of the CPU that kernels are launched with, at most
+LAUNCHED_WITH = 8  # for a column at most: runs of neighbours that have the same number of the CPU
 NUMBERS = (*FLOATS, torch.float64)  # as a rate that may change is
 SHAPED = (IDENTITIES | set(FILLS)) - {"convert_element_type", "_to_copy", "clone"}  # they name a shape
 
@@ -55,7 +55,8 @@ class _Stacker:
     def __init__(self, graph: fx.Graph, place: fx.Node, device: torch.device) -> None:
         self.graph, self.place, self.device = graph, place, device
         self.known: dict[tuple[fx.Node, ...], fx.Node] = {}
-        self.written: dict[fx.Node, Hashable] = {}
+        self.written: dict[fx.Node, str] = {}
+        self.formulas: dict[Hashable, str] = {}
 
     def matrix(self, numbers: Sequence[fx.Node], each: int) -> fx.Node:
         """FP32 [parameters, each], of `each` numbers a parameter, one after the other."""
@@ -65,30 +66,39 @@ class _Stacker:
         return matrix if is_fp32 else self.call(prims.convert_element_type.default, matrix, torch.float32)
 
     def vector(self, column: Sequence[fx.Node]) -> fx.Node:
-        """[parameters], where they are."""
+        """[parameters], on the device of the parameters."""
         found = self.stacked(column)
         device, dim = value(found).device, value(found).dim()
         if device != self.device:
-            runs = [list(run) for _, run in groupby(column, self.formula)] if dim else [list(column)]
-            if device.type == "cpu" and len(runs) <= LAUNCHED_WITH:
-                parts = [self.moved(self.stacked(run), len(run)) for run in runs]
+            same = [list(nodes) for _, nodes in groupby(column, self.formula)] if dim else [list(column)]
+            if device.type == "cpu" and len(same) <= LAUNCHED_WITH:
+                parts = [self.launched(nodes[0], [len(nodes)]) for nodes in same]
                 return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts)
             found = self.call(prims.device_put.default, found, self.device, device.type == "cpu")
         return found if dim else self.call(aten.expand.default, found, [len(column)])
 
-    def moved(self, number: fx.Node, times: int) -> fx.Node:
-        """[times] of a number of the CPU, where the parameters are."""
+    def launched(self, number: fx.Node, shape: list[int]) -> fx.Node:
+        """A number of the CPU in this shape on the device of the parameters: what a kernel is launched with."""
         dtype = value(number).dtype
-        zeros = self.call(aten.full.default, [times], 0, dtype=dtype, device=self.device, pin_memory=False)
+        zeros = self.call(aten.full.default, shape, 0, dtype=dtype, device=self.device, pin_memory=False)
         return self.call(aten.add.Tensor, zeros, number)
+
+    def here(self, number: fx.Node) -> fx.Node:
+        """A number on the device of the parameters."""
+        device = value(number).device
+        if device == self.device:
+            return number
+        if device.type == "cpu":
+            return self.launched(number, [])
+        return self.call(prims.device_put.default, number, self.device)
 
     def formula(self, node: fx.Node) -> Hashable:
         """What computes a number: equal for nodes that compute the same."""
         if node.op != "call_function" or not is_elementwise(node, NUMBERS):
             return node
         if node not in self.written:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), self.formula)  # type: ignore[misc, arg-type, return-value]
-            self.written[node] = node.target, repr((args, kwargs))
+            args = fx.map_arg((node.args, node.kwargs), self.formula)  # type: ignore[arg-type, return-value]
+            self.written[node] = self.formulas.setdefault((node.target, repr(args)), f"formula {len(self.formulas)}")
         return self.written[node]
 
     def stacked(self, column: Sequence[fx.Node]) -> fx.Node:
@@ -96,8 +106,13 @@ class _Stacker:
         key = tuple(column)
         if key not in self.known:
             same = all(n is column[0] or _is_same_constant(n, column[0]) for n in column)
-            self.known[key] = column[0] if same else self._computed(column) or self.call(state_ops.stack, list(column))
+            self.known[key] = column[0] if same else self._computed(column) or self._stacked(column)
         return self.known[key]
+
+    def _stacked(self, column: Sequence[fx.Node]) -> fx.Node:
+        """As they are."""
+        together = len({value(n).device for n in column}) == 1
+        return self.call(state_ops.stack, list(column) if together else [self.here(n) for n in column])
 
     def _computed(self, column: Sequence[fx.Node]) -> fx.Node | None:
         """What computes the column out of stacked arguments; None unless all of it is computed in the same way."""
@@ -115,16 +130,13 @@ class _Stacker:
                 args.append(given[0])
             else:
                 return None
-        if any(isinstance(a, fx.Node) and value(a).device == self.device for a in args):
-            args = [self.vector(given) if self._is_away(a) else a for a, given in zip(args, columns, strict=True)]
+        if len({value(a).device for a in args if _is_bound(a)}) > 1:
+            away = [_is_bound(a) and value(a).device != self.device for a in args]
+            args = [self.vector(c) if moves else a for a, c, moves in zip(args, columns, away, strict=True)]
         node = self.call(first.target, *args, **first.kwargs)
         if value(node).dtype != value(first).dtype:  # a number and a vector promote otherwise: a rate in FP64, say
             node = self.call(first.target, *[self._as(a, value(first).dtype) for a in args], **first.kwargs)
         return node if value(node).dtype == value(first).dtype else None
-
-    def _is_away(self, given: Any) -> bool:
-        """Whether it is a vector on another device: a number of the CPU can be met by vectors of any."""
-        return isinstance(given, fx.Node) and value(given).dim() > 0 and value(given).device != self.device
 
     def _as(self, given: Any, dtype: torch.dtype) -> Any:
         """A vector of floating-point numbers in `dtype`; all else as it is."""
@@ -137,6 +149,11 @@ class _Stacker:
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         update_value(node)
         return node
+
+
+def _is_bound(given: Any) -> bool:
+    """Whether it meets tensors of its own device alone: all but numbers of the CPU."""
+    return isinstance(given, fx.Node) and (value(given).dim() > 0 or value(given).device.type != "cpu")
 
 
 def _is_same_constant(a: fx.Node, b: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import micro_pipeline_tp
 from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch._inductor.inductor_prims import force_stride_order
 from torch.distributed import _symmetric_memory
 from torch.nn import functional
 
@@ -158,28 +159,36 @@ def test_inductor_pipelines_both_ends(monkeypatch, wanted):
     assert triton_kernel_wrapper_functional in targets
 
 
-def test_what_is_not_pipelined_reads_rows_and_columns(monkeypatch):
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_what_is_not_pipelined_reads_rows_and_columns(monkeypatch, recipe):
     """In Inductor's code, whatever it would have laid out: x reaches the matmul transposed."""
     lowered = []
 
-    def run(graph, executor, half="forward", observe=None):
-        result = pipeline.run_after_cut(graph, executor, half, observe)
+    def keep(graph):
+        keep_strides(graph)
         lowered.append(graph)
-        return result
 
-    monkeypatch.setattr(backend, "run_after_cut", run)
+    keep_strides = expose_matmuls_module.keep_strides
+    monkeypatch.setattr(expose_matmuls_module, "keep_strides", keep)
 
     def scattered_of_columns(x: Tensor, weight: Tensor) -> Tensor:
         return WAIT(REDUCE_SCATTER(x.t().exp() @ weight.t(), "sum", 1, group()))
 
     x, weight = torch.randn(64, 32).bfloat16() / 4, nn.Parameter(torch.randn(48, 64).bfloat16())
-    options = {"select": "all", "recipe": "tensorwise", "strict": True}
+    options: dict[str, Any] = {"select": "all", "recipe": recipe, "strict": True}
+    options["inductor"] = {"_micro_pipeline_tp": True}
     compiled = torch.compile(scattered_of_columns, backend="fp8", options=options)
-    with inductor_config.patch(_micro_pipeline_tp=True, force_disable_caches=True), torch.no_grad():
+    runs = recipe == "tensorwise" or torch.__version__ >= "2.13"  # before, no CPU multiplied rows that have scales
+    stops = contextlib.nullcontext() if runs else pytest.raises(RuntimeError, match="per-tensor")
+    with inductor_config.patch(force_disable_caches=True), torch.no_grad(), stops:
         y = compiled(x, weight)
     (graph,) = lowered
     (matmul,) = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
-    assert [n.args[1] for n in matmul.args[:2]] == [(64, 1), (1, 64)]
+    strides = [(64, 1), (1, 64), *([(1, 1)] * 2 if recipe == "rowwise" else [])]
+    kept = [n.args[1] for n in matmul.args[:4] if n.target is force_stride_order]
+    assert kept == strides
+    if not runs:
+        return
     exact = x.double().t().exp() @ weight.double().t()
     assert (y - exact).norm() < 0.08 * exact.norm()
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from optimizers import assert_near, compiled, make_parameters, set_gradients, step_both, twins
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import fp8compile
 from fp8compile import state_ops
 from fp8compile.kernels.update_spec import from_json
 from fp8compile.passes import stack_numbers
+from fp8compile.passes.compilation import aten, update_value, value
 from fp8compile.passes.snapshot import copy_graph
 
 EXACT = "float32"
@@ -61,12 +65,14 @@ def numbers_of(graph: fx.Graph) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("groups", "of_each"), [(1, 5), (2, 3), (12, 1), (1, 1)])
-def test_rates_of_the_cpu_for_parameters_elsewhere(pairs, groups, of_each):
+@pytest.mark.parametrize("first", [0.01, torch.tensor(0.01)], ids=["all of the CPU", "one that is there"])
+def test_rates_of_the_cpu_for_parameters_elsewhere(pairs, groups, of_each, first):
     """They are not copied one by one, and what is computed of them is the same."""
+    rates = [first, *(0.01 * i for i in range(2, groups + 1))]
     opt = torch.optim.AdamW(
         [
-            {"params": make_parameters([(70, 70)] * of_each), "lr": 0.01 * (i + 1), "weight_decay": 0.1 * (i + 1)}
-            for i in range(groups)
+            {"params": make_parameters([(70, 70)] * of_each), "lr": rate, "weight_decay": 0.1 * (i + 1)}
+            for i, rate in enumerate(rates)
         ]
     )
     plan = fp8compile.explain(opt.step).plans[-1]  # of a twin on the meta device
@@ -95,6 +101,57 @@ def graphs(monkeypatch) -> list[fx.Graph]:
 
     monkeypatch.setattr(stack_numbers, "run", observed)
     return seen
+
+
+@pytest.fixture
+def stacker() -> Iterator[tuple[stack_numbers._Stacker, Callable[..., fx.Node]]]:
+    """For parameters on the meta device, in a graph of its own; and what adds an operator, or a number, to it."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    place = graph.output(())
+
+    def node(target: Any, *args: Any) -> fx.Node:
+        with graph.inserting_before(place):
+            made = graph.placeholder(args[0]) if target is None else graph.call_function(target, args)
+        if target is None:
+            with mode:
+                made.meta["val"] = torch.empty((), device=args[1])
+        else:
+            update_value(made)
+        return made
+
+    with mode:
+        yield stack_numbers._Stacker(graph, place, torch.device("meta")), node
+
+
+def test_numbers_of_two_devices_come_together(stacker):
+    stacks, node = stacker
+    there, ours, other = node(None, "there", "meta"), node(None, "ours", "cpu"), node(None, "other", "cpu")
+    found = stacks.vector([node(aten.sqrt.default, n) for n in (there, ours, there, other)])
+    assert value(found).device.type == "meta"
+    assert value(found).shape == (4,)
+    (stack,) = stacks.graph.find_nodes(op="call_function", target=state_ops.stack)
+    assert {value(n).device.type for n in stack.args[0]} == {"meta"}, "torch.stack takes no others"
+
+
+def test_runs_of_numbers_that_cannot_be_computed_stacked(stacker):
+    stacks, node = stacker
+    ours, other = node(None, "ours", "cpu"), node(None, "other", "cpu")
+    column = [node(aten.mul.Tensor, node(aten.expand.default, n, []), 2.0) for n in (ours, ours, other)]
+    found = stacks.vector(column)
+    assert value(found).device.type == "meta"
+    assert value(found).shape == (3,)
+    full = [n.args[0] for n in stacks.graph.find_nodes(op="call_function", target=aten.full.default)]
+    assert full == [[2], [1]]
+
+
+def test_formulas_stay_short(stacker):
+    stacks, node = stacker
+    x = y = node(None, "x", "cpu")
+    for _ in range(60):
+        x, y = node(aten.mul.Tensor, x, x), node(aten.mul.Tensor, y, y)
+    assert stacks.formula(x) == stacks.formula(y)
+    assert len(repr(stacks.formula(x))) < 20
+    assert stacks.formula(x) != stacks.formula(node(aten.mul.Tensor, x, y))
 
 
 def operators(graph: fx.Graph) -> Counter[str]:
