@@ -125,7 +125,8 @@ def device_of(graph: fx.Graph) -> torch.device:
 def update_value(node: fx.Node) -> None:
     """Compute `node`'s fake value from those of its inputs."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
-    mode = next((a.fake_mode for n in node.all_input_nodes if isinstance(a := n.meta["val"], FakeTensor)), None)
+    nodes = node.all_input_nodes or node.graph.nodes  # what makes a tensor out of nothing makes a fake one, too
+    mode = next((a.fake_mode for n in nodes if isinstance(a := n.meta.get("val"), FakeTensor)), None)
     if mode is None:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
     elif node.target in ops.FAKES:  # what torch would call, by a long way
