@@ -41,7 +41,7 @@ from llama import Rotary
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-SIZES = {"8b": Size(eight_b(8), 2, 4096, 4, 12, "cuda"), "tiny": Size(TINY, 2, 32, 1, 2, "cpu")}
+SIZES = {"8b": Size(eight_b(8), 2, 4096, 4, 36, "cuda"), "tiny": Size(TINY, 2, 32, 1, 2, "cpu")}
 
 
 # ---- systems --------------------------------------------------------------------------------------------------------
