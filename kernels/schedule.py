@@ -17,6 +17,7 @@ from fp8compile.kernels.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Reg
 
 MAX_ROW = 65536  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
+LARGEST_TILE = 16384  # elements of a tile of several rows, where groups of rows do not ask for more
 SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ONE_PAYLOAD, SEVERAL_PAYLOADS = (128, 64, 32), (32, 128, 16)  # tiles in quarters: rows, columns, elements a thread
@@ -112,12 +113,14 @@ def _choose(part: Part) -> Schedule:
     if any(s.transposed for s in part.stores):
         return _transposing(part)
     min_rows, min_cols = _least(part)
-    block_cols = max(min(power_of_two(extent(part)[1]), 2048), min_cols)
+    block_cols = max(min(power_of_two(extent(part)[1]), 2048, LARGEST_TILE // min_rows), min_cols)
     if "all_amax" in ops or ops & set(WALKED):
         elements = 16384 if ops & set(WALKED) else 8192 if _read_ahead(part, 1) <= 4 else 4096
+        elements = max(elements, min_rows * block_cols)
         resident = PROCESSORS * (1 if ops & set(WALKED) else 4)
-        return _walking(part, max(min_rows, elements // block_cols), block_cols, max(4, elements // 2048), resident)
-    return _tiled(part, max(min_rows, 4096 // block_cols, 1), block_cols, 4)
+        return _walking(part, elements // block_cols, block_cols, max(4, elements // 2048), resident)
+    block_rows = max(min_rows, 4096 // block_cols, 1)
+    return _tiled(part, block_rows, block_cols, max(4, _warps(block_rows * block_cols, 64)))
 
 
 def _whole_rows(part: Part) -> Schedule:

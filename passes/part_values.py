@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from fp8compile.kernels.spec import Input, Part, Store, Value
+from fp8compile.kernels.spec import ROW_REDUCTIONS, Digits, Input, Part, Store, Value
 from fp8compile.passes import fusible
 from fp8compile.passes.iteration import Size, divides
 
 DIVISORS = (128, 64, 32, 16, 8, 4, 2, 1)
+LONGEST_GROUP = 128  # of scales; a tile holds whole groups
 
 
 class RefusedError(Exception):
@@ -137,10 +138,15 @@ class Values:
         inputs = sorted(set(loads))
         tensors = sorted({self.inputs[i].tensor for i in inputs})
         values = tuple(self._renumbered(self.items[i], new, inputs) for i in needed)
+        # whole rows are wide enough: a tile of many of them at a time would be more than a program can hold
+        high = 1 if any(v.op in ROW_REDUCTIONS for v in values) else LONGEST_GROUP
         part = Part(
             self.number(self.rows),
             self.cols,
-            tuple(replace(self.inputs[i], tensor=tensors.index(self.inputs[i].tensor)) for i in inputs),
+            tuple(
+                replace(x, tensor=tensors.index(x.tensor), rows=_ungrouped(x.rows, high), cols=_ungrouped(x.cols))
+                for x in (self.inputs[i] for i in inputs)
+            ),
             values,
             tuple(replace(s, buffer=n, value=new[s.value]) for n, s in enumerate(stores)),
             next(d for d in DIVISORS if divides(d, self.rows)),
@@ -171,3 +177,13 @@ class Values:
     def _renumbered(self, value: Value, new: dict[int, int], inputs: list[int]) -> Value:
         params = (inputs.index(value.params[0]),) if value.op == "load" else value.params
         return Value(value.op, tuple(new[a] for a in value.args), params)
+
+
+def _ungrouped(digits: Digits, longest: int = LONGEST_GROUP) -> Digits:
+    """The same places, as one each: where `digits` repeat each more often than `longest`, as what belongs to an image
+    does in all its rows. Loops of one step behind them say so (`Input.extent`)."""
+    if not digits or all(stride == 0 for _, stride in digits):
+        return digits
+    size, stride = digits[-1]
+    repeats = stride == 0 and isinstance(size, int) and size > longest
+    return (*digits, (1, 0)) if repeats else digits

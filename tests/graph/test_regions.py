@@ -6,10 +6,14 @@ Each graph also runs before and after, so that what is said about its regions is
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import interpreter
 import pytest
 import torch
 from fake_quantized import sqnr
@@ -22,6 +26,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fp8compile import ops
 from fp8compile.formats import FP8_DTYPES
+from fp8compile.kernels import generated, trial
+from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import Region
 from fp8compile.passes import fusible
 from fp8compile.passes.combine_regions import combine_regions
@@ -117,6 +123,66 @@ def test_two_layouts_of_one_tensor_are_one_region() -> None:
 def test_what_reads_nothing_in_common_is_in_regions_of_their_own() -> None:
     assert len(Formed(lambda x, y: (*cast(x), *cast(y)), noise(R, C), noise(R, C, seed=3)).regions) == 2
     assert len(Formed(lambda x, y: (*cast(x + y), *cast(x - y)), noise(R, C), noise(R, C, seed=3)).regions) == 1
+
+
+def modulated(x: Tensor, shift: Tensor, factor: Tensor) -> Any:
+    """A norm scaled and shifted by what each image has, cast in both layouts, and summed down the rows."""
+    each = [y[:, None].expand(-1, x.shape[1], -1) for y in (shift, factor)]
+    y = torch.layer_norm(x, x.shape[-1:]) * (1 + each[1]) + each[0]
+    rows = y.flatten(0, 1)
+    return *cast(rows), *cast(rows, "tensor", transpose=True), rows.sum(0)
+
+
+@pytest.mark.parametrize("length", [8, 64, 128, 256, 1024, 192])
+def test_what_an_image_has_for_all_its_rows_makes_no_tiles_of_all_its_rows(length: int) -> None:
+    """A tile holds whole groups of scales; 1024 rows that share a shift are none."""
+    batch, wide = 1024 // length, 8 * C
+    formed = Formed(modulated, noise(batch, length, wide), noise(batch, wide, seed=3), noise(batch, wide, seed=4))
+    assert formed.left() == formed.reasons == []
+    for region in formed.regions:
+        assert all(t.block_rows * t.block_cols <= 16384 for t in schedules.choose(region).tilings)
+
+
+@pytest.mark.parametrize("columns", [128, 768, 4096, 14336])
+@pytest.mark.parametrize("granularity", ["tensor", "row", "group(16)", "group(128)", "block(128)"])
+def test_programs_hold_what_registers_can_at_real_sizes(granularity: str, columns: int) -> None:
+    """More elements a thread, and a kernel takes minutes to compile, and longer than it is worth to run."""
+
+    def norm(x: Tensor) -> Tensor:
+        return torch.layer_norm(x, x.shape[-1:])
+
+    def run(before: Callable[..., Tensor], layout: tuple[bool, ...], x: Tensor) -> Any:
+        return [y for t in layout for y in cast(before(x), granularity, t)]
+
+    layouts = [(False,), (True,), (False, True)] if granularity != "row" else [(False,)]
+    for layout, before in itertools.product(layouts, (torch.sin, norm)):
+        with FakeTensorMode():
+            x = torch.empty(4096, columns)
+            graph = make_fx(partial(run, before, layout), decomposition_table=select_decomp_table())(x).graph
+            graph.eliminate_dead_code()
+            form_regions(graph)
+            combine_regions(graph)
+        regions = [spec_of(node)[0] for node in regions_of(graph)]
+        assert regions
+        for schedule in map(schedules.choose, regions):
+            for t in schedule.tilings:
+                held = t.block_rows * t.block_cols * (t.col_blocks if t.held else 1)
+                assert held <= 128 * 32 * schedule.warps, (granularity, columns, layout, before)
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu runs kernels compiled")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's
+@pytest.mark.parametrize("length", [16, 192, 256])
+def test_kernels_read_what_an_image_has(length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    interpreter.prepare()
+    batch = 768 // length
+    formed = Formed(modulated, noise(batch, length, C), noise(batch, C, seed=3), noise(batch, C, seed=4))
+    for region in formed.regions:
+        schedule = schedules.choose(region)
+        kernel = generated.kernel_of(region, schedule, "interpreter")
+        inputs = trial.random_inputs(region, [], 5, "cpu")
+        assert trial.check(kernel, region, schedule, inputs, []) == []
 
 
 def test_statistics_of_a_transposed_payload_come_from_another_region() -> None:
