@@ -17,6 +17,7 @@ from fp8compile.kernels.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Reg
 
 MAX_ROW = 65536  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
+MAX_ELEMENTS = 256  # a thread has of each tensor; with more, compiling takes minutes
 LARGEST_TILE = 16384  # elements of a tile of several rows, where groups of rows do not ask for more
 SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -72,6 +73,12 @@ class Schedule:
     def programs(self) -> int:
         """The size of the launch grid."""
         return sum(t.programs for t in self.tilings)
+
+    @property
+    def elements_a_thread(self) -> int:
+        """How many elements of each tensor a thread has at a time, where it has most."""
+        held = max(t.block_rows * t.block_cols * (t.col_blocks if t.held else 1) for t in self.tilings)
+        return ceil_div(held, 32 * self.warps)
 
     def to_json(self) -> str:
         """As text, for `from_json`."""

@@ -164,10 +164,15 @@ def test_programs_hold_what_registers_can_at_real_sizes(granularity: str, column
             combine_regions(graph)
         regions = [spec_of(node)[0] for node in regions_of(graph)]
         assert regions
-        for schedule in map(schedules.choose, regions):
-            for t in schedule.tilings:
-                held = t.block_rows * t.block_cols * (t.col_blocks if t.held else 1)
-                assert held <= 128 * 32 * schedule.warps, (granularity, columns, layout, before)
+        most = max(schedules.choose(region).elements_a_thread for region in regions)
+        assert most <= 128, (layout, before)
+
+
+def test_groups_that_no_program_can_hold_are_left() -> None:
+    formed = Formed(lambda x: cast(x, "group(4096)", transpose=True), noise(4096, C))
+    assert formed.regions == []
+    assert formed.left() == ["amax", "quantize", "scale"]
+    assert any("too large for a program" in why for why in formed.reasons)
 
 
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu runs kernels compiled")
