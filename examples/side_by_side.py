@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def train(task: Task, model_options: Any, step_options: Any, device: torch.devic
     trained = [p for p in model.parameters() if p.requires_grad]
     opt = torch.optim.AdamW(trained, lr=task.lr, betas=(0.9, 0.95), weight_decay=0.0)
     forward: Callable[..., Any] = torch.compile(model) if device.type == "cuda" else model
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, partial(_factor, steps=task.steps))
     step: Callable[[], Any] = opt.step
     if model_options is not None:
         forward = torch.compile(model, backend="fp8", options=model_options)
@@ -105,8 +107,6 @@ def train(task: Task, model_options: Any, step_options: Any, device: torch.devic
     generator = torch.Generator().manual_seed(seed + 1)
     losses, outcome = [], Outcome("BF16" if model_options is None else "FP8", [], [])
     for number in range(task.steps):
-        for group in opt.param_groups:
-            group["lr"] = torch.tensor(task.lr * _factor(number, task.steps))  # a tensor: compiled once
         batch = {name: x.to(device) for name, x in task.batch(generator).items()}
         began = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16) if task.autocast else nullcontext():
@@ -115,6 +115,7 @@ def train(task: Task, model_options: Any, step_options: Any, device: torch.devic
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         step()
+        schedule.step()
         opt.zero_grad()
         losses.append(loss.item())
         outcome.seconds.append(time.perf_counter() - began)
