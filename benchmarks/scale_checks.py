@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "scale.md"
 PLACE = re.compile(r"(<!-- scale: (\w+) -->\n).*?(<!-- end of scale -->)", re.DOTALL)
 BLOCKS = Model(4096, 8, 32, 8, 14336, 0)  # of Llama-8B
-ON_TWO = Job(BLOCKS, 2, 2, 4096)
+ON_TWO, ON_FOUR = Job(BLOCKS, 2, 2, 4096), Job(BLOCKS, 4, 2, 4096)
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,21 @@ def results(name: str) -> dict[str, dict[str, Any]]:
 
 
 def two_gpus() -> list[Step]:
-    """The file's rows."""
+    """What numbers of the model were fitted to."""
+    return sharded(ON_TWO, "fsdp.json")
+
+
+def four_gpus() -> list[Step]:
+    """What nothing was fitted to."""
+    return sharded(ON_FOUR, "fsdp_4gpus.json")
+
+
+def sharded(job: Job, file: str) -> list[Step]:
+    """The rows of a file of `fsdp.py`."""
     found = []
     for system in (BF16_COMPILE, TORCHAO, TORCHAO_GATHER, OURS, OURS_GATHER):
-        row = results("fsdp.json")[system.name.replace("BF16", "bf16")]
-        found.append(Step("8 Llama-8B blocks, 2 GPUs, 2 × 4096", ON_TWO, system, row["ms"], row["peak_gib"]))
+        row = results(file)[system.name.replace("BF16", "bf16")]
+        found.append(Step(f"8 Llama-8B blocks, {job.gpus} GPUs, 2 × 4096", job, system, row["ms"], row["peak_gib"]))
     return found
 
 
@@ -184,7 +194,7 @@ def blocks() -> str:
 
 def steps() -> str:
     lines = []
-    for s in (*two_gpus(), *ONE_GPU):
+    for s in (*two_gpus(), *four_gpus(), *ONE_GPU):
         p = predict(s.job, s.system)
         ms = MISSING if s.ms is None else error(p.seconds * 1e3, s.ms)
         lines.append([s.what, s.system.name, ms, MISSING if s.peak_gib is None else error(p.peak / GIB, s.peak_gib)])

@@ -18,6 +18,14 @@ On 2 CPU cores that did other things as well (FP8 is emulated there, so its time
     BF16       5.5488      3.0230               -      30.9 ms
     FP8        5.5487      3.0250        42 of 45     316.9 ms
     FP8 against BF16: +0.07%
+
+On an H200, beside other work (so its times say nothing):
+
+    $ python examples/instruct.py --size 1b --steps 30
+           first loss  final loss  matmuls in FP8         step
+    BF16       5.9925      3.0159               -     180.9 ms    20.26 GiB
+    FP8        5.9926      3.0034       80 of 340     186.7 ms    14.35 GiB
+    FP8 against BF16: -0.41%
 """
 
 from __future__ import annotations

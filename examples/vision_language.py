@@ -14,6 +14,14 @@ On 2 CPU cores that did other things as well (FP8 is emulated there, so its time
     BF16       5.5648      0.5177               -     223.3 ms
     FP8        5.5551      0.5144        86 of 89     994.8 ms
     FP8 against BF16: -0.64%
+
+On an H200, beside other work (so its times say nothing):
+
+    $ python examples/vision_language.py --size 1b --steps 30
+           first loss  final loss  matmuls in FP8         step
+    BF16       6.2624      1.2869               -     187.4 ms    21.07 GiB
+    FP8        6.2385      1.2990       48 of 564      95.8 ms    15.94 GiB
+    FP8 against BF16: +0.94%
 """
 
 from __future__ import annotations

@@ -10,6 +10,14 @@ On 2 CPU cores that did other things as well (FP8 is emulated there, so its time
     BF16       2.7726      0.4909               -      53.2 ms
     FP8        2.7740      0.4935        56 of 59     530.9 ms
     FP8 against BF16: +0.54%
+
+On an H200, beside other work (so its times say nothing), and long before either has converged:
+
+    $ python examples/vit.py --size base --steps 40
+           first loss  final loss  matmuls in FP8         step
+    BF16       2.9373      0.0602               -     108.8 ms    12.04 GiB
+    FP8        2.9414      0.0920       24 of 293      72.3 ms     6.03 GiB
+    FP8 against BF16: +52.88%
 """
 
 from __future__ import annotations
