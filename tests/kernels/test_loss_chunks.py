@@ -33,10 +33,11 @@ def data(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[Te
 # ---- the operator ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("classes", [3, 8, 9, 67])  # fewer than matmul units take at once, as they take them, and more
 @pytest.mark.parametrize("rows", [1, 7, 20, 64])
 @pytest.mark.parametrize("curve", CURVES)
-def test_the_operator_is_a_weighted_cross_entropy_with_its_gradients(curve: str, rows: int):
-    x, weight, bias, index, weights = data(20, 6, 9)
+def test_the_operator_is_a_weighted_cross_entropy_with_its_gradients(curve: str, rows: int, classes: int):
+    x, weight, bias, index, weights = data(20, 6, classes)
     how = CURVES[curve]
     chosen, *got = ops.chunked_loss(x, weight, bias, index, weights, rows, how.inner, how.outer, [True, True, True])
     given = [t.double().requires_grad_() for t in (x, weight, bias)]
