@@ -42,7 +42,7 @@ class Machine:
     bf16: float = given(680, "TFLOP/s", "measured: `fp8compile/devices.py`, H200")
     fp8: float = given(1210, "TFLOP/s", "measured: `fp8compile/devices.py`, H200, tensor scales")
     attention: float = given(464, "TFLOP/s", "measured: two Llama-8B blocks, 4 × 4096 tokens: 8.3 ms, an earlier run")
-    memory: float = given(2.6, "TB/s", "measured: `fp8compile/devices.py`, casts within a compiled step")
+    memory: float = given(2.6, "TB/s", "measured: casts as Inductor compiles them into a step")
     adamw_fp32: float = given(3.47, "TB/s", "measured: docs/optimizer.md, fused, FP32 states: 28 bytes, 7.03 ms")
     adamw_bf16: float = given(2.72, "TB/s", "measured: docs/optimizer.md, fused, BF16 states: 14 bytes, 4.49 ms")
     adamw_8bit: float = given(3.44, "TB/s", "measured: docs/optimizer.md, 8-bit states: 10.25 bytes, 2.60 ms")

@@ -1,19 +1,13 @@
 """Select matmuls: which of them become FP8, and the reason for every one that does not.
 
 Decides only: the graph stays as it is, the plan gets one row a matmul. The rules stand in RULES, in order; the first
-that objects gives the reason. The last one is the cost model (`fp8compile.devices` has its constants):
-
-    BF16:  2·M·N·K / bf16 rate                                                         (grouped: as if all were one)
-    FP8:   2·M'·N'·K' / fp8 rate + bytes of the casts / cast rate + two launches      (M', N', K' padded)
-
-where an operand's cast is shared by the matmuls of the same role that read it (q, k, v), and reads it twice: once for
-the amax, once for the data.
+that objects gives the reason. What no rule objects to must pay as well (`passes/matmul_costs.py`): since matmuls share
+casts, all of it is taken to be in FP8, and what does not pay is left out until everything that remains does.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,10 +17,11 @@ from torch import fx
 
 from fp8compile import edits
 from fp8compile.errors import OptionError
-from fp8compile.formats import ALIGNMENT, round_up
+from fp8compile.formats import ALIGNMENT
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, is_tangent, value
 from fp8compile.passes.gathered_weights import gathered
 from fp8compile.passes.grouped_matmuls import GROUPED, remark, role_of, why_not_grouped
+from fp8compile.passes.matmul_costs import Costs, hint
 from fp8compile.passes.roles import MATMULS, Site, find_sites
 from fp8compile.plan import BF16, FP8, READ_ROUNDED, Matmul
 from fp8compile.recipe import Role
@@ -39,9 +34,6 @@ OPERATIONS = {"bmm": "batched", "convolution": "convolution"}  # kind -> its nam
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-Sharing = Counter[tuple[fx.Node, str]]  # how many matmuls of a role read one tensor
-
-
 @dataclass
 class Candidate:
     """A matmul before the rules: its role's recipe, and what they need to know of the whole graph."""
@@ -50,8 +42,8 @@ class Candidate:
     role: Role | None
     is_head: bool
     dtypes: set[torch.dtype]
-    sharing: Sharing
     row: Matmul
+    objection: str = ""  # of the first rule that has one
 
 
 def run(c: Compilation) -> None:
@@ -60,18 +52,32 @@ def run(c: Compilation) -> None:
     c.sites = {site.key: site for site in sites}
     heads = _heads(c, sites)
     dtypes = {value(s.node).dtype for s in sites if s.role == "output" and s.kind != "convolution"}
-    sharing: Sharing = Counter(
-        (base(operand), site.role) for site in sites for operand in (site.left, site.right) if operand is not None
-    )
     rows = [_row(site) for site in sites]
     c.edits = edits.decisions(c.options.plan, rows, c.plan.graph)
+    candidates = []
     for site, row in zip(sites, rows, strict=True):
         is_head = site in heads or (site.forward is not None and site.forward in heads)
-        role = role_of(site, c.options.recipe)
-        candidate = Candidate(site, role, is_head, dtypes, sharing, row)
+        candidate = Candidate(site, role_of(site, c.options.recipe), is_head, dtypes, row)
+        candidate.objection = next(filter(None, (rule(candidate, c) for rule in RULES)), "")
+        candidates.append(candidate)
         sizes = (site.m, site.n, site.k, site.batch)
-        c.plan.hints.update({str(s): _hint(s) for s in sizes if not isinstance(s, int)} | _symbols(sizes))
-        c.plan.matmuls.append(_edited(candidate, c))
+        c.plan.hints.update({str(s): hint(s) for s in sizes if not isinstance(s, int)} | _symbols(sizes))
+    costs = _what_pays(candidates, c)
+    c.plan.matmuls += [_edited(candidate, costs, c) for candidate in candidates]
+
+
+def _what_pays(candidates: Sequence[Candidate], c: Compilation) -> Costs:
+    """The costs beside the matmuls that are to be in FP8; those that do not pay get their objection."""
+    while True:
+        chosen = [x for x in candidates if not x.objection]
+        costs = Costs(c.device, (x.site for x in chosen))
+        if c.options.select == "all" or not c.device.has_fp8:
+            return costs
+        objections = [(x, _pays(x, costs)) for x in chosen if not _is_gathered(x.site)]
+        if not any(why for _, why in objections):
+            return costs
+        for x, why in objections:
+            x.objection = why
 
 
 def _row(site: Site) -> Matmul:
@@ -88,10 +94,10 @@ def _dtype(site: Site) -> torch.dtype | None:
     return value(site.left).dtype if site.left is not None else None
 
 
-def _edited(candidate: Candidate, c: Compilation) -> Matmul:
+def _edited(candidate: Candidate, costs: Costs, c: Compilation) -> Matmul:
     """What the rules decide; or what a given plan says, where that differs."""
     wanted = c.edits.get(candidate.site.key)
-    usual = _decide(candidate, c)
+    usual = _decide(candidate, costs, c)
     if wanted is None:
         return usual
     if wanted.decision == BF16:
@@ -100,9 +106,7 @@ def _edited(candidate: Candidate, c: Compilation) -> Matmul:
     why = _impossible(candidate, c)
     if why:
         raise OptionError(f"the plan wants {usual.path} {usual.role} in FP8, which cannot be: {why}")
-    if c.device.has_fp8:
-        bf16, fp8 = _milliseconds(candidate, c)
-        usual = replace(usual, milliseconds_bf16=bf16, milliseconds_fp8=fp8)
+    usual = _timed(usual, candidate, costs)
     changed = usual.decision != FP8 or wanted.reason != edits.REASON
     return replace(usual, decision=FP8, reason=wanted.reason) if changed else usual
 
@@ -116,21 +120,24 @@ def _impossible(x: Candidate, c: Compilation) -> str:
     return _has_work(x, c) or _can_be_grouped(x, c) or ("" if c.device.emulated else _has_units(x, c))
 
 
-def _decide(candidate: Candidate, c: Compilation) -> Matmul:
-    if candidate.role is not None and c.device.has_fp8:
-        bf16, fp8 = _milliseconds(candidate, c)
-        candidate.row = replace(candidate.row, milliseconds_bf16=bf16, milliseconds_fp8=fp8)
-    for rule in RULES:
-        reason = rule(candidate, c)
-        if reason:
-            if _is_gathered(candidate.site):
-                reason = f"{reason}; {READ_ROUNDED}"
-            return replace(candidate.row, decision=BF16, reason=reason)
+def _decide(candidate: Candidate, costs: Costs, c: Compilation) -> Matmul:
+    row = _timed(candidate.row, candidate, costs)
+    if candidate.objection:
+        reason = candidate.objection + (f"; {READ_ROUNDED}" if _is_gathered(candidate.site) else "")
+        return replace(row, decision=BF16, reason=reason)
     why = "every matmul that can run" if c.options.select == "all" else "faster by the cost model"
     if _is_gathered(candidate.site):
         why = "its weight is gathered in FP8"
     why += remark(candidate.site, c.options.recipe)
-    return replace(candidate.row, decision=FP8, reason=why)
+    return replace(row, decision=FP8, reason=why)
+
+
+def _timed(row: Matmul, candidate: Candidate, costs: Costs) -> Matmul:
+    """The row with estimated times, where the device has figures."""
+    if candidate.role is None or not costs.device.has_fp8:
+        return row
+    bf16, fp8 = costs.milliseconds(candidate.site, candidate.role)
+    return replace(row, milliseconds_bf16=bf16, milliseconds_fp8=fp8)
 
 
 def _is_gathered(site: Site) -> bool:
@@ -192,36 +199,17 @@ def _has_work(x: Candidate, c: Compilation) -> str:
     return "a matmul without elements" if any(isinstance(s, int) and s == 0 for s in sizes) else ""
 
 
-def _pays(x: Candidate, c: Compilation) -> str:
-    if c.options.select == "all" or _is_gathered(x.site):
-        return ""
-    bf16, fp8 = _milliseconds(x, c)
+def _pays(x: Candidate, costs: Costs) -> str:
+    """Why a matmul is not faster in FP8; "" if it is."""
+    assert x.role is not None
+    bf16, fp8 = costs.milliseconds(x.site, x.role)
     if fp8 < bf16:
         return ""
-    n, k = _hint(x.site.n), _hint(x.site.k)
+    n, k = hint(x.site.n), hint(x.site.k)
     unaligned = [f"{d} = {s}" for d, s in (("N", n), ("K", k)) if s % ALIGNMENT]
     if unaligned:
         return f"{' and '.join(unaligned)}: not a multiple of {ALIGNMENT}, and padding does not pay"
     return "too small: casts would cost more than the FP8 matmul saves"
-
-
-def _milliseconds(x: Candidate, c: Compilation) -> tuple[float, float]:
-    """Estimated milliseconds of this matmul in BF16 and in FP8, casts included."""
-    assert x.role is not None
-    assert x.site.left is not None
-    assert x.site.right is not None
-    m, n, k, batch = (_hint(s) for s in (x.site.m, x.site.n, x.site.k, x.site.batch))
-    d = c.device
-    kp, np_ = round_up(k, ALIGNMENT), round_up(n, ALIGNMENT)
-    coarser = "tensor" if {x.role.left.granularity.kind, x.role.right.granularity.kind} == {"tensor"} else "row"
-    rate = d.rate("block" if x.role.left.granularity.size else coarser)
-    work = 2 * batch * 1e-9  # FLOPs / TFLOP/s = 1e-12 s = 1e-9 ms
-    moved = 0.0
-    weights = _hint(x.site.groups) if value(x.site.right).dim() == 3 and x.site.kind == GROUPED else 1
-    for operand, rows in ((x.site.left, m), (x.site.right, np_ * weights)):
-        moved += batch * rows * kp * (2 * value(operand).element_size() + 1) / x.sharing[base(operand), x.site.role]
-    casts = moved / (d.casts * 1e9) + 2 * d.launch * 1e-3
-    return work * m * n * k / d.bf16, work * m * np_ * kp / rate + casts
 
 
 def _symbols(sizes: Sequence[Any]) -> dict[str, int]:
@@ -234,16 +222,6 @@ def _symbols(sizes: Sequence[Any]) -> dict[str, int]:
     return found
 
 
-def _hint(size: Any) -> int:
-    """A size as the compiler's example saw it; 4096 for one that only the data knows."""
-    if isinstance(size, int):
-        return size
-    try:
-        return int(size.node.hint)
-    except (AttributeError, TypeError, ValueError):
-        return 4096
-
-
 RULES: tuple[Callable[[Candidate, Compilation], str], ...] = (
     _has_weight,
     _in_recipe,
@@ -254,7 +232,6 @@ RULES: tuple[Callable[[Candidate, Compilation], str], ...] = (
     _has_units,
     _can_be_grouped,
     _has_work,
-    _pays,
 )
 
 
