@@ -161,7 +161,12 @@ def _price(node: fx.Node, halves: Halves) -> float:
         return math.inf
     if node in halves.static:
         return 0.0
-    return max(1.0, _bytes_kept(node, halves))
+    return max(1.0, bytes_kept(node, halves))
+
+
+def may_be_kept(node: fx.Node, halves: Halves) -> bool:
+    """Whether `node` can be saved, at a price."""
+    return 0 < _price(node, halves) < math.inf
 
 
 def is_object(node: fx.Node) -> bool:
@@ -169,7 +174,7 @@ def is_object(node: fx.Node) -> bool:
     return not isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
 
 
-def _bytes_kept(node: fx.Node, halves: Halves) -> float:
+def bytes_kept(node: fx.Node, halves: Halves) -> float:
     """Bytes of the form in which `node` is kept. Among equal ones the narrower dtype is preferred, which is in memory
     anyway, and slices of a merged result, which are what other kernels read, to the whole of it."""
     form = halves.forms.get(node)

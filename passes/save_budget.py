@@ -30,6 +30,7 @@ from fp8compile.devices import TABLE, Device
 from fp8compile.passes import fusible
 from fp8compile.passes.compilation import is_tensor, value
 from fp8compile.passes.plan_saved import Halves, Prices, may_be_computed_again, plan_saved, saved_bytes
+from fp8compile.passes.reach import find_far
 from fp8compile.passes.roles import GROUPED
 from fp8compile.passes.saved_forms import as_it_is, count, is_random, made_at, memory_of
 
@@ -55,13 +56,27 @@ def plan_within(graph: fx.Graph, halves: Halves, budget: float | int | None, dev
         saved = plan_saved(graph, halves, prices)
         return Choice(saved, saved_bytes(saved, halves))
 
-    choice = cut(Prices())
+    def usual() -> Choice:
+        return _within_reach(graph, halves, cut)
+
+    choice = usual()
     if budget is None:
         return choice
     limit = int(budget * _everything(graph, halves)) if isinstance(budget, float) else budget
     if choice.bytes <= limit:
-        return _with_less_rounding(halves, cut, limit)
+        return _with_less_rounding(halves, usual, limit)
     return _with_more_recompute(graph, halves, cut, choice, limit, device)
+
+
+def _within_reach(graph: fx.Graph, halves: Halves, cut: Callable[[Prices], Choice]) -> Choice:
+    """The cut in which no value that is computed again is made of too much."""
+    narrow: set[fx.Node] = set()
+    while True:
+        choice = cut(Prices(narrow=narrow))
+        far = find_far(graph, choice.saved, halves) - narrow
+        if not far:
+            return choice
+        narrow |= far
 
 
 def _everything(graph: fx.Graph, halves: Halves) -> int:
@@ -70,7 +85,7 @@ def _everything(graph: fx.Graph, halves: Halves) -> int:
     return saved_bytes(plan_saved(graph, plain, Prices(byte=MOST)), plain)
 
 
-def _with_less_rounding(halves: Halves, cut: Callable[[Prices], Choice], limit: int) -> Choice:
+def _with_less_rounding(halves: Halves, cut: Callable[[], Choice], limit: int) -> Choice:
     """Let as many values as fit keep their precision: what would be cast only to be saved, then what has a payload."""
     forms = dict(halves.forms)
     rounded = [n for n in reversed(forms) if forms[n].granularity is not None]
@@ -81,7 +96,7 @@ def _with_less_rounding(halves: Halves, cut: Callable[[Prices], Choice], limit: 
             (node, as_it_is(value(node), "the budget allows it")) if _origin(node) in exact else (node, forms[node])
             for node in rounded
         )
-        return cut(Prices())
+        return cut()
 
     everything = unrounded(set(order))
     if everything.bytes <= limit:
