@@ -102,7 +102,13 @@ class _Emitter(Held):
         if self.loops and self.body:
             blocks = self.row_blocks if self.row_blocks is not None else self._covered_blocks()
             ahead = f", num_stages={self.stages}" if self.stages > 1 and self.target != "interpreter" else ""
-            span = f"{first}, {blocks}, {self.tiling.row_programs}{ahead}"
+            start, step = first, self.tiling.row_programs
+            if self.part.bands > 1:  # a program walks down the rows of one band
+                step //= self.part.bands
+                blocks = self.row_blocks // self.part.bands  # type: ignore[operator]
+                lines.append(f"band = {first} // {step}")
+                start, blocks = f"band * {blocks} + {first} % {step}", f"(band + 1) * {blocks}"
+            span = f"{start}, {blocks}, {step}{ahead}"
             lines.append(f"for row_block in {'tl.range' if ahead else 'range'}({span}):")
             lines += [f"    {line}" for line in self.body]
         else:

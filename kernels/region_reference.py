@@ -121,7 +121,8 @@ class Evaluation:
         if value.op == "all_amax":
             return x.abs().amax().reshape(1, 1)
         if value.op == "col_sum":
-            return x.expand(shape).sum(0, keepdim=True)
+            bands = value.params[0] if value.params else 1
+            return x.expand(shape).reshape(bands, -1, shape[1]).sum(1)
         if value.op == "col_amax":
             return x.expand(shape).abs().amax(0, keepdim=True)
         return _grouped_amax(x.expand(shape).abs(), value)
@@ -158,7 +159,8 @@ def _store(buffer: Tensor, store: Store, evaluation: Evaluation, sizes: Mapping[
     part = evaluation.part
     x = evaluation[store.value]
     if part.values[store.value].op in ("all_amax", "col_sum", "col_amax"):
-        buffer[0] = x.reshape(buffer.shape[1:])
+        results = x.reshape(-1, *buffer.shape[1:])  # one for each band
+        buffer.unflatten(0, (len(results), -1))[:, 0] = results
         return
     rows, cols = part.extents[store.value]
     shape = (

@@ -245,8 +245,18 @@ def _tiled(
         block_rows = min(block_rows, max(power_of_two(rows), _least(part)[0]))
         blocks = max(1, ceil_div(rows, block_rows))
         row_programs = min(blocks, row_programs) if resident else blocks
+        block_rows, row_programs = in_bands(part, block_rows, row_programs)
     tiling = Tiling(block_rows, block_cols, row_programs, col_blocks, sweeps, held=held)
     return Schedule((tiling,), warps, stages)
+
+
+def in_bands(part: Part, block_rows: int, row_programs: int) -> tuple[int, int]:
+    """Rows of a tile that divide a band, and programs of which each band has as many."""
+    if part.bands == 1:
+        return block_rows, row_programs
+    rows: int = part.rows // part.bands  # type: ignore[operator, assignment]
+    block_rows = min(block_rows, rows & -rows)
+    return block_rows, part.bands * min(rows // block_rows, max(1, row_programs // part.bands))
 
 
 def _all_at_a_time(warps: int) -> int:

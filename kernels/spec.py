@@ -92,6 +92,11 @@ class Part:
         return tuple(extents)
 
     @cached_property
+    def bands(self) -> int:
+        """How many equal bands the rows are cut into, so that no program has rows of two: column sums are of bands."""
+        return max((v.params[0] for v in self.values if v.op == "col_sum" and v.params), default=1)
+
+    @cached_property
     def levels(self) -> tuple[int, ...]:
         """How many row reductions, one after the other, each value needs."""
         levels: list[int] = []
@@ -103,6 +108,7 @@ class Part:
 # Reductions: op -> extent of the result, given that of the argument and the parameters.
 ROW_REDUCTIONS = ("row_sum", "row_max", "row_min", "row_amax")
 GROUP_REDUCTIONS = {"group_amax": (1, 0), "col_group_amax": (0, 1), "block_amax": (1, 1)}
+BAND = 128  # the rows of a band are a multiple of it, so that tiles fill them, whatever groups of rows they hold
 PARTIALS = ("all_amax", "col_sum", "col_amax")  # one result a program; what reads them reduces once more
 
 

@@ -189,7 +189,9 @@ class _Judge:
             values, bounds = self._sides({j: x for j, x in self.given.items() if j != i})
         op = self.part.values[i].op
         if op in PARTIALS:
-            actual = buffer.double().sum(0).float() if op == "col_sum" else buffer.amax(0)
+            bands = len(values[i]) if op == "col_sum" else 1
+            found = buffer.unflatten(0, (bands, -1))
+            actual = found.double().sum(1).float() if op == "col_sum" else found.amax(1)
             return _difference(actual.reshape(values[i].shape), values[i].double(), bounds[i], _float, False)
         actual = _stored(buffer, store, self.part, self.names, padded=True)
         exact, bound = bounds.quotient(i) if op == "quantize" else (values[i], bounds[i])

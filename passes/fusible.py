@@ -6,6 +6,7 @@ Inductor's. Adding one is adding a row (and an expression in `kernels/expression
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import fx
 from torch._inductor import inductor_prims  # Inductor's random operators: a dropout is one of them by now
 
 from fp8compile import ops
+from fp8compile.kernels.spec import BAND
 from fp8compile.passes.compilation import aten, is_tensor, value
 from fp8compile.passes.iteration import product, same
 
@@ -206,7 +208,7 @@ def is_row_reduction(node: fx.Node) -> bool:
 
 
 def is_col_sum(node: fx.Node) -> bool:
-    """Whether `node` sums over all but the last dimension."""
+    """Whether `node` sums over all but the last dimension, or over bands of rows (`bands_of`)."""
     if node.op != "call_function" or node.target is not aten.sum.dim_IntList:
         return False
     source = node.args[0]
@@ -215,7 +217,18 @@ def is_col_sum(node: fx.Node) -> bool:
     if value(node).dtype not in FLOATS:
         return False
     dims, n = reduced_dims(node), value(source).dim()
-    return n > 1 and dims == list(range(n - 1))
+    if not dims or dims != list(range(dims[0], n - 1)):
+        return False
+    rows = value(source).shape[:-1]
+    in_bands = dims[0] > 0 and all(isinstance(size, int) for size in rows)
+    return dims[0] == 0 or (in_bands and math.prod(rows[dims[0] :]) % BAND == 0 and math.prod(rows) > 0)
+
+
+def bands_of(node: fx.Node) -> int:
+    """Into how many bands of rows a column sum divides its source, each summed by itself: 1, or one for each image or
+    sequence where what was scaled and shifted by it sums up."""
+    shape = value(node.args[0]).shape[: reduced_dims(node)[0]]  # type: ignore[arg-type]
+    return math.prod(shape)
 
 
 def is_global_amax(node: fx.Node) -> bool:

@@ -127,7 +127,11 @@ class GraphEditor:
         if not pieces:
             return self._shaped(out, node, place)
         if fusible.is_col_sum(node):
-            out = self.emit(aten.sum.dim_IntList, out, [0], before=place, like=node)
+            bands = fusible.bands_of(node)
+            if bands > 1:
+                programs, columns = value(out).shape
+                out = self.emit(aten.view.default, out, [bands, programs // bands, columns], before=place, like=node)
+            out = self.emit(aten.sum.dim_IntList, out, [int(bands > 1)], before=place, like=node)
             out = self._shaped(out, node, place)
             if value(node).dtype != torch.float32:
                 out = self.emit(

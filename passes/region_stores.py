@@ -25,7 +25,12 @@ def sink_of(builder: Builder, node: fx.Node) -> Sink:
         return store_value(builder, node)
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     if fusible.is_col_sum(node):
-        i = builder.values.op("col_sum", builder.evaluate(source, builder.everything))
+        bands = fusible.bands_of(node)
+        others = {v.params for v in builder.values.items if v.op == "col_sum" and v.params}
+        if bands > 1 and others - {(bands,)}:
+            raise RefusedError("it sums other bands of rows than another sum of this kernel")
+        summed = builder.evaluate(source, builder.everything)
+        i = builder.values.op("col_sum", summed, params=(bands,) if bands > 1 else ())
         return Sink(node, Store(0, i), Buffer(("row_programs0", builder.cols), "float32"))
     if node.args[1] == "tensor":
         if source.target is ops.amax:

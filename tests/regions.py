@@ -18,6 +18,7 @@ from fp8compile.kernels import generated, quarters, trial
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.schedule import Schedule, Tiling
 from fp8compile.kernels.spec import (
+    BAND,
     ELEMENT,
     ROW_REDUCTIONS,
     Buffer,
@@ -118,7 +119,7 @@ def _tiling(part: Part, rng: random.Random) -> Tiling:
     if in_quarters:
         block_rows = max(block_rows, quarters.STEP)
     blocks = ceil_div(rows, block_rows) if isinstance(rows, int) else 3
-    walkers = rng.randint(1, max(1, blocks))
+    block_rows, walkers = schedules.in_bands(part, block_rows, rng.randint(1, max(1, blocks)))
     return Tiling(block_rows, block_cols, walkers, ceil_div(cols, block_cols), sweeps, in_quarters, held)
 
 
@@ -129,7 +130,8 @@ def _of_few(length: int) -> int:
 
 def _few(part: Part, tiling: Tiling, walkers: int) -> Tiling:
     """Programs beyond `walkers` in a column of tiles walk instead, so that a trial takes few programs."""
-    return replace(tiling, row_programs=min(tiling.row_programs, walkers))
+    _, few = schedules.in_bands(part, tiling.block_rows, min(tiling.row_programs, walkers))
+    return replace(tiling, row_programs=few)
 
 
 class _Drawer:
@@ -144,11 +146,12 @@ class _Drawer:
 
     def region(self) -> tuple[Region, tuple[list[int], ...]]:
         rng = self.rng
-        batches, self.per_batch = _factors(rng.choice(self.some_rows), rng)
+        self.bands = rng.choice((2, 3)) if rng.random() < 0.1 else 1
+        batches, self.per_batch = _factors(rng.choice(self.some_rows), rng) if self.bands == 1 else (self.bands, BAND)
         self.divisor = 1
         self.rows: Size = batches * self.per_batch
         self.batches: Size = batches
-        if rng.random() < 0.3:
+        if self.bands == 1 and rng.random() < 0.3:
             self._make_symbolic()
         parts = [self._part(i) for i in range(rng.choice((1, 1, 1, 2, 3)))]
         if len(parts) > 1 and rng.random() < 0.5:
@@ -353,7 +356,10 @@ class _Draft:
 
     def store_partial(self) -> None:
         op = self.rng.choice(("all_amax", "col_sum", "col_amax"))
-        value = self.add(op, self.pick())
+        params: tuple[int, ...] = ()
+        if self.drawer.bands > 1 and self.rng.random() < 0.8:
+            op, params = "col_sum", (self.drawer.bands,)
+        value = self.add(op, self.pick(), params=params)
         shape = (f"programs{self.number}",) if op == "all_amax" else (f"row_programs{self.number}", self.cols)
         self.stores.append(Store(self.buffer(shape, "float32"), value))
 

@@ -207,6 +207,32 @@ def test_column_sums_are_made_where_their_tensor_is_cast() -> None:
     assert {"col_sum", "quantize"} <= operators
 
 
+def test_sums_over_each_image_are_made_there_too() -> None:
+    """What was added to all rows of an image, or multiplied with them, has such a sum for its gradient."""
+
+    def run(g: Tensor, x: Tensor, s: Tensor) -> Any:
+        y = g * (1 + s)[:, None]
+        return *cast(y.flatten(0, 1)), g.sum(1), (g * x).sum(1, keepdim=True), y.sum([0, 1])
+
+    formed = Formed(run, noise(3, 256, C), noise(3, 256, C, seed=3), noise(3, C, seed=4))
+    (region,) = formed.regions
+    assert [v.params for v in region.parts[0].values if v.op == "col_sum"] == [(3,), (3,), ()]
+    assert not any(b.shape[0] == 3 * 256 and b.dtype == "float32" and b.shape[-1] == C for b in region.buffers)
+
+
+@pytest.mark.parametrize(("length", "bands"), [(64, [2]), (128, [2, 4]), (200, [])])
+def test_one_height_of_bands_a_kernel(length: int, bands: list[int]) -> None:
+    """Sums over other bands, and over rows that do not fill tiles, are left to Inductor, with the same values."""
+
+    def run(g: Tensor) -> Any:
+        return *cast(g.flatten(0, 1)), g.view(2, -1, C).sum(1), g.sum(1)
+
+    formed = Formed(run, noise(4, length, C))
+    (region,) = formed.regions
+    found = [v.params[0] for v in region.parts[0].values if v.op == "col_sum"]
+    assert found == bands[:1]
+
+
 def test_what_nothing_is_cast_of_is_left() -> None:
     formed = Formed(lambda x: (torch.sin(x) * 2, x.sum(0)), noise(R, C))
     assert formed.regions == formed.reasons == []
