@@ -29,7 +29,7 @@ from fp8compile.insight.baseline import DumpingPartitioner
 from fp8compile.insight.dumps import Dump
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
-from fp8compile.passes import expose_matmuls, skip_overflow
+from fp8compile.passes import call_matmuls, expose_matmuls, skip_overflow
 from fp8compile.passes.compilation import Compilation, Input, aten, device_of
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.optimizer_pipeline import OPTIMIZER, has_states, run_optimizer
@@ -193,7 +193,7 @@ class LoweringPass(CustomGraphPass):
         on_gpu = device_of(graph).type == "cuda"
         executor = "triton" if on_gpu and self.options.kernels == "generated" else "inductor"
         self.lowered = _lower(graph, executor, self.options, self.half, self.dump)
-        expose_matmuls.keep_strides(graph)
+        call_matmuls.keep_strides(graph)
 
     def uuid(self) -> str:
         """The source and the options decide what this pass does."""

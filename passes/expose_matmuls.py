@@ -14,25 +14,20 @@ changes.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config  # whether matmuls are to be pipelined
-from torch._inductor.inductor_prims import force_stride_order  # as that pass has it
 
 from fp8compile import ops
-from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, CARRIERS, SPLITS, VIEWS
-from fp8compile.passes.compilation import aten, update_value, value
+from fp8compile.passes.call_matmuls import RESHAPED, call, is_one_call
+from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, CARRIERS
+from fp8compile.passes.compilation import aten, update_value
 from fp8compile.passes.region_graph import GraphEditor
 
-RESHAPED = (*VIEWS, aten.reshape.default)  # which Inductor turns views into first
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 STEPS = {*CARRIERS, *RESHAPED, aten.cat.default, aten.permute.default, aten.clone.default}
-PARTS = (aten.select.int, aten.slice.Tensor, aten.unbind.int, *SPLITS)
-EXPOSED = "fp8_exposed"  # in the metadata of a matmul
-IN_ONE_CALL = ("tensor", "row")  # granularities that aten._scaled_mm takes
 
 
 def is_wanted() -> bool:
@@ -45,38 +40,11 @@ def expose_matmuls(graph: fx.Graph) -> None:
     editor = GraphEditor(graph)
     for node in list(graph.find_nodes(op="call_function", target=ops.scaled_mm)):
         gathered = _gathered(node.args[0])  # type: ignore[arg-type]
-        if not _is_one_call(node) or not (gathered or _is_scattered(node)):
+        if not is_one_call(node) or not (gathered or _is_scattered(node)):
             continue
         if gathered is not None:
             _gather_as_it_is(editor, gathered, node.args[0])  # type: ignore[arg-type]
-        _replace(editor, node)
-
-
-def keep_strides(graph: fx.Graph) -> None:
-    """Have exposed matmuls that are not pipelined read what they were given: Inductor may lay out what it computes
-    itself otherwise, and cuBLAS takes rows, columns, and their scales in one way only."""
-    for node in list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default)):
-        if not node.meta.get(EXPOSED):
-            continue
-        with graph.inserting_before(node):
-            for i, given in enumerate(node.args[:4]):
-                if value(given).dim() == 2:  # type: ignore[arg-type]
-                    kept = graph.call_function(force_stride_order, (given, value(given).stride()))  # type: ignore[arg-type]
-                    kept.meta = dict(given.meta)  # type: ignore[union-attr]
-                    node.update_arg(i, kept)
-
-
-def _is_one_call(node: fx.Node) -> bool:
-    """Whether aten._scaled_mm does it all: two matrices, their scales, an addition at most, and BF16."""
-    a, _, granularity_a, _, _, granularity_b, bias, dtype, *rest = node.args
-    return (
-        granularity_a in IN_ONE_CALL
-        and granularity_b in IN_ONE_CALL
-        and value(a).dim() == 2  # type: ignore[arg-type]
-        and dtype == torch.bfloat16
-        and (bias is None or value(bias).dtype == torch.bfloat16)  # type: ignore[arg-type]
-        and not any(x is not None for x in rest[1:])  # no groups
-    )
+        call(editor, node)
 
 
 def _gathered(node: fx.Node) -> fx.Node | None:
@@ -121,35 +89,3 @@ def _gather_as_it_is(editor: GraphEditor, gather: fx.Node, payload: fx.Node) -> 
             update_value(node)
     payload.replace_all_uses_with(payload.args[0])  # type: ignore[arg-type]
     editor.graph.erase_node(payload)
-
-
-def _is_part(scale: Any) -> bool:
-    """Whether a scale is one of several in memory: cuBLAS wants it to begin at a multiple of 16 bytes."""
-    while scale.target in RESHAPED:
-        scale = scale.args[0]
-    return scale.target in PARTS or (scale.target is operator.getitem and scale.args[0].target in PARTS)
-
-
-def _replace(editor: GraphEditor, node: fx.Node) -> None:
-    a, scale_a, granularity_a, b, scale_b, granularity_b, bias, dtype, *rest = node.args
-
-    def emit(target: Any, *args: Any) -> fx.Node:
-        return editor.emit(target, *args, before=node, like=node)
-
-    def of_rows(scale: Any, rows: int) -> fx.Node:
-        flat = emit(aten.view.default, scale, [-1, 1])
-        if value(flat).shape[0] != rows:
-            flat = emit(aten.expand.default, flat, [rows, 1])
-        return emit(aten.clone.default, flat)
-
-    if granularity_a == granularity_b == "tensor":
-        scale_a, scale_b = (emit(aten.clone.default, s) if _is_part(s) else s for s in (scale_a, scale_b))
-    else:
-        scale_a = of_rows(scale_a, value(a).shape[0])  # type: ignore[arg-type]
-        scale_b = emit(aten.permute.default, of_rows(scale_b, value(b).shape[0]), [1, 0])  # type: ignore[arg-type]
-    columns = emit(aten.permute.default, b, [1, 0])
-    fast = bool(rest and rest[0])
-    product = emit(aten._scaled_mm.default, a, columns, scale_a, scale_b, bias, None, dtype, fast)
-    product.meta[EXPOSED] = True
-    node.replace_all_uses_with(product)
-    editor.graph.erase_node(node)

@@ -15,6 +15,7 @@ from fp8compile.passes import (
     assign_scales,
     attention_layout,
     attention_masks,
+    call_matmuls,
     canonicalize,
     chunk_loss,
     combine_regions,
@@ -105,6 +106,9 @@ AFTER_CUT = (
     Lowering("combine_regions", combine_regions.combine_regions, "fewer launches, no copies", ("operators", "triton")),
     Lowering("lower_regions", lower_regions.lower_regions, "kernels that Inductor launches", ("triton",)),
     Lowering("lower_markers", lower_markers.lower_markers, "casts that are left, as aten", ("triton", "inductor")),
+    Lowering(
+        "call_matmuls", call_matmuls.call_matmuls, "calls that Inductor makes; when none is looked for", ("triton",)
+    ),
 )
 
 
