@@ -36,6 +36,7 @@ def prepare_fsdp(
     skip: str | Sequence[str] = (),
     lm_head: bool = False,
     power_of_two: bool = False,
+    keep_casts: bool = True,
 ) -> nn.Module:
     """Let FSDP2 gather the weights of the linears of `model` as FP8 (E4M3); returns `model`, changed in place.
 
@@ -46,6 +47,9 @@ def prepare_fsdp(
 
     granularity: "tensor", or "block(128)" for the recipe "blockwise": one scale for each 128×128 elements.
     power_of_two: round scales up to powers of two.
+    keep_casts: keep each shard in FP8 until its weight changes, for one byte an element of the shard: all shards are
+    cast once a step, by one kernel. False: each is cast anew whenever it is gathered, for forward and for backward of
+    every microbatch. Shards in a CPU's memory (offloading) are cast when they are gathered in any case.
 
     Once a step, when the first weight after it is gathered, one all-reduce makes all scales (4 bytes a scale).
     Matmuls with a weight that is gathered so run in FP8 whatever the cost model says: its rounding has been paid for.
@@ -64,7 +68,7 @@ def prepare_fsdp(
             "prepare_fsdp has found no weight to gather as FP8: the model has no nn.Linear (outside of heads and of "
             f"skip={list(patterns(skip))}) with sizes that are multiples of {ALIGNMENT}"
         )
-    scales = WeightScales(E4M3.name, granularity, power_of_two)
+    scales = WeightScales(E4M3.name, granularity, power_of_two, keep_casts)
     made: dict[nn.Parameter, tuple[WeightCast, nn.Parameter]] = {}
     for name, module in chosen:
         weight: Any = module.weight

@@ -81,8 +81,10 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, str, int]]:
         """What each rank sends: FP8 [ceil(R / ranks), C], padded with zeros where a rank has fewer rows; and what it
         keeps for itself: the scale of the whole weight, and R."""
-        scale = self.cast.current_scale()
+        scale, kept = self.cast.current_scale(), self.cast.payload
         rows = ceil_div(outer_size[0], mesh.size())
+        if kept is not None and kept.shape[0] == rows:
+            return (kept,), (scale, self.cast.granularity, outer_size[0])
         payload = quantize_rows(self.data_, scale, self.cast, rows * mesh.get_local_rank())
         if payload.shape[0] < rows:
             missing = (0, 0, 0, rows - payload.shape[0])

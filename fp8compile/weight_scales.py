@@ -7,6 +7,8 @@ optimizer's step finds that all have, and the amaxes of all are taken at once. A
 that autograd keeps (any in-place operation raises them: a step, compiled or not, a checkpoint that is loaded) and by a
 hook after every optimizer's step. All ranks run the same program, so they find the same and meet in one all-reduce.
 
+Payloads are as old as scales, so the shards are cast there as well (`shard_payloads.py`), unless gathers are to do it.
+
 With 128×128 blocks a rank adds its rows' part to the amaxes of all blocks, so shards may cut blocks anywhere.
 """
 
@@ -26,6 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fp8compile.errors import ShardingError
 from fp8compile.formats import ceil_div, parse_granularity, round_up
 from fp8compile.kernels import reference
+from fp8compile.shard_payloads import ShardPayloads
 from fp8compile.sharded_weight import CASTS, ShardedWeight, local_part
 
 BLOCK = 128
@@ -42,6 +45,7 @@ class WeightCast:
         self.scales = scales
         self.format, self.granularity, self.power_of_two = scales.format, scales.granularity, scales.power_of_two
         self.scale: Tensor | None = None  # a part of the buffer that all weights share
+        self.payload: Tensor | None = None  # this rank's shard in FP8, if it is kept; as old as the scale
         self.seen: tuple[int, ...] | None = None  # `versions`, when the scale was made
         self.key = next(_keys)
         CASTS[self.key] = self
@@ -101,8 +105,10 @@ class WeightCast:
 class WeightScales:
     """The scales of all weights that one call of prepare_fsdp has prepared."""
 
-    def __init__(self, format: str, granularity: str, power_of_two: bool):
+    def __init__(self, format: str, granularity: str, power_of_two: bool, keep_casts: bool = True):
         self.format, self.granularity, self.power_of_two = format, granularity, power_of_two
+        self.keep_casts = keep_casts
+        self.payloads: dict[Any, ShardPayloads] = {}  # by mesh
         self.casts: list[WeightCast] = []
         self.stepped = False  # an optimizer has, since scales were made
         self.updates = 0  # how often they were made: all-reduces
@@ -122,6 +128,9 @@ class WeightScales:
             amaxes = torch.where(amaxes.isnan(), torch.inf, amaxes)
             dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=mesh.get_group(dim))
             self._keep(mesh, casts, reference.scale(amaxes, self.format, self.power_of_two))
+            if self.keep_casts:
+                payloads = self.payloads.setdefault(mesh, ShardPayloads())
+                payloads.update(casts, mesh.get_local_rank(dim), mesh.size(dim))
         self.stepped = False
         self.updates += 1
 
