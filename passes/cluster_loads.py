@@ -71,10 +71,30 @@ def _dear(cluster: Cluster, frontier: set[fx.Node], levels: dict[fx.Node, int]) 
     in_memory = {n for n in frontier if is_read_by_border(n)}
     dear = {n for n in in_memory if len(sources[n]) > 1 or element_bytes(n) <= sum(map(element_bytes, sources[n]))}
     for group in _sharing(frontier - dear, sources):
-        reading = sum(map(element_bytes, {s for n in group for s in sources[n]}))
-        if reading >= sum(2 * element_bytes(n) for n in group):
-            dear |= group
+        alone = _dear_alone(group, sources)
+        rest = group - alone
+        dear |= alone
+        if _reading(rest, sources) >= sum(2 * element_bytes(n) for n in rest):
+            dear |= rest
     return dear
+
+
+def _dear_alone(group: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+    """Nodes that save more than they cost even if the others are computed again: a gradient that was added up over
+    layers, beside the activation of this one."""
+    rest = set(group)
+    while True:
+        reading = _reading(rest, sources)
+        gains = {n: reading - _reading(rest - {n}, sources) - 2 * element_bytes(n) for n in sorted(rest)}
+        best = max(gains, key=lambda n: gains[n], default=None)
+        if best is None or gains[best] <= 0:
+            return group - rest
+        rest.remove(best)
+
+
+def _reading(nodes: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> int:
+    """Bytes for each element that computing all of `nodes` reads."""
+    return sum(map(element_bytes, {s for n in nodes for s in sources[n]}))
 
 
 def _sharing(nodes: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> list[set[fx.Node]]:

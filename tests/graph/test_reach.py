@@ -20,10 +20,10 @@ LAYERS, ROWS, WIDTH = 12, 128, 64
 class Gated(nn.Module):
     """Each layer adds its output through a gate, whose gradient needs that output: it is kept in any case."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
-        self.gates = nn.ParameterList(nn.Parameter(torch.full((WIDTH,), 0.5)) for _ in range(LAYERS))
-        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.gates = nn.ParameterList(nn.Parameter(torch.full((WIDTH,), 0.5)) for _ in range(layers))
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for gate, linear in zip(self.gates, self.linears, strict=True):
@@ -31,7 +31,7 @@ class Gated(nn.Module):
         return x
 
 
-def backward_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> fx.Graph:
+def backward_of(monkeypatch: pytest.MonkeyPatch, layers: int = LAYERS, **options: Any) -> fx.Graph:
     """The backward half of a `Gated`, after its gradients were compared with those in BF16."""
     found: list[fx.Graph] = []
     torch.compiler.reset()
@@ -44,7 +44,9 @@ def backward_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> fx.Graph:
 
     monkeypatch.setattr(partitioner, "_partition", keep)
     torch.manual_seed(0)
-    case = Case(Gated().bfloat16(), {"x": torch.randn(ROWS, WIDTH).bfloat16()}, lambda y: y.float().square().mean(), 0)
+    case = Case(
+        Gated(layers).bfloat16(), {"x": torch.randn(ROWS, WIDTH).bfloat16()}, lambda y: y.float().square().mean(), 0
+    )
     gradients = []
     for run in (case.model, torch.compile(case.model, backend="fp8", options={**EAGER, **options})):
         case.model.zero_grad()
@@ -86,3 +88,12 @@ def test_a_budget_may_still_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = sum(row.bytes for row in fp8compile.last_compile().saved)
     backward_of(monkeypatch, activation_budget=int(0.85 * usual))
     assert sum(row.bytes for row in fp8compile.last_compile().saved) <= 0.85 * usual
+
+
+def test_no_kernel_reads_more_the_more_layers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the gradient of the stream added up anew for every layer."""
+    largest = []
+    for layers in (LAYERS // 2, LAYERS):
+        backward_of(monkeypatch, layers)
+        largest.append(max(kernel.moved for kernel in fp8compile.last_compile().kernels))
+    assert largest[1] <= 1.05 * largest[0]
