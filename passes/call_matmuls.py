@@ -70,9 +70,10 @@ def call(editor: GraphEditor, node: fx.Node) -> None:
 
     def of_rows(scale: Any, rows: int) -> fx.Node:
         flat = emit(aten.view.default, scale, [-1, 1])
-        if not same(value(flat).shape[0], rows):
-            flat = emit(aten.expand.default, flat, [rows, 1])
-        return emit(aten.clone.default, flat)
+        if same(value(flat).shape[0], rows):
+            as_it_lies = same(value(flat).stride(0), 1) and not _is_part(scale)
+            return flat if as_it_lies else emit(aten.clone.default, flat)
+        return emit(aten.clone.default, emit(aten.expand.default, flat, [rows, 1]))
 
     if granularity_a == granularity_b == "tensor":
         scale_a, scale_b = (emit(aten.clone.default, s) if _is_part(s) else s for s in (scale_a, scale_b))

