@@ -12,6 +12,15 @@ On 2 CPU cores that did other things as well (FP8 is emulated there, so its time
     BF16       1.8338      0.6825               -     148.2 ms
     FP8        1.8329      0.6858        55 of 55    3235.0 ms
     FP8 against BF16: +0.49%
+
+On one H200 (a third of its time goes into summing and casting what scales, shifts and gates: FP8 is no faster here yet,
+and takes two fifths of the memory):
+
+    $ python examples/diffusion.py --steps 40
+           first loss  final loss  matmuls in FP8         step
+    BF16       1.8858      0.2721               -     105.5 ms    24.81 GiB
+    FP8        1.8858      0.2721      108 of 190     120.0 ms     9.70 GiB
+    FP8 against BF16: +0.03%
 """
 
 from __future__ import annotations

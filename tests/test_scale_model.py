@@ -412,6 +412,14 @@ def test_blocks_of_docs_are_those_of_the_results(file: str, reduced: tuple[str, 
         assert any(f"| {ms} " in line and f"| {peak} |" in line and moved in line for line in lines), row["name"]
 
 
+def test_the_run_with_kept_shards_is_that_of_the_results() -> None:
+    page = (BENCHMARKS.parent / "docs" / "distributed.md").read_text().replace("*", "")
+    for row in json.loads((BENCHMARKS / "results" / "fsdp_kept.json").read_text())["rows"]:
+        ms, peak = f"{row['ms']:.1f}", f"{row['peak_gib']:.2f}"
+        line = next(line for line in page.splitlines() if line.endswith(f"| {peak} |") and f"| {ms} " in line)
+        assert f"| {row['gather_mib']:.0f} |" in line, row["name"]
+
+
 def test_claims_of_the_page() -> None:
     eight, more = (predict(Job(LLAMA, gpus, 2, checkpoint="full"), TORCHAO, H100).seconds for gpus in (8, 128))
     assert more == pytest.approx(eight, rel=0.005)
