@@ -14,7 +14,7 @@ from fp8compile.kernels import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() and not interpreter.INTERPRETED else "cpu"
 pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and not interpreter.INTERPRETED, reason="tests/gpu/test_cast_tiles.py runs it compiled"
+    DEVICE == "cpu" and not interpreter.INTERPRETED, reason="tests/gpu/test_shard_casts.py runs it compiled"
 )
 
 
