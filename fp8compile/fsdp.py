@@ -36,7 +36,7 @@ def prepare_fsdp(
     skip: str | Sequence[str] = (),
     lm_head: bool = False,
     power_of_two: bool = False,
-    keep_casts: bool = True,
+    keep_casts: bool = False,
 ) -> nn.Module:
     """Let FSDP2 gather the weights of the linears of `model` as FP8 (E4M3); returns `model`, changed in place.
 
@@ -48,8 +48,10 @@ def prepare_fsdp(
     granularity: "tensor", or "block(128)" for the recipe "blockwise": one scale for each 128×128 elements.
     power_of_two: round scales up to powers of two.
     keep_casts: keep each shard in FP8 until its weight changes, for one byte an element of the shard: all shards are
-    cast once a step, by one kernel. False: each is cast anew whenever it is gathered, for forward and for backward of
-    every microbatch. Shards in a CPU's memory (offloading) are cast when they are gathered in any case.
+    cast once a step, by one kernel. Only for weights that nobody writes to through `.data` or in the tensors of a
+    `state_dict()`: torch does not count such writes, and what was kept would be gathered. Optimizers, in-place
+    operations on parameters and `load_state_dict` are counted. False: each is cast anew whenever it is gathered, for
+    forward and for backward of every microbatch; so are shards in a CPU's memory (offloading) in any case.
 
     Once a step, when the first weight after it is gathered, one all-reduce makes all scales (4 bytes a scale).
     Matmuls with a weight that is gathered so run in FP8 whatever the cost model says: its rounding has been paid for.

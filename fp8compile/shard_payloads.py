@@ -1,4 +1,4 @@
-"""FP8 shards that are kept from one change of the weights to the next, so that each is cast once a step.
+"""FP8 shards that are kept from one change of the weights to the next, by request, so that each is cast once a step.
 
 FSDP2 gathers a weight for forward and again for backward, of every microbatch, and asks for its shard in FP8 each time.
 All shards are cast when their scales have been made, in one launch, into memory that stays: one byte an element of the
@@ -35,18 +35,19 @@ class ShardPayloads:
         What is not beside its scales (in a CPU's memory, and moved for each gather) is left to be cast then; so is a
         shard of more rows than FSDP2 makes.
         """
-        kept = []
+        kept, serials = [], []
         for cast in casts:
             assert cast.scale is not None
-            shard = local_part(cast.sharded()).data_
-            cast.payload = None
+            local = local_part(cast.sharded())
+            shard, cast.payload = local.data_, None  # until all are made: a kernel may not compile, memory may run out
             rows = ceil_div(cast.shape[0], ranks)
             if shard.device == cast.scale.device and shard.shape[0] <= rows:
                 kept.append((cast, shard, rows))
+                serials.append(local.serial)
         payloads = self._memory([(rows, cast.shape[1]) for cast, _, rows in kept], [shard for _, shard, _ in kept])
         parts: list[Any] = []
         for (cast, shard, rows), payload in zip(kept, payloads, strict=True):
-            cast.payload, first = payload, rank * rows
+            first = rank * rows
             if not shard.numel():
                 continue
             part = _part(cast, shard, payload, first)
@@ -56,6 +57,8 @@ class ShardPayloads:
                 payload[: shard.shape[0]] = quantize_rows(shard, cast.scale, cast, first)
         for kind in dict.fromkeys(part.kind for part in parts):
             self._launch(kind).run([part for part in parts if part.kind == kind])
+        for (cast, _, _), payload, serial in zip(kept, payloads, serials, strict=True):
+            cast.payload, cast.payload_of = payload, serial
 
     def _memory(self, shapes: list[tuple[int, int]], like: list[Tensor]) -> list[Tensor]:
         """Payloads of `shapes`: zeros where a rank has fewer rows than others."""
@@ -80,8 +83,8 @@ def _part(cast: WeightCast, shard: Tensor, payload: Tensor, first: int) -> Any:
     """`shard` for the kernel that casts many; None for what it does not take."""
     if shard.device.type == "cpu":
         return None
-    from fp8compile.kernels.cast_tiles import Part
+    from fp8compile.kernels.cast_tiles import DTYPES, Part
 
     assert cast.scale is not None
     part = Part(shard, payload, cast.scale, first)
-    return part if part.is_aligned else None
+    return part if part.is_aligned and shard.dtype in DTYPES else None

@@ -83,7 +83,7 @@ class ShardedWeight(Tensor):
         keeps for itself: the scale of the whole weight, and R."""
         scale, kept = self.cast.current_scale(), self.cast.payload
         rows = ceil_div(outer_size[0], mesh.size())
-        if kept is not None and kept.shape[0] == rows:
+        if kept is not None and self.cast.payload_of == self.serial and kept.shape[0] == rows:
             return (kept,), (scale, self.cast.granularity, outer_size[0])
         payload = quantize_rows(self.data_, scale, self.cast, rows * mesh.get_local_rank())
         if payload.shape[0] < rows:

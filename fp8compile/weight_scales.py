@@ -7,7 +7,7 @@ optimizer's step finds that all have, and the amaxes of all are taken at once. A
 that autograd keeps (any in-place operation raises them: a step, compiled or not, a checkpoint that is loaded) and by a
 hook after every optimizer's step. All ranks run the same program, so they find the same and meet in one all-reduce.
 
-Payloads are as old as scales, so the shards are cast there as well (`shard_payloads.py`), unless gathers are to do it.
+Payloads are as old as scales, so where they are to be kept, shards are cast there as well (`shard_payloads.py`).
 
 With 128×128 blocks a rank adds its rows' part to the amaxes of all blocks, so shards may cut blocks anywhere.
 """
@@ -46,6 +46,7 @@ class WeightCast:
         self.format, self.granularity, self.power_of_two = scales.format, scales.granularity, scales.power_of_two
         self.scale: Tensor | None = None  # a part of the buffer that all weights share
         self.payload: Tensor | None = None  # this rank's shard in FP8, if it is kept; as old as the scale
+        self.payload_of = -1  # `ShardedWeight.serial` of that shard: a copy of the model shares the cast
         self.seen: tuple[int, ...] | None = None  # `versions`, when the scale was made
         self.key = next(_keys)
         CASTS[self.key] = self
@@ -105,7 +106,7 @@ class WeightCast:
 class WeightScales:
     """The scales of all weights that one call of prepare_fsdp has prepared."""
 
-    def __init__(self, format: str, granularity: str, power_of_two: bool, keep_casts: bool = True):
+    def __init__(self, format: str, granularity: str, power_of_two: bool, keep_casts: bool = False):
         self.format, self.granularity, self.power_of_two = format, granularity, power_of_two
         self.keep_casts = keep_casts
         self.payloads: dict[Any, ShardPayloads] = {}  # by mesh

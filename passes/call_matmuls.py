@@ -93,7 +93,8 @@ def _is_part(scale: Any) -> bool:
     while scale.target in RESHAPED:
         scale = scale.args[0]
     if scale.op == "placeholder":  # of backward: what forward has saved may be one of several
-        return value(scale).storage_offset() != 0
+        x = value(scale)
+        return x.storage_offset() * x.itemsize % 16 != 0
     return scale.target in PARTS or (scale.target is operator.getitem and scale.args[0].target in PARTS)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -41,8 +43,11 @@ def exact(base: str = "mixed") -> dict[str, Any]:
     return {"base": base, **EXACT}
 
 
+KEEP = {"keep": False}
+
+
 def prepared(model: Model, granularity: str = "tensor", **how: Any) -> Model:
-    fp8compile.prepare_fsdp(model, granularity, power_of_two=True, **how)
+    fp8compile.prepare_fsdp(model, granularity, power_of_two=True, keep_casts=KEEP["keep"], **how)
     return model
 
 
@@ -217,6 +222,27 @@ CASES: list[Any] = [
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A case where shards are kept in FP8 from step to step."""
+
+    case: Callable[[int], None]
+
+    def __call__(self, rank: int) -> None:
+        KEEP["keep"] = True
+        try:
+            self.case(rank)
+        finally:
+            KEEP["keep"] = False
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_as_one_process_with_rounded_weights(ranks: Ranks, case: Any) -> None:
     ranks.run(case)
+
+
+@pytest.mark.parametrize(
+    "case", [by_blocks, kept_unsharded, uneven, by_128_blocks, tied, offloaded, hybrid], ids=lambda case: case.__name__
+)
+def test_where_shards_are_kept(ranks: Ranks, case: Any) -> None:
+    ranks.run(Kept(case))

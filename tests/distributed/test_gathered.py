@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +18,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import FSDPModule
 
 import fp8compile
-from fp8compile import fsdp
+from fp8compile import fsdp, shard_payloads
 
 
-def prepared(model: Model) -> Model:
-    fp8compile.prepare_fsdp(model, power_of_two=True)
+def prepared(model: Model, keep: bool = False) -> Model:
+    fp8compile.prepare_fsdp(model, power_of_two=True, keep_casts=keep)
     return model
 
 
@@ -93,9 +94,9 @@ def one_all_reduce(rank: int) -> None:
     assert scales.updates == 2
 
 
-def never_stale(rank: int) -> None:
-    """Whatever writes to a weight: the next gather has the scales of what it has become."""
-    model = shard(compile_blocks(prepared(make_model())))
+def never_stale(rank: int, keep: bool = False) -> None:
+    """Whatever writes to a weight: the next gather has the scales of what it has become, and what is kept is it."""
+    model = shard(compile_blocks(prepared(make_model(), keep)))
     weights = [(block.up.weight, name) for name, block in model.blocks.named_children()]
     tokens, targets = local_batch(0)
 
@@ -105,6 +106,11 @@ def never_stale(rank: int) -> None:
             full = weight.detach().full_tensor()
             cast = weight._local_tensor.cast
             assert float(cast.scale) == float(2 ** torch.ceil(torch.log2(full.abs().max() / 448)))
+            assert (cast.payload is not None) == keep
+            if keep:
+                shard_ = weight._local_tensor.data_
+                kept = cast.payload[: shard_.shape[0]].float() * cast.scale
+                assert torch.equal(kept, (shard_ / cast.scale).to(torch.float8_e4m3fn).float() * cast.scale)
 
     def stepped(opt: torch.optim.Optimizer, step: Any) -> None:
         loss_of(model(tokens), targets).backward()
@@ -137,6 +143,55 @@ def never_stale(rank: int) -> None:
     assert len(fsdp.gathered_names(model)) == 6
     model(tokens)
     assert_current_after_assign(model)
+
+
+def never_stale_where_shards_are_kept(rank: int) -> None:
+    never_stale(rank, keep=True)
+
+
+def a_copy_gathers_its_own_weights(rank: int) -> None:
+    """A reference model, or an average of the weights, shares the casts of the model that it was copied from."""
+    model = prepared(make_model(), keep=True)
+    reference = shard(compile_blocks(copy.deepcopy(model)))
+    model = shard(compile_blocks(model))
+    tokens, targets = local_batch(0)
+    expected = reference(tokens)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for _ in range(3):
+        loss_of(model(tokens), targets).backward()
+        opt.step()
+        found = reference(tokens)
+        assert (found - expected).float().norm() < 0.1 * expected.float().norm()
+
+
+def nothing_is_kept_of_casts_that_failed(rank: int) -> None:
+    model = shard(compile_blocks(prepared(make_model(), keep=True)))
+    tokens, _ = local_batch(0)
+    before = model(tokens)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "blocks" in name and parameter.dim() == 2:
+                parameter.mul_(-0.5)
+    original = shard_payloads.quantize_rows
+
+    def fails(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    shard_payloads.quantize_rows = fails
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            model.blocks[0].up.weight._local_tensor.cast.scales.update()
+    finally:
+        shard_payloads.quantize_rows = original
+    assert all(cast.payload is None for cast in model.blocks[0].up.weight._local_tensor.cast.scales.casts)
+    fresh = shard(compile_blocks(prepared(make_model())))
+    with torch.no_grad():
+        for name, parameter in fresh.named_parameters():
+            if "blocks" in name and parameter.dim() == 2:
+                parameter.mul_(-0.5)
+    after = model(tokens)
+    assert torch.equal(after, fresh(tokens))
+    assert not torch.equal(after, before)
 
 
 def assert_current_after_assign(model: Model) -> None:
@@ -204,7 +259,10 @@ def moved(rank: int) -> None:
     assert_current_after_assign(model)
 
 
-OTHERS: list[Any] = [moved, bytes_on_the_wire, one_all_reduce, never_stale, not_finite, plain_checkpoints]
+OTHERS: list[Any] = [
+    moved, bytes_on_the_wire, one_all_reduce, never_stale, never_stale_where_shards_are_kept,
+    a_copy_gathers_its_own_weights, nothing_is_kept_of_casts_that_failed, not_finite, plain_checkpoints,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.__name__)
