@@ -154,6 +154,13 @@ def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
     return [str(x) for x in a] == [str(x) for x in b]
 
 
+def hint(size: Any, unknown: int = 4096) -> int:
+    """A size as it was when the graph was traced; `unknown` for one that only the data knows."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else unknown
+    return int(size)
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder is an incoming gradient."""
     return node.op == "placeholder" and "tangents" in str(node.target)

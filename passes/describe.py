@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from fp8compile import ops
@@ -14,7 +13,7 @@ from fp8compile.formats import FP8_DTYPES
 from fp8compile.kernels import generated
 from fp8compile.kernels.spec import Part
 from fp8compile.passes.collectives import is_sent
-from fp8compile.passes.compilation import VIEWS, is_tensor, value
+from fp8compile.passes.compilation import VIEWS, hint, is_tensor, value
 from fp8compile.passes.origin import module_path, source_line
 from fp8compile.passes.plan_saved import Halves
 from fp8compile.passes.region_graph import regions_of, spec_of
@@ -34,7 +33,7 @@ def _describe(node: fx.Node, half: str) -> Kernel:
     region, schedule = spec_of(node)
     given: list[Any] = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in node.args[1]]  # type: ignore[union-attr]
     symbols = dict(zip(region.sizes, map(str, given), strict=True))
-    seen = {name: _seen(size) for name, size in zip(region.sizes, given, strict=True)}
+    seen = {name: hint(size, unknown=0) for name, size in zip(region.sizes, given, strict=True)}
     return Kernel(
         generated.kernel_name(region, schedule),
         half,
@@ -43,13 +42,6 @@ def _describe(node: fx.Node, half: str) -> Kernel:
         0 if 0 in seen.values() else sum(sum(generated.moved(part, region, seen).values()) for part in region.parts),
         region.origins,
     )
-
-
-def _seen(size: Any) -> int:
-    """A size as it was when the graph was traced; 0 for one that only the data knows."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.has_hint() else 0
-    return size if isinstance(size, int) else 0
 
 
 def _operations(parts: tuple[Part, ...]) -> tuple[str, ...]:

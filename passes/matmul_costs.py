@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from torch import fx
 
 from fp8compile.devices import Device
 from fp8compile.formats import ALIGNMENT, Granularity, round_up
 from fp8compile.passes import fusible
-from fp8compile.passes.compilation import base, value
+from fp8compile.passes.compilation import base, hint, value
 from fp8compile.passes.grouped_matmuls import GROUPED
 from fp8compile.passes.roles import Site
 from fp8compile.recipe import Role
@@ -79,13 +78,3 @@ def _reads(node: fx.Node, granularity: Granularity) -> int:
     """How often a cast reads a tensor that it alone needs."""
     fused = node.op == "call_function" and fusible.is_fusible(node)
     return (2 if granularity.kind == "tensor" else 1) - fused
-
-
-def hint(size: Any) -> int:
-    """A size as the compiler's example saw it; 4096 for one that only the data knows."""
-    if isinstance(size, int):
-        return size
-    try:
-        return int(size.node.hint)
-    except (AttributeError, TypeError, ValueError):
-        return 4096

@@ -35,7 +35,7 @@ def run(graph: fx.Graph) -> list[MergedUpdate]:
         except UpdateSkipError as reason:
             rows.append(_left(update, str(reason)))
             continue
-        key = written.spec.to_json(), str(value(written.nodes[0][0]).device)
+        key = written.spec.to_json(), str(value(written.nodes[written.spec.stored[0]][0]).device)
         groups.setdefault(key, []).append(written)
     place = _first_copy(graph)
     for group in groups.values():

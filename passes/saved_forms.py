@@ -22,13 +22,12 @@ from fp8compile import ops
 from fp8compile.formats import E4M3
 from fp8compile.options import Options
 from fp8compile.passes import fusible
-from fp8compile.passes.compilation import VIEWS, aten, base, divides, is_tensor, value
+from fp8compile.passes.compilation import VIEWS, aten, base, divides, hint, is_tensor, value
 from fp8compile.passes.origin import module_path
 from fp8compile.passes.sensitive import QUERY_OR_KEY
 
 GROUPS = (128, 64, 32, 16)
 SCALE_BYTES = 4
-UNKNOWN = 4096  # a size that only the data knows
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 REORDERED = {*VIEWS, aten.clone.default} - {aten.expand.default, aten.slice.Tensor, aten.select.int}
 
@@ -67,13 +66,7 @@ def dtype_name(x: torch.Tensor) -> str:
 
 def count(shape: Iterable[Any]) -> int:
     """Elements of a tensor of this shape; symbolic sizes as they were seen when it was traced."""
-    return math.prod(map(_seen, shape))
-
-
-def _seen(size: Any) -> int:
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else UNKNOWN
+    return math.prod(map(hint, shape))
 
 
 @dataclass(frozen=True)
@@ -202,7 +195,7 @@ def _unfit(node: fx.Node, least: int) -> str:
 
 def dense_order(x: torch.Tensor) -> list[int]:
     """The dimensions of `x` as they lie in memory, outermost first; in their own order where some are repeated."""
-    strides = [_seen(s) for s in x.stride()]
+    strides = [hint(s) for s in x.stride()]
     if 0 in strides:
         return list(range(x.dim()))
     return sorted(range(x.dim()), key=lambda d: (-strides[d], d))

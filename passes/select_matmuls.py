@@ -18,10 +18,10 @@ from torch import fx
 from fp8compile import edits
 from fp8compile.errors import OptionError
 from fp8compile.formats import ALIGNMENT
-from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, is_tangent, value
+from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, hint, is_tangent, value
 from fp8compile.passes.gathered_weights import gathered
 from fp8compile.passes.grouped_matmuls import GROUPED, remark, role_of, why_not_grouped
-from fp8compile.passes.matmul_costs import Costs, hint
+from fp8compile.passes.matmul_costs import Costs
 from fp8compile.passes.roles import MATMULS, Site, find_sites
 from fp8compile.plan import BF16, FP8, READ_ROUNDED, Matmul
 from fp8compile.recipe import Role
