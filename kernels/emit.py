@@ -98,17 +98,19 @@ class _Emitter(Held):
             first = "first_row_block"
             blocks = self.tiling.col_blocks
             lines += [f"col_block = pid % {blocks}", f"first_row_block = pid // {blocks}"]
+        programs = self.tiling.row_programs
+        if self.band_rows:  # a program walks down the rows of one band
+            programs //= self.part.bands
+            lines.append(f"band = {first} // {programs}")
         lines += self.before
         if self.loops and self.body:
             blocks = self.row_blocks if self.row_blocks is not None else self._covered_blocks()
             ahead = f", num_stages={self.stages}" if self.stages > 1 and self.target != "interpreter" else ""
-            start, step = first, self.tiling.row_programs
-            if self.part.bands > 1:  # a program walks down the rows of one band
-                step //= self.part.bands
-                blocks = self.row_blocks // self.part.bands  # type: ignore[operator]
-                lines.append(f"band = {first} // {step}")
-                start, blocks = f"band * {blocks} + {first} % {step}", f"(band + 1) * {blocks}"
-            span = f"{start}, {blocks}, {step}{ahead}"
+            start = first
+            if self.band_rows:
+                blocks = self.band_rows // self.tiling.block_rows
+                start, blocks = f"band * {blocks} + {first} % {programs}", f"(band + 1) * {blocks}"
+            span = f"{start}, {blocks}, {programs}{ahead}"
             lines.append(f"for row_block in {'tl.range' if ahead else 'range'}({span}):")
             lines += [f"    {line}" for line in self.body]
         else:

@@ -25,7 +25,8 @@ class Quarters(Phases):
             self.tensors, self.number, self.own = STEP, "row", re.compile("rows?")
 
     def _lines_of(self, i: int) -> list[str]:
-        return self.tile if self.tiling.quarters and self.part.extents[i][0] == 1 else super()._lines_of(i)
+        in_quarters = self.tiling.quarters and self.part.extents[i][0] == 1 and not self._row_of(i)
+        return self.tile if in_quarters else super()._lines_of(i)
 
     def _quantize(self, i: int, value: Value) -> str:
         """In quarters, what is to be cast: codes of four rows are made together."""

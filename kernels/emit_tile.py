@@ -12,7 +12,7 @@ from fp8compile.formats import ceil_div, round_up
 from fp8compile.kernels import quarters
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.schedule import Tiling
-from fp8compile.kernels.spec import Digits, Extent, Part, Region, Size
+from fp8compile.kernels.spec import Digits, Extent, Input, Part, Region, Size
 
 INT32_MAX = 2**31 - 1
 
@@ -39,6 +39,8 @@ class Tile:
         self.loops = self.row_blocks is None or self.row_blocks > tiling.row_programs
         self.sweeps = tiling.sweeps
         self.owns_rows = tiling.owns_rows
+        bands = self.part.bands if self.loops else 1
+        self.band_rows = self.part.rows // bands if bands > 1 else 0  # type: ignore[operator]  # 0: no bands
         self.steps = (quarters.STEP if tiling.quarters else 1, 1)  # rows and columns from one of a tensor to the next
         self.before: list[str] = []
         self.body: list[str] = []
@@ -72,6 +74,16 @@ class Tile:
     def _rows(self, step: int, numbers: str) -> tuple[list[str], str]:
         """Where the vector of row numbers, in groups of `step`, is written, and what it is."""
         return self.body, numbers
+
+    def _once(self, spec: Input) -> str:
+        """A row of this tile, or of this program's band, where all of its rows read the same of an input that varies
+        by rows; "" where they do not."""
+        if spec.extent[0] != 1 or self._limit(0, 1, 1):
+            return ""
+        if self.band_rows and spec.repeats % self.band_rows == 0:
+            return f"band * {self.band_rows}"
+        block = self.tiling.block_rows
+        return f"row_block * {block}" if block > 1 and spec.repeats % block == 0 else ""
 
     def _mask(self, extent: Extent, across: bool = False, multiples: tuple[int, int] = (1, 1)) -> str:
         """The condition under which an element of this extent exists ("" if always), or is a zero appended to fill up

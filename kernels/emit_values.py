@@ -39,13 +39,18 @@ class Values(Tile):
         if extent[1] and self.owns_rows:
             return self.tile
         same_for_all_tiles = extent[0] == 0 and self.levels[i] == 0 and self.loops
-        return self.before if same_for_all_tiles else self.body
+        return self.before if same_for_all_tiles or self._row_of(i).startswith("band") else self.body
+
+    def _row_of(self, i: int) -> str:
+        """Where value `i` is loaded once for all rows of a tile, or of a band: a row of it."""
+        value = self.part.values[i]
+        return self._once(self.part.inputs[value.params[0]]) if value.op == "load" else ""
 
     def _text(self, i: int, value: Value) -> str:
         if value.op == "constant":
             return _literal(value.params[0])
         if value.op == "load":
-            return self._load(value)
+            return self._load(i, value)
         if value.op == "load_max":
             return self._load_max(value)
         if value.op == "random":
@@ -128,21 +133,25 @@ class Values(Tile):
                 text = f"tl.reshape(tl.broadcast_to({text}{inner}, {grown}), {shape})"
         return text
 
-    def _load(self, value: Value) -> str:
+    def _load(self, i: int, value: Value) -> str:
         spec = self.part.inputs[value.params[0]]
         extent = spec.extent
+        once = self._row_of(i)
         terms = [str(spec.offset)] if spec.offset else []
         for dim, digits in enumerate((spec.rows, spec.cols)):
             if extent[dim]:
+                axis = f"({once})" if once and dim == 0 else self._axis(dim, extent[dim])
                 digits = digits[:-1] if extent[dim] > 1 else digits
-                terms += self._index(self._axis(dim, extent[dim]), digits, self._is_wide(digits))
-        mask = self._mask(extent)
+                terms += self._index(axis, digits, self._is_wide(digits))
+        mask = self._mask((0, extent[1]) if once else extent)
         pointer = f"x{spec.tensor} + {' + '.join(terms)}" if terms else f"x{spec.tensor}"
         other = f", mask={mask}, other={'0.0' if 'float' in spec.dtype else '0'}" if mask else ""
         text = f"tl.load({pointer}{other})"
         if spec.dtype == "bool":
-            return f"{text} != 0"
-        return text if "int" in spec.dtype or spec.dtype == "float32" else f"{text}.to(tl.float32)"
+            text = f"{text} != 0"
+        elif "int" not in spec.dtype and spec.dtype != "float32":
+            text = f"{text}.to(tl.float32)"
+        return f"tl.broadcast_to({text}, {self._shape(extent)})" if once else text
 
     def _load_max(self, value: Value) -> str:
         spec = self.part.inputs[value.params[0]]

@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8compile.formats import ceil_div, round_up
 from fp8compile.kernels import quarters
-from fp8compile.kernels.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Region, Size
+from fp8compile.kernels.spec import COLUMN, ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Region, Size
 
 MAX_ROW = 65536  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
@@ -121,11 +121,13 @@ def _choose(part: Part) -> Schedule:
         return _transposing(part)
     min_rows, min_cols = _least(part)
     block_cols = max(min(power_of_two(extent(part)[1]), 2048, LARGEST_TILE // min_rows), min_cols)
-    if "all_amax" in ops or ops & set(WALKED):
-        elements = 16384 if ops & set(WALKED) else 8192 if _read_ahead(part, 1) <= 4 else 4096
-        elements = max(elements, min_rows * block_cols)
-        resident = PROCESSORS * (1 if ops & set(WALKED) else 4)
-        return _walking(part, elements // block_cols, block_cols, max(4, elements // 2048), resident)
+    if ops & set(WALKED):
+        block_cols = max(min(_dividing(extent(part)[1]), LARGEST_TILE // min_rows), min_cols)
+        elements = max(8192, min_rows * block_cols)
+        return _walking(part, elements // block_cols, block_cols, max(4, elements // 1024), 2 * PROCESSORS)
+    if "all_amax" in ops:
+        elements = max(8192 if _read_ahead(part, 1) <= 4 else 4096, min_rows * block_cols)
+        return _walking(part, elements // block_cols, block_cols, max(4, elements // 2048), 4 * PROCESSORS)
     block_rows = max(min_rows, 4096 // block_cols, 1)
     return _tiled(part, block_rows, block_cols, max(4, _warps(block_rows * block_cols, 64)))
 
@@ -147,8 +149,12 @@ def _whole_rows(part: Part) -> Schedule:
         return _tiled(part, max(1, min_rows), max(2048, min_cols), 8, sweeps=True)
     block_cols = max(cols, min_cols)
     if ops & set(WALKED):
-        block_rows = max(min_rows, min(16, 8192 // block_cols), 1)
-        return _walking(part, block_rows, block_cols, _warps(block_rows * block_cols, 32), PROCESSORS)
+        per_thread = _held_by_threads(part)
+        block_rows = max(min_rows, min(16, 128 * per_thread // block_cols), 1)
+        elements = block_rows * block_cols
+        return _walking(
+            part, block_rows, block_cols, _warps(elements, per_thread), PROCESSORS * (2 if elements <= 4096 else 1)
+        )
     tile = max(_held_tile(extent(part)[1]), min_cols)
     gains = ceil_div(extent(part)[1], tile) * tile <= block_cols * 7 // 8
     if gains and block_cols >= 512 and (payloads < 2 or wide > MAX_ROW // 2):
@@ -160,7 +166,21 @@ def _whole_rows(part: Part) -> Schedule:
         return _walking(part, block_rows, block_cols, _warps(elements, 32 if full else 64), PROCESSORS)
     if max(part.levels) > 2 and 2048 < wide <= 4096:
         return _walking(part, block_rows, block_cols, _warps(elements, 32), 4 * PROCESSORS)
-    return _tiled(part, block_rows, block_cols, _warps(elements, 32))
+    padded = 8 * part.cols < 7 * block_cols and sum(i.extent == ELEMENT for i in part.inputs) == 1
+    return _tiled(part, block_rows, block_cols, _warps(elements, 64 if padded else 32))
+
+
+def _held_by_threads(part: Part) -> int:
+    """How many elements of each tensor a thread may have where it sums up columns as well: what it loads, what it has
+    loaded once and what it sums up stay in registers (of which it has 255)."""
+    tensors = sum(i.extent in (ELEMENT, COLUMN) for i in part.inputs) + sum(v.op in PARTIALS for v in part.values)
+    return 32 if tensors <= 7 else 16 if tensors <= 14 else 8
+
+
+def _dividing(cols: int) -> int:
+    """The widest tile of which several cover a row closely."""
+    widths = [width for width in (1024, 512) if ceil_div(cols, width) * width <= cols * 13 // 12]
+    return min(power_of_two(cols), widths[0] if widths else 256)
 
 
 def _held_tile(cols: int) -> int:
@@ -212,8 +232,10 @@ def _walking(part: Part, block_rows: int, block_cols: int, warps: int, resident:
 
 
 def _read_ahead(part: Part, elements: int) -> int:
-    """Bytes of one tile of all inputs: what a stage of reading ahead keeps in shared memory."""
-    return elements * sum(DTYPE_BYTES.get(i.dtype, 1) for i in part.inputs if i.extent == ELEMENT)
+    """Bytes of one tile of all inputs that change from row to row: what a stage of reading ahead has in shared
+    memory."""
+    changing = [i for i in part.inputs if i.extent == ELEMENT and i.repeats == 1]
+    return elements * sum(DTYPE_BYTES.get(i.dtype, 1) for i in changing)
 
 
 def _least(part: Part) -> tuple[int, int]:

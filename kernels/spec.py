@@ -38,6 +38,16 @@ class Input:
         """Along which loops it varies; a col group where the innermost loop over columns does not move."""
         return _varies(self.rows), _varies(self.cols)
 
+    @property
+    def repeats(self) -> int:
+        """How many rows after each other read the same, as far as is known: those of an image, say."""
+        count = 1
+        for size, stride in reversed(self.rows):
+            if stride != 0 or isinstance(size, str):
+                break
+            count *= size
+        return count
+
 
 def _varies(digits: Digits) -> int:
     if all(stride == 0 for _, stride in digits):

@@ -42,7 +42,7 @@ def is_statistic(node: fx.Node) -> bool:
 
 def is_read_by_border(node: fx.Node) -> bool:
     """Whether something that is no part of a region reads `node`, or a view of it."""
-    return any(is_read_by_border(u) if u.target in fusible.LAYOUTS else not fusible.is_fusible(u) for u in node.users)
+    return any(not fusible.is_fusible(u) or (u.target in fusible.LAYOUTS and is_read_by_border(u)) for u in node.users)
 
 
 def is_narrowed_elsewhere(node: fx.Node) -> bool:

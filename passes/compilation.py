@@ -31,6 +31,7 @@ INHERITED = (
     "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "recompute", "ac_graph_id", "partitioner_tag",
 )  # fmt: skip
 
+STANDS_ALONE = "fp8_stands_alone"  # of a copy: no region computes it
 AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the tensor's dtype, wherever it is computed
 
 

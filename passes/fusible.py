@@ -16,7 +16,7 @@ from torch._inductor import inductor_prims  # Inductor's random operators: a dro
 
 from fp8compile import ops
 from fp8compile.kernels.spec import BAND
-from fp8compile.passes.compilation import aten, is_tensor, value
+from fp8compile.passes.compilation import STANDS_ALONE, aten, is_tensor, value
 from fp8compile.passes.iteration import product, same
 
 prims = torch.ops.prims
@@ -246,7 +246,12 @@ def is_fusible(node: fx.Node) -> bool:
     if node.target in ops.CASTS:
         return True
     if node.target in LAYOUTS:
-        return is_tensor(node) and isinstance(node.args[0], fx.Node) and value(node).dtype in HELD
+        return (
+            STANDS_ALONE not in node.meta
+            and is_tensor(node)
+            and isinstance(node.args[0], fx.Node)
+            and value(node).dtype in HELD
+        )
     if is_moment(node):
         return is_row_reduction(node.args[0])  # type: ignore[arg-type]
     return is_pointwise(node) or is_row_reduction(node) or is_col_sum(node)

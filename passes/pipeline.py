@@ -28,6 +28,7 @@ from fp8compile.passes import (
     merge_matmuls,
     observe_casts,
     quantize_matmuls,
+    row_major,
     select_matmuls,
     share_casts,
 )
@@ -59,6 +60,7 @@ PIPELINE = (
     Pass("attention_layout", attention_layout.run, "attention writes what casts can read, where there are any"),
     Pass("assign_scales", assign_scales.run, "decides granularity and format of each operand, as the recipe says"),
     Pass("convolutions", convolutions.run, "chosen patch convolutions become plain matmuls, for the passes below"),
+    Pass("row_major", row_major.run, "what rows are read of lies in rows; when convolutions are what they will be"),
     Pass("merge_matmuls", merge_matmuls.run, "fewer, larger matmuls and casts; needs equal casts, so after the scales"),
     Pass("quantize_matmuls", quantize_matmuls.run, "carries out the plan with markers"),
     Pass("share_casts", share_casts.run, "one cast a tensor, layout and granularity; when all casts stand"),

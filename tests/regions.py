@@ -413,7 +413,8 @@ def _row_statistic(d: _Draft) -> Where:
 
 
 def _per_batch(d: _Draft) -> Where:
-    return ((d.drawer.batches, d.cols), (d.drawer.per_batch, 0)), ((d.cols, 1),), 0
+    one_each: Digits = ((1, 0),) if d.rng.random() < 0.5 else ()  # no group, however many rows
+    return ((d.drawer.batches, d.cols), (d.drawer.per_batch, 0), *one_each), ((d.cols, 1),), 0
 
 
 def _number(d: _Draft) -> Where:
