@@ -13,11 +13,12 @@ from typing import Any
 
 from fp8compile.formats import ceil_div, round_up
 from fp8compile.kernels import quarters
-from fp8compile.kernels.spec import COLUMN, ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Region, Size
+from fp8compile.kernels.spec import COLUMN, ELEMENT, PARTIALS, ROW_REDUCTIONS, Input, Part, Region, Size
 
 MAX_ROW = 65536  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
 MAX_ELEMENTS = 256  # a thread has of each tensor; with more, compiling takes minutes
+SQUARE = 64  # rows and columns of a tile that are enough for what lies across
 LARGEST_TILE = 16384  # elements of a tile of several rows, where groups of rows do not ask for more
 SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -120,16 +121,22 @@ def _choose(part: Part) -> Schedule:
     if any(s.transposed for s in part.stores):
         return _transposing(part)
     min_rows, min_cols = _least(part)
-    block_cols = max(min(power_of_two(extent(part)[1]), 2048, LARGEST_TILE // min_rows), min_cols)
+    widest = SQUARE if any(map(_is_crossed, part.inputs)) else 2048
     if ops & set(WALKED):
-        block_cols = max(min(_dividing(extent(part)[1]), LARGEST_TILE // min_rows), min_cols)
+        block_cols = max(min(_dividing(extent(part)[1]), widest, LARGEST_TILE // min_rows), min_cols)
         elements = max(8192, min_rows * block_cols)
         return _walking(part, elements // block_cols, block_cols, max(4, elements // 1024), 2 * PROCESSORS)
+    block_cols = max(min(power_of_two(extent(part)[1]), widest, LARGEST_TILE // min_rows), min_cols)
     if "all_amax" in ops:
         elements = max(8192 if _read_ahead(part, 1) <= 4 else 4096, min_rows * block_cols)
         return _walking(part, elements // block_cols, block_cols, max(4, elements // 2048), 4 * PROCESSORS)
     block_rows = max(min_rows, 4096 // block_cols, 1)
     return _tiled(part, block_rows, block_cols, max(4, _warps(block_rows * block_cols, 64)))
+
+
+def _is_crossed(x: Input) -> bool:
+    """Whether it lies in memory across the rows: tiles of several of them read what lies side by side."""
+    return x.extent == ELEMENT and x.cols[-1][1] not in (0, 1)
 
 
 def _whole_rows(part: Part) -> Schedule:
@@ -219,11 +226,15 @@ def _transposing(part: Part) -> Schedule:
 
 
 def _walking(part: Part, block_rows: int, block_cols: int, warps: int, resident: int) -> Schedule:
-    """`resident` programs that walk, a tile or two ahead of what they compute."""
+    """`resident` programs that walk, a tile or two ahead of what they compute; over two tiles at least, where each
+    leaves sums that are to be added up."""
     least = max(1, _least(part)[0])
-    rows = extent(part)[0]
+    rows, cols = extent(part)
     if isinstance(rows, int):
         block_rows = min(block_rows, max(power_of_two(rows), least))
+        if any(v.op in WALKED for v in part.values):
+            tiles = ceil_div(rows, block_rows) * ceil_div(cols, block_cols)
+            resident = max(1, min(resident, ceil_div(tiles, 2)))
     memory = SHARED_MEMORY // max(1, min(3, resident // PROCESSORS))
     while block_rows > least and 2 * _read_ahead(part, block_rows * block_cols) > memory:
         block_rows //= 2

@@ -7,9 +7,9 @@ Before      %v = permute(view(%convolution, [64, 768, 1024]), [0, 2, 1])    [64,
 After       %w = clone(%v), contiguous; no region computes it               %x = add(%w, %positions), rows contiguous
 
 Operators of torch keep the layout of what they read, so a whole residual stream may lie transposed because of the patch
-embedding that it begins with. Eager kernels hardly mind. One that has a few rows at a time, as row reductions want it,
-reads 32 bytes for each two that it needs; what is cast in groups lies the other way round as well. One copy by tiles
-takes less than one such read.
+embedding that it begins with. Eager kernels hardly mind. One that has a few rows at a time, as row reductions and casts
+with scales of rows want it, reads 32 bytes for each two that it needs; what is cast in groups lies the other way round
+as well. One copy by tiles takes less than one such read. Tiles of short rows hold many of them, and need no copy.
 
 Sound because values stay what they are, and everybody who sees strides is shown the old ones (`passes/replace.py`).
 """
@@ -19,22 +19,40 @@ from __future__ import annotations
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8compile.formats import parse_granularity
 from fp8compile.passes import fusible
-from fp8compile.passes.compilation import STANDS_ALONE, VIEWS, Compilation, aten, is_tensor, value
+from fp8compile.passes.compilation import STANDS_ALONE, VIEWS, Compilation, aten, hint, is_tensor, value
 from fp8compile.passes.iteration import same
 from fp8compile.passes.replace import restride
+from fp8compile.plan import FP8
+
+LONG = 128  # elements of rows of which a tile holds few
 
 
 def run(c: Compilation) -> None:
-    """Copy every view of which that is true."""
+    """Copy whatever that is true of."""
+    cast = _cast_by_rows(c)
     for node in list(c.graph.nodes):
-        if _is_transposed(node) and _is_read_in_rows(node):
+        if _is_transposed(node) and _is_read_in_rows(node, cast):
             copy = c.emit(aten.clone.default, node, like=node, before=node.next, contiguous=True)
             copy.meta[STANDS_ALONE] = True
             users = [user for user in node.users if user is not copy and fusible.is_fusible(user)]
             for user in users:
                 user.replace_input_with(node, copy)
             restride(c, copy, value(node).stride(), users)
+
+
+def _cast_by_rows(c: Compilation) -> set[fx.Node]:
+    """The activations and gradients that will be cast with scales along their rows, as matmuls take them."""
+    rows = [row for row in c.plan.matmuls if row.decision == FP8 and row.role in ("output", "grad_input")]
+    found = {
+        c.sites[row.node].left
+        for row in rows
+        if row.left is not None
+        and parse_granularity(row.left.granularity).kind in ("row", "group")
+        and not c.sites[row.node].weight_on_left
+    }
+    return {node for node in found if node is not None}
 
 
 def _is_transposed(node: fx.Node) -> bool:
@@ -44,15 +62,18 @@ def _is_transposed(node: fx.Node) -> bool:
     if fusible.is_fusible(node) and node.target not in VIEWS:
         return False  # it lies as what it is computed of
     x = value(node)
-    return x.dim() > 1 and not statically_known_true(x.shape[-1] == 1) and not statically_known_true(x.stride(-1) <= 1)
+    return x.dim() > 1 and hint(x.shape[-1]) >= LONG and not statically_known_true(x.stride(-1) <= 1)
 
 
-def _is_read_in_rows(node: fx.Node) -> bool:
-    """Whether what is computed of `node`, element by element, is reduced along its last dimension."""
+def _is_read_in_rows(node: fx.Node, cast: set[fx.Node]) -> bool:
+    """Whether what is computed of `node`, element by element, is reduced along its last dimension, or cast by rows."""
     length = value(node).shape[-1]
     stack, seen = [node], {node}
     while stack:
-        for user in stack.pop().users:
+        reader = stack.pop()
+        if reader in cast:
+            return True
+        for user in reader.users:
             if user in seen:
                 continue
             seen.add(user)
