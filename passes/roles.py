@@ -29,6 +29,7 @@ from fp8compile.passes.compilation import (
     dependents,
     getitems,
     is_tangent,
+    is_tensor,
     same_sizes,
     value,
 )
@@ -243,7 +244,7 @@ def _is_updated_weight(node: fx.Node) -> bool:
     while len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     shape = value(node).shape
-    terms = [i for i in node.all_input_nodes if same_sizes(value(i).shape, shape)]
+    terms = [i for i in node.all_input_nodes if is_tensor(i) and same_sizes(value(i).shape, shape)]
     return node.target is aten.add.Tensor and len(terms) == 2 and not all(map(_has_matmul, terms))
 
 

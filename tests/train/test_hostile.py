@@ -164,6 +164,29 @@ def test_learned_queries_attend_in_bf16_and_products_of_weights_stay() -> None:
     assert not [r for r in fp8compile.last_compile().converted if r.kind == "bmm"]
 
 
+def test_learned_queries_for_a_batch_of_any_size() -> None:
+    """As in a pooling head: the queries are repeated as often as a size says that only the call knows."""
+
+    class Pool(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.inner = nn.Parameter(noise(1, 1, 32)), linear(32)
+            self.attention = nn.MultiheadAttention(32, 2, batch_first=True).bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            return self.attention(self.query.repeat(x.shape[0], 1, 1), x, x)[0]
+
+    model = Pool()
+    run = torch.compile(
+        model, backend="fp8", dynamic=True, options={"select": "all", "executor": "eager", "strict": True}
+    )
+    for batch in (4, 6):
+        x = noise(batch, 16, 32)
+        assert sqnr(model(x), run(x)) > LEAST
+    assert fp8compile.last_compile().converted
+
+
 def test_a_low_rank_update_of_a_weight_is_a_weight() -> None:
     class Lora(nn.Module):
         def __init__(self) -> None:
