@@ -25,7 +25,7 @@ class Quarters(Phases):
             self.tensors, self.number, self.own = STEP, "row", re.compile("rows?")
 
     def _lines_of(self, i: int) -> list[str]:
-        in_quarters = self.tiling.quarters and self.part.extents[i][0] == 1 and not self._row_of(i)
+        in_quarters = self.tiling.quarters and self.part.extents[i][0] == 1 and not self._loaded_once_for(i)
         return self.tile if in_quarters else super()._lines_of(i)
 
     def _quantize(self, i: int, value: Value) -> str:

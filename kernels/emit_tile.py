@@ -75,15 +75,13 @@ class Tile:
         """Where the vector of row numbers, in groups of `step`, is written, and what it is."""
         return self.body, numbers
 
-    def _once(self, spec: Input) -> str:
-        """A row of this tile, or of this program's band, where all of its rows read the same of an input that varies
-        by rows; "" where they do not."""
+    def _alike(self, spec: Input) -> int:
+        """How many rows, all of a program's band or all of a tile, read the same of an input that varies by rows; 0 if
+        not even those of a tile do."""
         if spec.extent[0] != 1 or self._limit(0, 1, 1):
-            return ""
-        if self.band_rows and spec.repeats % self.band_rows == 0:
-            return f"band * {self.band_rows}"
-        block = self.tiling.block_rows
-        return f"row_block * {block}" if block > 1 and spec.repeats % block == 0 else ""
+            return 0
+        sizes = (self.band_rows, self.tiling.block_rows)
+        return next((rows for rows in sizes if rows > 1 and spec.repeats % rows == 0), 0)
 
     def _mask(self, extent: Extent, across: bool = False, multiples: tuple[int, int] = (1, 1)) -> str:
         """The condition under which an element of this extent exists ("" if always), or is a zero appended to fill up

@@ -39,12 +39,13 @@ class Values(Tile):
         if extent[1] and self.owns_rows:
             return self.tile
         same_for_all_tiles = extent[0] == 0 and self.levels[i] == 0 and self.loops
-        return self.before if same_for_all_tiles or self._row_of(i).startswith("band") else self.body
+        same_for_all_tiles |= 0 < self._loaded_once_for(i) == self.band_rows
+        return self.before if same_for_all_tiles else self.body
 
-    def _row_of(self, i: int) -> str:
-        """Where value `i` is loaded once for all rows of a tile, or of a band: a row of it."""
+    def _loaded_once_for(self, i: int) -> int:
+        """For how many rows value `i` is loaded once: those of a band, or of a tile; 0 if it is loaded for each."""
         value = self.part.values[i]
-        return self._once(self.part.inputs[value.params[0]]) if value.op == "load" else ""
+        return self._alike(self.part.inputs[value.params[0]]) if value.op == "load" else 0
 
     def _text(self, i: int, value: Value) -> str:
         if value.op == "constant":
@@ -136,14 +137,15 @@ class Values(Tile):
     def _load(self, i: int, value: Value) -> str:
         spec = self.part.inputs[value.params[0]]
         extent = spec.extent
-        once = self._row_of(i)
+        alike = self._loaded_once_for(i)
+        first_row = f"({'band' if alike == self.band_rows else 'row_block'} * {alike})"
         terms = [str(spec.offset)] if spec.offset else []
         for dim, digits in enumerate((spec.rows, spec.cols)):
             if extent[dim]:
-                axis = f"({once})" if once and dim == 0 else self._axis(dim, extent[dim])
+                axis = first_row if alike and dim == 0 else self._axis(dim, extent[dim])
                 digits = digits[:-1] if extent[dim] > 1 else digits
                 terms += self._index(axis, digits, self._is_wide(digits))
-        mask = self._mask((0, extent[1]) if once else extent)
+        mask = self._mask((0, extent[1]) if alike else extent)
         pointer = f"x{spec.tensor} + {' + '.join(terms)}" if terms else f"x{spec.tensor}"
         other = f", mask={mask}, other={'0.0' if 'float' in spec.dtype else '0'}" if mask else ""
         text = f"tl.load({pointer}{other})"
@@ -151,7 +153,7 @@ class Values(Tile):
             text = f"{text} != 0"
         elif "int" not in spec.dtype and spec.dtype != "float32":
             text = f"{text}.to(tl.float32)"
-        return f"tl.broadcast_to({text}, {self._shape(extent)})" if once else text
+        return f"tl.broadcast_to({text}, {self._shape(extent)})" if alike else text
 
     def _load_max(self, value: Value) -> str:
         spec = self.part.inputs[value.params[0]]

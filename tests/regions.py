@@ -69,10 +69,12 @@ class Draw:
     sizes: tuple[list[int], ...]
 
 
-def draw(seed: int, large: bool = False, walkers: int = 3) -> Draw:
-    """The region of `seed`. At most `walkers` programs that walk over the rows side by side."""
+def draw(seed: int, large: bool = False, walkers: int = 3, images: bool = False) -> Draw:
+    """The region of `seed`. At most `walkers` programs that walk over the rows side by side. `images`: half of what is
+    loaded are values that an image has for all of its rows."""
     rng = random.Random(seed)
-    region, sizes = _Drawer(rng, LARGE_ROWS if large else SMALL_ROWS, LARGE_COLS if large else SMALL_COLS).region()
+    rows, cols = (LARGE_ROWS, LARGE_COLS) if large else (SMALL_ROWS, SMALL_COLS)
+    region, sizes = _Drawer(rng, rows, cols, images).region()
     region = _of_one_half(region)
     chosen = schedules.choose(region)
     if rng.random() < 0.4:
@@ -80,7 +82,7 @@ def draw(seed: int, large: bool = False, walkers: int = 3) -> Draw:
         most = max(t.block_rows * t.block_cols for t in tilings)
         chosen = Schedule(tilings, min(32, max(rng.choice((1, 2, 4, 8)), most // MAX_PER_WARP)))
     if max(t.block_rows * t.block_cols for t in chosen.tilings) > MAX_CHOSEN:  # a block of many wide rows
-        return replace(draw(seed + 1_000_000, large, walkers), seed=seed)
+        return replace(draw(seed + 1_000_000, large, walkers, images), seed=seed)
     few = tuple(_few(part, tiling, walkers) for part, tiling in zip(region.parts, chosen.tilings, strict=True))
     return Draw(seed, region, replace(chosen, tilings=few), sizes)
 
@@ -137,8 +139,8 @@ def _few(part: Part, tiling: Tiling, walkers: int) -> Tiling:
 class _Drawer:
     """Draws one region."""
 
-    def __init__(self, rng: random.Random, rows: tuple[int, ...], cols: tuple[int, ...]):
-        self.rng, self.some_rows, self.some_cols = rng, rows, cols
+    def __init__(self, rng: random.Random, rows: tuple[int, ...], cols: tuple[int, ...], images: bool):
+        self.rng, self.some_rows, self.some_cols, self.images = rng, rows, cols, images
         self.buffers: list[Buffer] = []
         self.tensors = 0
         self.names: dict[str, Callable[[int], int]] = {}  # name -> its value, given the number of batches
@@ -231,7 +233,8 @@ class _Draft:
         self.rows = self.drawer.rows
         self._load(self.rng.choice(PATTERNS[:5]))
         for _ in range(self.rng.randint(0, 3)):
-            self._load(self.rng.choice(PATTERNS))
+            images = self.drawer.images and self.rng.random() < 0.5
+            self._load(_per_batch if images else self.rng.choice(PATTERNS))
 
     def add(self, op: str, *args: int, params: tuple[Any, ...] = ()) -> int:
         self.values.append(Value(op, args, params))

@@ -32,6 +32,13 @@ def test_agrees_with_reference(chunk: int) -> None:
         assert not wrong, wrong
 
 
+@pytest.mark.parametrize("chunk", range(4))
+def test_what_images_have_for_all_of_their_rows(chunk: int) -> None:
+    for seed in range(1000 + chunk * SEEDS, 1000 + (chunk + 1) * SEEDS):
+        wrong = regions.failures(seed, "interpreter", "cpu", images=True)
+        assert not wrong, wrong
+
+
 def test_draws_are_functions_of_their_seed() -> None:
     assert regions.draw(7) == regions.draw(7)
     assert len({regions.draw(seed).region for seed in range(50)}) == 50
