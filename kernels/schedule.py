@@ -22,7 +22,7 @@ SQUARE = 64  # rows and columns of a tile that are enough for what lies across
 LARGEST_TILE = 16384  # elements of a tile of several rows, where groups of rows do not ask for more
 SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ONE_PAYLOAD, SEVERAL_PAYLOADS = (128, 64, 32), (32, 128, 16)  # tiles in quarters: rows, columns, elements a thread
+IN_QUARTERS = {1: (128, 64, 32), 2: (32, 128, 32), 3: (32, 128, 16)}  # by payloads: rows, columns, elements a thread
 PROCESSORS = 132  # programs that walk are made in multiples of this: streaming multiprocessors of an H100 or H200
 
 
@@ -207,7 +207,7 @@ def _transposing(part: Part) -> Schedule:
     # with amaxes of groups of rows, quarters took longer
     in_quarters = quarters.possible(part) and not any(v.op in quarters.JOINED for v in part.values)
     if in_quarters:
-        block_rows, block_cols, per_thread = SEVERAL_PAYLOADS if len(payloads) > 1 else ONE_PAYLOAD
+        block_rows, block_cols, per_thread = IN_QUARTERS[min(len(payloads), 3)]
     elif len(payloads) > 1 or wide > 1:
         # a thread makes the scales of all groups that it has elements of: where they are many, few threads are better
         many = min_rows * min_cols >= 128 * 128 and max(len(payloads), wide) <= 2
