@@ -239,9 +239,28 @@ class _Emitter(Held):
         return " + ".join(terms)
 
     def _store_partial(self, store: Store, value: Value) -> None:
-        """Accumulate over the tiles of this program, and store one result."""
-        i = value.args[0]
+        """Store what this program has found over all of its tiles."""
+        if store.value not in self.done:  # several may store it: two layers' biases have the same gradient
+            self.done.add(store.value)
+            self._accumulate(store.value, value)
         name = f"acc{store.value}"
+        cast = "" if value.op == "col_sum" else ".to(tl.float32, bitcast=True)"
+        if value.op == "all_amax":
+            rows, cols = self._shape(self.part.extents[value.args[0]])
+            largest = f"tl.max(tl.reshape({name}, [{rows * cols}]), 0)"
+            self.after.append(f"tl.store(y{store.buffer} + pid, {largest}{cast})")
+            return
+        total = f"tl.{'sum' if value.op == 'col_sum' else 'max'}({name}, 0, keep_dims=True){cast}"
+        mask = self._mask(COLUMN)
+        self.after.append(
+            f"tl.store(y{store.buffer} + first_row_block * {self.part.cols} + {self._axis(1, 1)}, {total}"
+            f"{f', mask={mask}' if mask else ''})"
+        )
+
+    def _accumulate(self, number: int, value: Value) -> None:
+        """Join the tiles of this program into acc<number>."""
+        i = value.args[0]
+        name = f"acc{number}"
         is_sum = value.op == "col_sum"
         if not is_sum:
             self._use("magnitude")
@@ -260,23 +279,12 @@ class _Emitter(Held):
             zero = f"tl.zeros({shape}, tl.{'float32' if is_sum else 'int32'})"
             self.before.append(f"{name} = {zero}")
         if held:
-            self._join(store.value, text, "tl.maximum({}, {})")
+            self._join(number, text, "tl.maximum({}, {})")
         elif self.loops or (self.sweeps and extent[1]):
             lines = self.tile if extent[1] else self.body
             lines.append(f"{name} += {text}" if is_sum else f"{name} = tl.maximum({name}, {text})")
         else:
             self.body.append(f"{name} = {text}")
-        cast = "" if is_sum else ".to(tl.float32, bitcast=True)"
-        if value.op == "all_amax":
-            largest = f"tl.max(tl.reshape({name}, [{shape[0] * shape[1]}]), 0)"
-            self.after.append(f"tl.store(y{store.buffer} + pid, {largest}{cast})")
-            return
-        total = f"tl.{'sum' if is_sum else 'max'}({name}, 0, keep_dims=True){cast}"
-        mask = self._mask(COLUMN)
-        self.after.append(
-            f"tl.store(y{store.buffer} + first_row_block * {self.part.cols} + {self._axis(1, 1)}, {total}"
-            f"{f', mask={mask}' if mask else ''})"
-        )
 
 
 def _by_number(name: str) -> tuple[str, int]:

@@ -20,6 +20,7 @@ from fp8compile.kernels.schedule import Schedule, Tiling
 from fp8compile.kernels.spec import (
     BAND,
     ELEMENT,
+    PARTIALS,
     ROW_REDUCTIONS,
     Buffer,
     Digits,
@@ -87,17 +88,32 @@ def draw(seed: int, large: bool = False, walkers: int = 3, images: bool = False)
     return Draw(seed, region, replace(chosen, tilings=few), sizes)
 
 
-def failures(seed: int, target: str, device: str, data_seeds: int = 1, **drawn: Any) -> str:
+def with_partials_twice(found: Draw) -> Draw:
+    """The same, with whatever each program finds by itself (sums of columns, amaxes) stored in two buffers."""
+    region, buffers, parts = found.region, list(found.region.buffers), []
+    for part in region.parts:
+        again = [s for s in part.stores if part.values[s.value].op in PARTIALS]
+        stores = tuple(replace(s, buffer=len(buffers) + n) for n, s in enumerate(again))
+        buffers += [region.buffers[s.buffer] for s in again]
+        parts.append(replace(part, stores=(*part.stores, *stores)))
+    return replace(found, region=replace(region, parts=tuple(parts), buffers=tuple(buffers)))
+
+
+def failures(
+    seed: int, target: str, device: str, data_seeds: int = 1, partials_twice: bool = False, **drawn: Any
+) -> str:
     """Try the region of `seed` with all its sizes and `data_seeds` sets of data; what went wrong, and how to see it
     again, or ""."""
     found = draw(seed, **drawn)
+    if partials_twice:
+        found = with_partials_twice(found)
     kernel = generated.kernel_of(found.region, found.schedule, target)
     for n, sizes in enumerate(found.sizes):
         for k in range(data_seeds):
             inputs = trial.random_inputs(found.region, sizes, seed + n + k, device)
             lines = trial.check(kernel, found.region, found.schedule, inputs, sizes)
             if lines:
-                again = f"regions.failures({seed}, {target!r}, {device!r}, {data_seeds}, **{drawn})"
+                again = f"regions.failures({seed}, {target!r}, {device!r}, {data_seeds}, {partials_twice}, **{drawn})"
                 source = generated.file_source(found.region, found.schedule, target)
                 return "\n".join([f"{again}: sizes {sizes}, data {seed + n + k}", *lines, source])
     return ""

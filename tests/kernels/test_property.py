@@ -39,6 +39,15 @@ def test_what_images_have_for_all_of_their_rows(chunk: int) -> None:
         assert not wrong, wrong
 
 
+@pytest.mark.parametrize("chunk", range(4))
+def test_partials_that_are_stored_twice(chunk: int) -> None:
+    """As gradients of the biases of two layers that are added up."""
+    for seed in range(chunk * SEEDS, (chunk + 1) * SEEDS):
+        if regions.with_partials_twice(regions.draw(seed)) != regions.draw(seed):
+            wrong = regions.failures(seed, "interpreter", "cpu", partials_twice=True)
+            assert not wrong, wrong
+
+
 def test_draws_are_functions_of_their_seed() -> None:
     assert regions.draw(7) == regions.draw(7)
     assert len({regions.draw(seed).region for seed in range(50)}) == 50
