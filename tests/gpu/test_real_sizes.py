@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -36,6 +37,22 @@ class OneBlock(nn.Module):
         return self.block(x, self.rotary).float().tanh().square().mean()
 
 
+class Parallel(nn.Module):
+    """Two layers whose outputs are added up, as where attention and MLP stand side by side: their biases have the same
+    gradient, which one kernel sums up for both."""
+
+    def __init__(self, width: int = 2048) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.gate = nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.down, self.out = nn.Linear(2 * width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.down(F.gelu(self.up(h))) + self.out(self.gate(h).tanh())
+        return x.float().tanh().square().mean()
+
+
 def dit(images: int = 8, pixels: int = 128) -> tuple[nn.Module, dict[str, Tensor]]:
     """Each image scales and shifts all of its rows. What begins as zero in adaLN would have no gradients below it."""
     torch.manual_seed(0)
@@ -48,6 +65,11 @@ def dit(images: int = 8, pixels: int = 128) -> tuple[nn.Module, dict[str, Tensor
 def llama() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     return OneBlock(), {"x": torch.randn(2, 2048, 2048)}
+
+
+def parallel(tokens: int = 4096, width: int = 2048) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return Parallel(width), {"x": torch.randn(tokens, width)}
 
 
 def gradients(model: nn.Module, run: Any, batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -73,6 +95,6 @@ def check(made: tuple[nn.Module, dict[str, Tensor]], device: str, **options: Any
 
 
 @pytest.mark.parametrize("recipe", ["mixed", "tensorwise", "rowwise", "blockwise"])
-@pytest.mark.parametrize("make", [dit, llama], ids=["dit", "llama"])
+@pytest.mark.parametrize("make", [dit, llama, parallel], ids=["dit", "llama", "parallel"])
 def test_gradients_at_real_sizes(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], recipe: str) -> None:
     check(make(), "cuda", recipe=recipe)
