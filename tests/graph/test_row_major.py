@@ -74,9 +74,10 @@ class Plain(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.conv, self.norm, self.layer = nn.Conv2d(3, width, 3, padding=1), nn.GroupNorm(4, width), nn.Linear(16, 32)
+        self.conv, self.norm, self.layer = nn.Conv2d(3, width, 3, padding=1), nn.GroupNorm(4, width), nn.Linear(128, 32)
 
     def forward(self, images: Tensor) -> Tensor:
+        images = images.transpose(2, 3)
         return self.layer(F.relu(self.norm(self.conv(images)))).square().mean()
 
 
@@ -118,7 +119,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "patches": (Patches, (8, 3, 32, 32), 1),
     "mixer": (Mixer, (8, 64, 160), 2),  # forward, and the gradient on its way back
     "gated": (Gated, (2, 32, 192), 1),
-    "plain": (Plain, (4, 3, 16, 16), 0),
+    "plain": (Plain, (4, 3, 128, 16), 0),
     "short": (lambda: Patches(64), (8, 3, 32, 32), 0),
 }
 
