@@ -1,7 +1,8 @@
 """Combine regions: fewer launches, and no copy where casts are concatenated.
 
 1. An amax that programs left in pieces is put together by the region that reads it, if the pieces are few; else by a
-   region of its own, and those whose results only leave the graph become one (`amax_pieces`).
+   region of its own (`amax_pieces`), as column sums are (`sum_pieces`). Those whose results only leave the graph become
+   one.
 2. Parts of a concatenation are written in place (`concatenated`).
 3. Small regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one;
    so do those between two matmuls whose results only leave the graph (`join_regions`).
@@ -24,9 +25,10 @@ from fp8compile.passes.concatenated import write_in_place
 from fp8compile.passes.fusible import is_library_kernel
 from fp8compile.passes.join_regions import MAX_PARTS, joined
 from fp8compile.passes.region_graph import GraphEditor, is_from_region, put_in_order, regions_of, spec_of
+from fp8compile.passes.sum_pieces import adds_pieces, finish_sums
 
 PIECES, ANY_WARPS = "pieces", "any number of warps"
-LARGE = 32 << 20  # bytes of results that are not made before they are needed for the sake of a launch
+LARGE = 32 << 20  # bytes of results that are made before they are needed, or of pieces kept, for the sake of a launch
 
 
 def combine_regions(graph: fx.Graph) -> None:
@@ -36,6 +38,7 @@ def combine_regions(graph: fx.Graph) -> None:
     for cat in list(graph.find_nodes(op="call_function", target=aten.cat.default)):
         write_in_place(editor, cat)
     finish_amaxes(editor)
+    finish_sums(editor)
     put_in_order(graph)
     graph.eliminate_dead_code()
     editor.number()
@@ -107,17 +110,38 @@ def _combine_saved(editor: GraphEditor) -> None:
 
 
 def _combine_last(editor: GraphEditor) -> None:
-    """Combine the amaxes that are put together only to leave the graph."""
+    """Combine what only puts pieces together: amaxes and sums that leave the graph, and sums of one kernel's pieces.
+
+    Pieces whose sums leave are kept until the last of them are there, so that they are few.
+    """
     output = editor.graph.output_node()
-    last = [node for node in regions_of(editor.graph) if _only_leaves(node, output) and _is_finish(node)]
-    for start in range(0, len(last), MAX_PARTS):
-        if len(last[start : start + MAX_PARTS]) > 1:
-            joined(editor, last[start : start + MAX_PARTS])
+    amaxes: list[list[fx.Node]] = [[]]
+    sums: list[list[fx.Node]] = [[]]
+    of_one_kernel: dict[Any, list[fx.Node]] = {}
+    for node in regions_of(editor.graph):
+        batches = amaxes if _is_finish(node) else sums if _is_sum(node) else None
+        if batches is not None and _only_leaves(node, output):
+            if len(batches[-1]) == MAX_PARTS or sum(map(_bytes_read, [*batches[-1], node])) > LARGE:
+                batches.append([])
+            batches[-1].append(node)
+        elif batches is sums:
+            of_one_kernel.setdefault(node.args[0][0].args[0], []).append(node)  # type: ignore[index,union-attr]
+    for nodes in (*amaxes, *sums, *of_one_kernel.values()):
+        if len(nodes) > 1:
+            joined(editor, nodes)
 
 
 def _is_finish(node: fx.Node) -> bool:
     region, _ = spec_of(node)
     return all(p.rows == 1 and [v.op for v in p.values[:2]] == ["load", "row_amax"] for p in region.parts)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return adds_pieces(spec_of(node)[0])
+
+
+def _bytes_read(node: fx.Node) -> int:
+    return sum(value(tensor).numel() * value(tensor).element_size() for tensor in node.args[0])  # type: ignore[union-attr]
 
 
 def _only_leaves(node: fx.Node, output: fx.Node) -> bool:

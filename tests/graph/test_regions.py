@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import random
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +30,8 @@ from fp8compile.formats import FP8_DTYPES
 from fp8compile.kernels import generated, trial
 from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.spec import Region
-from fp8compile.passes import fusible
+from fp8compile.passes import combine_regions as combine
+from fp8compile.passes import fusible, sum_pieces
 from fp8compile.passes.combine_regions import combine_regions
 from fp8compile.passes.compilation import aten, update_value
 from fp8compile.passes.form_regions import form_regions
@@ -215,8 +217,9 @@ def test_sums_over_each_image_are_made_there_too() -> None:
         return *cast(y.flatten(0, 1)), g.sum(1), (g * x).sum(1, keepdim=True), y.sum([0, 1])
 
     formed = Formed(run, noise(3, 256, C), noise(3, 256, C, seed=3), noise(3, C, seed=4))
-    (region,) = formed.regions
+    region, finish = formed.regions
     assert [v.params for v in region.parts[0].values if v.op == "col_sum"] == [(3,), (3,), ()]
+    assert sorted(b.shape for b in finish.buffers) == [(C,), (3 * C,), (3 * C,)]
     assert not any(b.shape[0] == 3 * 256 and b.dtype == "float32" and b.shape[-1] == C for b in region.buffers)
 
 
@@ -228,8 +231,7 @@ def test_one_height_of_bands_a_kernel(length: int, bands: list[int]) -> None:
         return *cast(g.flatten(0, 1)), g.view(2, -1, C).sum(1), g.sum(1)
 
     formed = Formed(run, noise(4, length, C))
-    (region,) = formed.regions
-    found = [v.params[0] for v in region.parts[0].values if v.op == "col_sum"]
+    found = [v.params[0] for v in formed.regions[0].parts[0].values if v.op == "col_sum"]
     assert found == bands[:1]
 
 
@@ -246,6 +248,79 @@ def test_a_matmul_is_a_border() -> None:
     ]
     first = next(r for r, o in zip(formed.regions, formed.operators(), strict=True) if "sin" in o)
     assert "float32" in [first.buffers[s.buffer].dtype for s in first.parts[0].stores if s.lead == C]  # for the matmul
+
+
+def sums_left(formed: Formed) -> list[fx.Node]:
+    """Sums of what a region stored."""
+    found = formed.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    return [node for node in found if any(i.target is operator.getitem for i in node.all_input_nodes)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_column_sums_that_leave_are_put_together_by_one_region(dtype: torch.dtype) -> None:
+    def run(x: Tensor, y: Tensor) -> Any:
+        sums = [x.sum(0), (x * x).sum(0, keepdim=True), y.sum(0).view(8, -1)]
+        return *cast(x), *cast(y), *(s.to(dtype) for s in sums)
+
+    formed = Formed(run, noise(512, C), noise(1024, 2 * C, seed=3))
+    assert not sums_left(formed)
+    *_, finish = formed.regions
+    assert sorted(b.shape for b in finish.buffers) == [(C,), (C,), (2 * C,)]
+    assert {b.dtype for b in finish.buffers} == {str(dtype).removeprefix("torch.")}
+    assert len(formed.regions) == 3
+
+
+def test_column_sums_that_are_read_are_put_together_kernel_by_kernel() -> None:
+    def run(x: Tensor, y: Tensor) -> Any:
+        sums = [x.sum(0), (x * x).sum(0), y.sum(0), (y * y).sum(0)]
+        return *cast(x), *cast(y), *(s @ x.mT for s in sums)
+
+    formed = Formed(run, noise(512, C), noise(512, C, seed=3))
+    assert not sums_left(formed)
+    assert [len(r.buffers) for r in formed.regions if sum_pieces.adds_pieces(r)] == [2, 2]
+
+
+def test_a_column_sum_is_rounded_where_it_is_and_as_often() -> None:
+    """What reads a sum before it is rounded gets it so; what rounds twice does."""
+
+    def run(x: Tensor) -> Any:
+        s = x.sum(0)
+        return *cast(x), s, s.bfloat16(), (x * 2).sum(0).bfloat16().float(), (x * 3).sum(0).half().bfloat16()
+
+    formed = Formed(run, noise(512, C))
+    assert not sums_left(formed)
+    dtypes = [b.dtype for r in formed.regions if sum_pieces.adds_pieces(r) for b in r.buffers]
+    assert sorted(dtypes) == ["bfloat16", "float16", "float32"]
+
+
+def test_pieces_that_are_kept_for_one_launch_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(x: Tensor) -> Any:
+        return *cast(x), *((x * n).sum(0) for n in range(1, 7))
+
+    def parts() -> list[Any]:
+        return [r.parts for r in Formed(run, noise(512, C)).regions if sum_pieces.adds_pieces(r)]
+
+    (together,) = parts()
+    monkeypatch.setattr(combine, "LARGE", 2 * 4 * together[0].rows * together[0].cols)
+    assert [len(some) for some in parts()] == [2, 2, 2]
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu runs kernels compiled")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's
+@pytest.mark.parametrize("length", [128, 384])
+def test_kernels_put_sums_together(length: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    interpreter.prepare()
+
+    def run(g: Tensor) -> Any:
+        return *cast(g.flatten(0, 1)), g.sum([0, 1]).bfloat16(), (g * g).sum(1)
+
+    formed = Formed(run, noise(1536 // length, length, 72))
+    (region,) = [r for r in formed.regions if sum_pieces.adds_pieces(r)]
+    schedule = schedules.choose(region)
+    assert all(t.block_rows == 32 for t in schedule.tilings)
+    inputs = trial.random_inputs(region, [], 5, "cpu")
+    assert trial.check(generated.kernel_of(region, schedule, "interpreter"), region, schedule, inputs, []) == []
 
 
 # ---- amaxes and concatenations --------------------------------------------------------------------------------------
