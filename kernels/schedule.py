@@ -18,7 +18,7 @@ from fp8compile.kernels.spec import COLUMN, ELEMENT, PARTIALS, ROW_REDUCTIONS, I
 MAX_ROW = 65536  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
 MAX_ELEMENTS = 256  # a thread has of each tensor; with more, compiling takes minutes
-CROSSED = 32  # rows of a tile of whole rows that lie across: of four bytes, one line of memory
+SECTOR, CROSSED = 8, 32  # least and most rows of a tile of whole rows that lie across: 32 and 128 bytes of FP32
 SQUARE = 64  # rows and columns of a tile that are enough for what lies across
 LARGEST_TILE = 16384  # elements of a tile of several rows, where groups of rows do not ask for more
 SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
@@ -156,8 +156,9 @@ def _whole_rows(part: Part) -> Schedule:
     if wide > MAX_ROW and not ops & set(WALKED):
         return _tiled(part, max(1, min_rows), max(2048, min_cols), 8, sweeps=True)
     block_cols = max(cols, min_cols)
-    if any(map(_is_crossed, part.inputs)) and CROSSED * block_cols <= LARGEST_TILE and not ops & set(WALKED):
-        return _tiled(part, max(min_rows, CROSSED), block_cols, _warps(CROSSED * block_cols, 32))
+    across = min(CROSSED, LARGEST_TILE // block_cols)
+    if any(map(_is_crossed, part.inputs)) and across >= SECTOR and not ops & set(WALKED):
+        return _tiled(part, max(min_rows, across), block_cols, _warps(across * block_cols, 32))
     if ops & set(WALKED):
         per_thread = _held_by_threads(part)
         block_rows = max(min_rows, min(16, 128 * per_thread // block_cols), 1)

@@ -8,7 +8,8 @@ A sum over the programs is a sum of rows of the transposed pieces: (columns, pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -18,7 +19,7 @@ from fp8compile.passes import fusible
 from fp8compile.passes.compilation import aten, value
 from fp8compile.passes.region_graph import GraphEditor, is_from_region, spec_of
 
-MOST = 1024  # pieces of a sum that one program may hold
+MOST = 2048  # pieces of a sum that one program may hold
 HALVES = (torch.bfloat16, torch.float16)
 ADDED = (Value("load", (), (0,)), Value("row_sum", (0,)))
 
@@ -29,23 +30,26 @@ def finish_sums(editor: GraphEditor) -> None:
         pieces = _pieces(node)
         if pieces is None or not node.users:
             continue
-        *bands, programs, columns = value(node.args[0]).shape  # type: ignore[arg-type]
-        if not 1 < programs <= MOST:
+        shape = value(node.args[0]).shape  # type: ignore[arg-type]
+        if not 1 < shape[-2] <= MOST:
             continue
         *_, last = _behind(node)
-        count = value(node).numel()
-        rows = ((bands[0], programs * columns), (columns, 1)) if bands else ((columns, 1),)
-        part = Part(
-            rows=count,
-            cols=programs,
-            inputs=(Input(0, "float32", rows, ((programs, columns),)),),
-            values=ADDED,
-            stores=(Store(0, 1),),
-        )
-        dtype = str(value(last).dtype).removeprefix("torch.")
         origins = spec_of(pieces.args[0])[0].origins  # type: ignore[arg-type]
-        region = Region((part,), (Buffer((count,), dtype),), origins, ((columns, 1),))
-        editor.insert(region, [pieces], [], [last], [list(last.users)], pieces=False)
+        editor.insert(sum_of(shape, value(last).dtype, origins), [pieces], [], [last], [list(last.users)], pieces=False)
+
+
+def sum_of(shape: Sequence[int], dtype: torch.dtype, origins: tuple[str, ...] = ()) -> Region:
+    """The region that adds up FP32 pieces (programs, columns), or (bands, programs, columns) seen so, over programs."""
+    *bands, programs, columns = shape
+    rows = (*((n, programs * columns) for n in bands), (columns, 1))
+    part = Part(
+        rows=math.prod(bands) * columns,
+        cols=programs,
+        inputs=(Input(0, "float32", rows, ((programs, columns),)),),
+        values=ADDED,
+        stores=(Store(0, 1),),
+    )
+    return Region((part,), (Buffer((part.rows,), str(dtype).removeprefix("torch.")),), origins, ((columns, 1),))
 
 
 def adds_pieces(region: Region) -> bool:

@@ -14,6 +14,8 @@ from casts import GRANULARITIES, INF, NAN, Cast
 
 from fp8compile.formats import FORMATS
 from fp8compile.kernels import generated, region_reference, trial
+from fp8compile.kernels import schedule as schedules
+from fp8compile.passes.sum_pieces import sum_of
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +46,16 @@ def test_agrees_with_reference_where_rows_share_values_or_buffers_sums(how: str,
     for seed in range(20_000 + chunk * LARGE_SEEDS, 20_000 + (chunk + 1) * LARGE_SEEDS):
         wrong = regions.failures(seed, "cuda", "cuda", data_seeds=DATA, **{how: True})
         assert not wrong, wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(264, 4096), (132, 1280), (2, 257), (1024, 96), (64, 4, 768), (3, 33, 100)])
+def test_sums_of_pieces(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    region = sum_of(shape, dtype)
+    schedule = schedules.choose(region)
+    kernel = generated.kernel_of(region, schedule, "cuda")
+    for seed in range(DATA):
+        assert trial.check(kernel, region, schedule, trial.random_inputs(region, [], seed, "cuda"), []) == []
 
 
 @pytest.mark.parametrize("format", FORMATS)
