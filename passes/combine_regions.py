@@ -22,7 +22,7 @@ from fp8compile.kernels.spec import PARTIALS, ROW_REDUCTIONS
 from fp8compile.passes.amax_pieces import finish_amaxes, read_pieces
 from fp8compile.passes.compilation import aten, getitems, value
 from fp8compile.passes.concatenated import write_in_place
-from fp8compile.passes.fusible import is_library_kernel
+from fp8compile.passes.fusible import RESHAPES, is_library_kernel
 from fp8compile.passes.join_regions import MAX_PARTS, joined
 from fp8compile.passes.region_graph import GraphEditor, is_from_region, put_in_order, regions_of, spec_of
 from fp8compile.passes.sum_pieces import adds_pieces, finish_sums
@@ -146,4 +146,4 @@ def _bytes_read(node: fx.Node) -> int:
 
 def _only_leaves(node: fx.Node, output: fx.Node) -> bool:
     readers: Iterable[fx.Node] = [u for item in getitems(node).values() for u in item.users]
-    return all(u is output or (u.target is aten.view.default and set(u.users) == {output}) for u in readers)
+    return all(u is output or (u.target in RESHAPES and set(u.users) == {output}) for u in readers)

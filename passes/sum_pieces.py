@@ -77,7 +77,8 @@ def _behind(node: fx.Node) -> Iterator[fx.Node]:
     while len(node.users) == 1:
         (user,) = node.users
         halved = user.target is fusible.prims.convert_element_type.default and value(user).dtype in HALVES
-        if not (user.target is aten.view.default or (halved and value(node).dtype == torch.float32)):
+        same = user.target in fusible.RESHAPES and value(user).is_contiguous()
+        if not (same or (halved and value(node).dtype == torch.float32)):
             return
         node = user
         yield node

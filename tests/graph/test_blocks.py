@@ -12,11 +12,13 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, fx, nn
+from torch._inductor.fx_passes.post_grad import view_to_reshape
 
 import fp8compile
 from fp8compile import backend, ops
@@ -102,11 +104,15 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]], int, int
 }
 
 
-def halves(name: str, monkeypatch: pytest.MonkeyPatch, **more_options: object) -> list[fx.Graph]:
-    """The graphs of forward and backward with their regions."""
+def halves(
+    name: str, monkeypatch: pytest.MonkeyPatch, reshapes: bool = False, **more_options: object
+) -> list[fx.Graph]:
+    """The graphs of forward and backward with their regions; `reshapes`: of views as Inductor hands them over."""
     graphs: list[fx.Graph] = []
 
     def run(graph: fx.Graph, executor: str, half: str) -> Lowered:
+        if reshapes:
+            view_to_reshape(SimpleNamespace(graph=graph))
         lowered = pipeline.run_after_cut(graph, executor, half)
         graphs.append(copy_graph(graph))
         return lowered
@@ -131,9 +137,10 @@ def reads_weights_only(node: fx.Node) -> bool:
     ) and any(i.op == "placeholder" for i in node.args[0])  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("reshapes", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_number_of_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, backward = halves(name, monkeypatch)
+def test_number_of_kernels(name: str, reshapes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = halves(name, monkeypatch, reshapes)
     expected = BLOCKS[name][2:]
     activations = [n for n in regions_of(forward) if not reads_weights_only(n)]
     listing = "\n".join(describe(n) for n in (*activations, *regions_of(backward)))

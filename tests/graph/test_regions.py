@@ -21,6 +21,7 @@ from fake_quantized import sqnr
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -54,11 +55,16 @@ def cast(x: Tensor, granularity: str = "row", transpose: bool = False, fmt: str 
 
 
 class Formed:
-    """A function as a graph with regions, which has been compared with the graph without."""
+    """A function as a graph with regions, which has been compared with the graph without.
 
-    def __init__(self, function: Callable[..., Any], *inputs: Tensor) -> None:
+    `reshapes`: views are what Inductor makes of them before it asks for regions.
+    """
+
+    def __init__(self, function: Callable[..., Any], *inputs: Tensor, reshapes: bool = False) -> None:
         module = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
         module.graph.eliminate_dead_code()
+        if reshapes:
+            view_to_reshape(module)
         plain = copy.deepcopy(module)
         self.graph: fx.Graph = module.graph
         self.reasons = form_regions(module.graph)
@@ -256,13 +262,14 @@ def sums_left(formed: Formed) -> list[fx.Node]:
     return [node for node in found if any(i.target is operator.getitem for i in node.all_input_nodes)]
 
 
+@pytest.mark.parametrize("reshapes", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_column_sums_that_leave_are_put_together_by_one_region(dtype: torch.dtype) -> None:
+def test_column_sums_that_leave_are_put_together_by_one_region(dtype: torch.dtype, reshapes: bool) -> None:
     def run(x: Tensor, y: Tensor) -> Any:
-        sums = [x.sum(0), (x * x).sum(0, keepdim=True), y.sum(0).view(8, -1)]
-        return *cast(x), *cast(y), *(s.to(dtype) for s in sums)
+        first, second, third = x.sum(0).view(1, -1), (x * x).sum(0, keepdim=True), y.sum(0).view(8, -1)
+        return *cast(x), *cast(y), first.to(dtype).view(-1), second.to(dtype).squeeze(0), third.to(dtype).view(4, -1)
 
-    formed = Formed(run, noise(512, C), noise(1024, 2 * C, seed=3))
+    formed = Formed(run, noise(512, C), noise(1024, 2 * C, seed=3), reshapes=reshapes)
     assert not sums_left(formed)
     *_, finish = formed.regions
     assert sorted(b.shape for b in finish.buffers) == [(C,), (C,), (2 * C,)]
