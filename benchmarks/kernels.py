@@ -4,8 +4,8 @@
     python benchmarks/kernels.py --fake                                                 # anywhere: no times
 
 Each row is a function of casts and what surrounds them. It is traced, and the compiler's passes make regions of it;
-their generated kernels are timed, each alone, and with them the operators that are left (the second stage of a column
-sum). Inductor compiles the same function with the casts' reference in plain torch, torchao where it has the same thing.
+their generated kernels are timed, each alone, and with them the operators that are left, if any. Inductor compiles the
+same function with the casts' reference in plain torch, torchao where it has the same thing.
 
     MiB      what the kernels must move at least: of each, every input once and every output once
     of copy  MiB / time, as a share of the rate at which copy_ moves 128 MiB of BF16 in the same run
@@ -431,11 +431,9 @@ ROWS = (
         lambda s: [*saved_gate_up(s), wide(s), AMAX, AMAX],
         1,
     ),
-    Row("rms_norm_backward", rms_norm_backward, lambda s: [x(s), x(s), weight(s), statistic(s), x(s)], 2, 2),
-    Row(
-        "layer_norm_backward", layer_norm_backward, lambda s: [x(s), x(s), weight(s), statistic(s), statistic(s)], 2, 4
-    ),
-    Row("bias_gradient", bias_gradient, lambda s: [x(s)], 2, 2),
+    Row("rms_norm_backward", rms_norm_backward, lambda s: [x(s), x(s), weight(s), statistic(s), x(s)], 3),
+    Row("layer_norm_backward", layer_norm_backward, lambda s: [x(s), x(s), weight(s), statistic(s), statistic(s)], 3),
+    Row("bias_gradient", bias_gradient, lambda s: [x(s)], 3),
     Row("weights_amax", weights_amax, qkv, 4),
     Row("weights_tensor", weights_tensor, qkv, 2),
     Row("weights_cast", weights_cast(False), lambda s: [*qkv(s), AMAX, AMAX, AMAX], 1),
