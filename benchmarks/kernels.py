@@ -373,34 +373,31 @@ class Row:
     call: Callable[..., list[Tensor]]  # (casts, *inputs)
     inputs: Callable[[Shapes], list[Arg]]
     launches: int
-    left: int = 0
     torchao: Callable[[], Callable[..., Any]] | None = None
 
 
 BLOCK_KERNELS = ("weight_quant_transposed_rhs", "weight_quant_rhs")  # rows as they are, and transposed
 ROWS = (
-    Row("cast_row", to("row", False), lambda s: [x(s)], 1, 0, partial(torchao_cast, -1, False)),
-    Row("cast_given", to_tensor_given(False), lambda s: [x(s), AMAX], 1, 0, partial(torchao_given, False)),
-    Row("cast_given_transposed", to_tensor_given(True), lambda s: [x(s), AMAX], 1, 0, partial(torchao_given, True)),
+    Row("cast_row", to("row", False), lambda s: [x(s)], 1, partial(torchao_cast, -1, False)),
+    Row("cast_given", to_tensor_given(False), lambda s: [x(s), AMAX], 1, partial(torchao_given, False)),
+    Row("cast_given_transposed", to_tensor_given(True), lambda s: [x(s), AMAX], 1, partial(torchao_given, True)),
     Row(
         "cast_given_both",
         to_tensor_given(False, True),
         lambda s: [x(s), AMAX],
         1,
-        0,
         partial(torchao_given, False, True),
     ),
     Row("amax", amax_only, lambda s: [x(s)], 2),
-    Row("cast_tensor", to_tensor(False), lambda s: [x(s)], 2, 0, partial(torchao_cast, None, False)),
-    Row("cast_tensor_both", to_tensor(False, True), lambda s: [x(s)], 2, 0, partial(torchao_cast, None, False, True)),
-    Row("cast_group128", to("group(128)", False), lambda s: [x(s)], 1, 0, partial(torchao_kernels, "act_quant_lhs")),
+    Row("cast_tensor", to_tensor(False), lambda s: [x(s)], 2, partial(torchao_cast, None, False)),
+    Row("cast_tensor_both", to_tensor(False, True), lambda s: [x(s)], 2, partial(torchao_cast, None, False, True)),
+    Row("cast_group128", to("group(128)", False), lambda s: [x(s)], 1, partial(torchao_kernels, "act_quant_lhs")),
     Row("cast_group16", to("group(16)", False), lambda s: [x(s)], 1),
     Row(
         "cast_block128_both",
         to("block(128)", False, True),
         lambda s: [x(s)],
         1,
-        0,
         partial(torchao_kernels, *BLOCK_KERNELS),
     ),
     Row("rms_norm_row", rms_norm_to("row"), lambda s: [x(s), weight(s)], 1),
@@ -633,8 +630,8 @@ def describe(row: Row, formed: Formed) -> Result:
     specs = [generated.parse(node.args[2], node.args[3]) for node in formed.regions]  # type: ignore[arg-type]
     kernels = [Kernel(moved(region, []) / MIB, tiles(region, schedule)) for region, schedule in specs]
     result = Result(row.name, len(specs), len(formed.left), sum(k.mib for k in kernels), kernels=kernels)
-    if (len(specs), len(formed.left)) != (row.launches, row.left):
-        result.notes.append(f"expected {count(row.launches, row.left)} launches")
+    if (len(specs), len(formed.left)) != (row.launches, 0):
+        result.notes.append(f"expected {row.launches} launches, and nothing left")
     result.notes += [f"left as it is: %{n.name}" for n in formed.casts] + formed.reasons
     return result
 

@@ -143,6 +143,7 @@ def _is_crossed(x: Input) -> bool:
 def _whole_rows(part: Part) -> Schedule:
     """Row reductions: in one tile, or several that are held, or in sweeps where registers do not hold them.
 
+    Where an input lies across the rows, a tile has as many of them as share lines of memory, if that fits.
     Programs walk if they accumulate column sums, which few programs do best; or where each of several reductions would
     wait for the one before with nothing to load meanwhile; or where one takes so many registers that no other runs
     beside it. An amax next to a row reduction is no reason: it is reduced once more by a kernel of its own, which costs
@@ -158,7 +159,8 @@ def _whole_rows(part: Part) -> Schedule:
     block_cols = max(cols, min_cols)
     across = min(CROSSED, LARGEST_TILE // block_cols)
     if any(map(_is_crossed, part.inputs)) and across >= SECTOR and not ops & set(WALKED):
-        return _tiled(part, max(min_rows, across), block_cols, _warps(across * block_cols, 32))
+        block_rows = max(min_rows, across)
+        return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32))
     if ops & set(WALKED):
         per_thread = _held_by_threads(part)
         block_rows = max(min_rows, min(16, 128 * per_thread // block_cols), 1)

@@ -99,7 +99,7 @@ def _combine_saved(editor: GraphEditor) -> None:
     waiting: dict[Any, list[fx.Node]] = {}
     for node in list(editor.graph.nodes):
         if node.target is ops.region:
-            kind = _kind(node) if _only_leaves(node, output) and not _is_finish(node) else None
+            kind = _kind(node) if _only_leaves(node, output) else None
             if kind is not None:
                 waiting.setdefault(kind, []).append(node)
         elif node.op == "output" or is_library_kernel(node):
@@ -119,7 +119,7 @@ def _combine_last(editor: GraphEditor) -> None:
     sums: list[list[fx.Node]] = [[]]
     of_one_kernel: dict[Any, list[fx.Node]] = {}
     for node in regions_of(editor.graph):
-        batches = amaxes if _is_finish(node) else sums if _is_sum(node) else None
+        batches = amaxes if _is_amax(node) else sums if _is_sum(node) else None
         if batches is not None and _only_leaves(node, output):
             if len(batches[-1]) == MAX_PARTS or sum(map(_bytes_read, [*batches[-1], node])) > LARGE:
                 batches.append([])
@@ -131,7 +131,7 @@ def _combine_last(editor: GraphEditor) -> None:
             joined(editor, nodes)
 
 
-def _is_finish(node: fx.Node) -> bool:
+def _is_amax(node: fx.Node) -> bool:
     region, _ = spec_of(node)
     return all(p.rows == 1 and [v.op for v in p.values[:2]] == ["load", "row_amax"] for p in region.parts)
 

@@ -2,8 +2,8 @@
 
     %r = fp8.region([%x, %w], [sizes], spec, schedule)        %q = getitem(%r, 0), viewed in the shape it had
 
-What a program of the kernel leaves behind is reduced once more, by an ordinary operator: column sums by aten.sum,
-amaxes by fp8.amax, which a region that needs the amax does by itself (`combine_regions`).
+What a program of the kernel leaves behind is reduced once more: column sums by aten.sum, amaxes by fp8.amax, of which
+`combine_regions` makes regions, or parts of the regions that need them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Column sums in pieces: what programs left is added up by a region, in the dtype in which it is wanted.
 
-Before      %p = getitem(%r, 2)   %s = sum(%p, [0])   %t = convert(%s, bf16)      two kernels of Inductor's for each
+Before      %p = getitem(%r, 2)   %s = sum(%p, [0])   %t = convert(%s, bf16)      one or two kernels of Inductor's each
 After       %p = getitem(%r, 2)   %t = getitem(region(%p), 0)                     one; those that leave the graph share
 
 A sum over the programs is a sum of rows of the transposed pieces: (columns, programs), strided.
@@ -28,12 +28,14 @@ def finish_sums(editor: GraphEditor) -> None:
     """Add up by a region each what column sums left in pieces; views and a cast behind it are of its result."""
     for node in list(editor.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)):
         pieces = _pieces(node)
-        if pieces is None or not node.users:
+        if pieces is None:
             continue
         shape = value(node.args[0]).shape  # type: ignore[arg-type]
         if not 1 < shape[-2] <= MOST:
             continue
         *_, last = _behind(node)
+        if not last.users:
+            continue
         origins = spec_of(pieces.args[0])[0].origins  # type: ignore[arg-type]
         editor.insert(sum_of(shape, value(last).dtype, origins), [pieces], [], [last], [list(last.users)], pieces=False)
 
