@@ -22,7 +22,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import delayed, devices, failures, optimizers, plans, scheduled
+from fp8compile import delayed, devices, failures, hooks, optimizers, plans, scheduled
 from fp8compile.compilations import current_frame
 from fp8compile.errors import OptionError
 from fp8compile.insight.baseline import DumpingPartitioner
@@ -79,17 +79,19 @@ def _compile(
 ) -> tuple[Compiled, list[Plan]]:
     """Compile one graph, and say what was decided. known: of its inputs; states: the plan of an optimizer's graph."""
     dump = Dump(parsed.dump, parsed) if parsed.dump else None
+    settings = _inductor_settings(parsed, states is not None)
     joint = JointPass(parsed, known, namespace, dump, optimizer=states)
-    key = plans.key(gm, example_inputs, joint.uuid())
+    key = plans.key(gm, example_inputs, joint.uuid() + hooks.theirs_uuid(settings, "joint_custom_pre_pass"))
     record = joint.record = plans.Record(key, parsed, dump.plans if dump else None, states)
     lowering = LoweringPass(parsed, dump)
     joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
-    settings = _inductor_settings(parsed, joint.optimizer is not None) | {
+    hooks.warn_of_other_cut(settings)
+    ours = {
         "joint_custom_pre_pass": joint,
-        "custom_partitioner_fn": joint.partitioner,
+        "post_grad_custom_pre_pass": ExposingPass(parsed),
         "post_grad_custom_post_pass": lowering,
     }
-    settings.setdefault("post_grad_custom_pre_pass", ExposingPass(parsed))  # if the user has none
+    settings |= {**hooks.shared(settings, ours), "custom_partitioner_fn": joint.partitioner}
     compile_half = _run_eagerly if parsed.executor == "eager" else _compile_half
     inner: Any = functools.partial(compile_half, lowering=lowering, record=record)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
