@@ -60,6 +60,7 @@ def _tell_accelerate() -> None:
             return None  # the enumeration raises its own ValueError
         member = str.__new__(cls, value)
         member._name_ = member._value_ = value
+        cls._value2member_map_[value] = cls._member_map_[value] = member  # where Python 3.11.2 looks for it to copy it
         return member
 
     DynamoBackend._missing_ = classmethod(missing)  # type: ignore[assignment]

@@ -50,7 +50,8 @@ def test_accelerate_takes_registered_names_alone():
     assert accelerate.TorchDynamoPlugin(backend="fp8").to_kwargs() == {"backend": "fp8"}
     member = plugin.backend
     assert member != accelerate.DynamoBackend.NO
-    assert member == pickle.loads(pickle.dumps(member)) == copy.deepcopy(member)
+    assert member is pickle.loads(pickle.dumps(member)) is copy.deepcopy(member)
+    assert member is accelerate.DynamoBackend.FP8_KNOWN, "where some Pythons look for it to copy it"
     assert accelerate.TorchDynamoPlugin(backend="inductor").backend is accelerate.DynamoBackend.INDUCTOR
     with pytest.raises(ValueError, match="'FP9' is not a valid DynamoBackend"):
         accelerate.TorchDynamoPlugin(backend="fp9")
