@@ -43,7 +43,7 @@ def prepare_fsdp(
     Call it before `fully_shard`. Weights [N, K] of `nn.Linear`s are taken whose sizes are multiples of 16; not those of
     output heads (unless `lm_head`), those that are embedding tables as well, and those in modules that `skip` names
     (patterns as for the backend's option of that name; give both the same). FP32, BF16 and FP16 parameters, frozen or
-    not; on the meta device too.
+    not; on the meta device too. A `copy.deepcopy` of a prepared model or module is prepared, with scales of its own.
 
     granularity: "tensor", or "block(128)" for the recipe "blockwise": one scale for each 128×128 elements.
     power_of_two: round scales up to powers of two.
@@ -74,8 +74,9 @@ def prepare_fsdp(
     made: dict[nn.Parameter, tuple[WeightCast, nn.Parameter]] = {}
     for name, module in chosen:
         weight: Any = module.weight
-        if weight not in made:  # one weight may serve several modules
-            cast = WeightCast(f"{name}.weight", weight.shape, module, "weight", scales)
+        if weight not in made:
+            homes = [other for _, other in chosen if other.weight is weight]  # one weight may serve several modules
+            cast = WeightCast(f"{name}.weight", weight.shape, homes, "weight", scales)
             scales.casts.append(cast)
             made[weight] = cast, nn.Parameter(ShardedWeight(weight.detach(), cast), weight.requires_grad)
         cast, module.weight = made[weight]

@@ -73,6 +73,11 @@ class ShardedWeight(Tensor):
         """What compiled code depends on, for torch's caches."""
         return f"ShardedWeight {tuple(self.shape)} {self.stride()} {self.dtype} {self.device}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
+        copied: Any = super().__deepcopy__(memo)
+        copied.serial = next(_serials)
+        return copied
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedWeight({self.cast.name}, {list(self.shape)}, dtype={self.dtype}, device={self.device})"
 

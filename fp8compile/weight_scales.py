@@ -14,9 +14,10 @@ With 128×128 blocks a rank adds its rows' part to the amaxes of all blocks, so 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,20 +40,37 @@ _keys = itertools.count()
 class WeightCast:
     """How one weight becomes FP8: its name in the model, format, granularity; and where it is found."""
 
-    def __init__(self, name: str, shape: Sequence[int], module: nn.Module, parameter: str, scales: WeightScales):
+    def __init__(
+        self, name: str, shape: Sequence[int], homes: Iterable[nn.Module], parameter: str, scales: WeightScales
+    ):
+        """homes: the modules that have it, as their attribute `parameter`."""
         self.name, self.shape, self.parameter = name, tuple(shape), parameter
-        self.module = weakref.ref(module)
+        self.homes = [weakref.ref(home) for home in homes]
         self.scales = scales
         self.format, self.granularity, self.power_of_two = scales.format, scales.granularity, scales.power_of_two
         self.scale: Tensor | None = None  # a part of the buffer that all weights share
         self.payload: Tensor | None = None  # this rank's shard in FP8, if it is kept; as old as the scale
-        self.payload_of = -1  # `ShardedWeight.serial` of that shard: a copy of the model shares the cast
+        self.payload_of = -1  # `ShardedWeight.serial` of that shard: a copy of it alone shares the cast
         self.seen: tuple[int, ...] | None = None  # `versions`, when the scale was made
         self.key = next(_keys)
         CASTS[self.key] = self
         # The sharded parameter, which its module has not got while it is gathered. Not as a weak reference: torch does
         # not swap tensors that have one, as Module.to does.
         self.owner: DTensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCast:
+        """Of a copied module: a cast of its own. A weight copied by itself goes by the scale of the original."""
+        homes = [memo[id(home)] for ref in self.homes if (home := ref()) is not None and id(home) in memo]
+        if not homes:
+            return self
+        scales = copy.deepcopy(self.scales, memo)
+        cast = WeightCast(self.name, self.shape, homes, self.parameter, scales)
+        scales.casts.append(cast)
+        return cast
+
+    def module(self) -> nn.Module | None:
+        """One that has it; None: all were dropped from the model."""
+        return next((module for home in self.homes if (module := home()) is not None), None)
 
     @property
     def count(self) -> int:
@@ -115,6 +133,10 @@ class WeightScales:
         self.updates = 0  # how often they were made: all-reduces
         self.buffers: dict[Any, tuple[Tensor, Tensor]] = {}  # by mesh: where scales go, and where they are kept
         _install_hook()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightScales:
+        """For a copy of the model, whose weights enter as they are copied."""
+        return WeightScales(self.format, self.granularity, self.power_of_two, self.keep_casts)
 
     @torch.no_grad()
     def update(self) -> None:

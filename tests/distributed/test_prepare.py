@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from typing import Any
 
 import pytest
@@ -75,6 +77,21 @@ def test_a_plain_state_dict_before_sharding() -> None:
     assert len(fsdp.gathered_names(model)) == 6
 
 
+def test_a_weight_of_two_linears_stays_while_one_is_there() -> None:
+    model = make_model()
+    first, second = model.blocks
+    second.gate.weight = first.gate.weight
+    fp8compile.prepare_fsdp(model)
+    cast = second.gate.weight.cast
+    assert first.gate.weight is second.gate.weight
+    first.gate = nn.Identity()
+    gc.collect()
+    assert cast.module() is second.gate
+    second.gate = nn.Identity()
+    gc.collect()
+    assert cast.is_gone
+
+
 def sharded_in_part(rank: int) -> None:
     model = compile_blocks(fp8compile.prepare_fsdp(make_model()))
     fully_shard(model.blocks[0])
@@ -132,9 +149,43 @@ def eager(rank: int) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def copied(rank: int) -> None:
+    """A copy of a prepared model has scales of its own, and so has a copy of a part of it."""
+    tokens = local_batch(0)[0]
+    for keep_casts in (False, True):
+        model = fp8compile.prepare_fsdp(make_model(), keep_casts=keep_casts)
+        whole, part = copy.deepcopy(model), make_model()
+        part.blocks[1] = copy.deepcopy(model.blocks[1])
+        assert len(fsdp.gathered_names(whole)) == 6
+        assert len(fsdp.gathered_names(part)) == 3
+        same, larger = make_model(), make_model()
+        for one in (model, whole, part, same, larger):
+            shard(one)
+        for factor in (1, 8, 8):  # of the original nothing changes, and it is read first
+            with torch.no_grad():
+                for block in (*whole.blocks, *part.blocks, *larger.blocks):
+                    block.down.weight.mul_(factor)
+            for one, plain in ((model, same), (whole, larger), (part, larger)):
+                expected = plain(tokens)
+                assert float((one(tokens) - expected).norm() / expected.norm()) < 0.1
+
+
+def validated_in_between(rank: int) -> None:
+    """Scales made in inference mode serve training as well."""
+    for keep_casts in (False, True):
+        model = fp8compile.prepare_fsdp(make_model(), keep_casts=keep_casts)
+        model, plain = shard(compile_blocks(model)), shard(compile_blocks(make_model()))
+        for one in (model, plain):
+            train_sharded(one)
+        with torch.inference_mode():
+            mine, theirs = model(local_batch(0)[0]), plain(local_batch(0)[0])
+            assert float((mine - theirs).norm() / theirs.norm()) < 0.05
+        assert train_sharded(model).losses == pytest.approx(train_sharded(plain).losses, rel=0.01)
+
+
 CASES = [
     sharded_in_part, sharded_before, sharded_by_columns, written_to, left_by_an_option,
-    granularities_that_do_not_go_together, eager,
+    granularities_that_do_not_go_together, eager, copied, validated_in_between,
 ]  # fmt: skip
 
 
