@@ -7,6 +7,7 @@ whole. The last `HELD_OUT` of the bytes is held out.
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,8 +73,7 @@ def _installed_python() -> tuple[str, bytes]:
 
 def gather(root: Path, accept: Callable[[Path], bool]) -> bytes:
     """The accepted files under root that hold text, joined in hash order, up to MAX_BYTES."""
-    relative = [path.relative_to(root) for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
-    names = sorted((path for path in relative if accept(path)), key=_hash_order)
+    names = sorted((path for path in _files(root) if accept(path)), key=_hash_order)
     parts: list[bytes] = []
     size = 0
     for content in _text_files(root, names):
@@ -116,8 +116,18 @@ def windows(text: Tensor, starts: Tensor, seq: int) -> tuple[Tensor, Tensor]:
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
+def _files(root: Path) -> Iterator[Path]:
+    """All names under root that are no folders, relative to it: of tens of thousands, so nothing is asked of each."""
+    for folder, _, names in os.walk(root):
+        here = Path(folder).relative_to(root)
+        for name in names:
+            yield here / name
+
+
 def _text_files(root: Path, names: list[Path]) -> Iterator[bytes]:
     for name in names:
+        if not (root / name).is_file() or (root / name).is_symlink():
+            continue
         try:
             content = (root / name).read_bytes()
         except PermissionError:

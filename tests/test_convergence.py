@@ -49,7 +49,7 @@ def interrupted(folder: Path, name: str, evaluations: int, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_an_interrupted_run_ends_like_another(tmp_path, monkeypatch, capsys):
     name = "O3 mixed"
-    assert interrupted(tmp_path / "parts", name, 5, monkeypatch) == 3
+    assert interrupted(tmp_path / "parts", name, 7, monkeypatch) == 2
     monkeypatch.undo()
     arguments = ["--tiny", "--steps", "12", "--seeds", "1", "--configurations", name]
     benchmark.main([*arguments, "--out", str(tmp_path / "whole")])
