@@ -22,7 +22,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import delayed, devices, failures, hooks, optimizers, plans, scheduled
+from fp8compile import delayed, devices, failures, hooks, nested, optimizers, plans, scheduled
 from fp8compile.compilations import current_frame
 from fp8compile.errors import OptionError
 from fp8compile.insight.baseline import DumpingPartitioner
@@ -79,8 +79,14 @@ def _compile(
 ) -> tuple[Compiled, list[Plan]]:
     """Compile one graph, and say what was decided. known: of its inputs; states: the plan of an optimizer's graph."""
     dump = Dump(parsed.dump, parsed) if parsed.dump else None
+    regions = nested.inputs_of_regions(gm, known)
+    if regions and parsed.recipe.is_delayed:
+        raise OptionError(
+            "delayed scaling keeps a history for each matmul, and the layers that share a nested_compile_region would "
+            "share theirs: take a recipe without it, or leave torch.compiler.nested_compile_region away"
+        )
     settings = _inductor_settings(parsed, states is not None)
-    joint = JointPass(parsed, known, namespace, dump, optimizer=states)
+    joint = JointPass(parsed, known, namespace, dump, optimizer=states, regions=regions)
     key = plans.key(gm, example_inputs, joint.uuid() + hooks.theirs_uuid(settings, "joint_custom_pre_pass"))
     record = joint.record = plans.Record(key, parsed, dump.plans if dump else None, states)
     lowering = LoweringPass(parsed, dump)
@@ -110,12 +116,16 @@ class JointPass(CustomGraphPass):
     record: plans.Record | None = field(default=None, repr=False)
     optimizer: Plan | None = None  # of an optimizer's graph, which is rewritten after Inductor's own passes
     partitioner: Partitioner | None = field(default=None, repr=False)
+    regions: Mapping[nested.Types, Sequence[Input]] = field(default_factory=dict)
+    is_done: bool = field(default=False, repr=False)  # what comes after the graph itself are halves of its regions
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place, or leave it as it was when a pass fails."""
         if self.optimizer is not None:
             if self.record is not None:
                 self.record.add(self.optimizer)
+            return
+        if self.is_done:
             return
         c = self._compilation(graph)
         backup = Snapshot(graph)
@@ -140,9 +150,12 @@ class JointPass(CustomGraphPass):
     def _compilation(self, graph: fx.Graph) -> Compilation:
         device = devices.describe(device_of(graph))
         placeholders = list(graph.find_nodes(op="placeholder"))
-        inputs = {
-            n.name: self.inputs[i] for n in placeholders if (i := _input_index(n)) is not None and i < len(self.inputs)
-        }
+        if any("desc" in n.meta for n in placeholders) or not placeholders:
+            self.is_done = True
+            indices = {n.name: i for n in placeholders if (i := _input_index(n)) is not None}
+            inputs = {name: self.inputs[i] for name, i in indices.items() if i < len(self.inputs)}
+        else:
+            inputs = nested.match_inputs(graph, self.regions)
         c = Compilation(graph, self.options, device, Plan(), inputs, self.namespace)
         c.plan = Plan("training" if c.is_training else "inference", self.options.recipe.name, device.name)
         return c
@@ -194,7 +207,7 @@ class LoweringPass(CustomGraphPass):
             return
         on_gpu = device_of(graph).type == "cuda"
         executor = "triton" if on_gpu and self.options.kernels == "generated" else "inductor"
-        self.lowered = _lower(graph, executor, self.options, self.half, self.dump)
+        self.lowered = (self.lowered or Lowered()) + _lower(graph, executor, self.options, self.half, self.dump)
         call_matmuls.keep_strides(graph)
 
     def uuid(self) -> str:
@@ -282,7 +295,8 @@ def _compile_half(
 ) -> Compiled:
     """Inductor, and what became of this half: the lowering pass says so, or what was kept when it ran."""
     lowering.half, lowering.lowered = _half(settings), None
-    key = hashlib.sha256(f"{graph_text(gm.graph)}{lowering.uuid()}".encode()).hexdigest()
+    text = "".join(graph_text(body.graph) for body in nested.bodies(gm))
+    key = hashlib.sha256(f"{text}{lowering.uuid()}".encode()).hexdigest()
     try:
         compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
     except Exception as error:
@@ -312,15 +326,18 @@ def _run_eagerly(
 ) -> Compiled:
     """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
     half, options, dump = _half(settings), lowering.options, lowering.dump
-    if has_states(gm.graph):
-        record.add_half(half, _lower_optimizer(gm.graph, options, dump))
-    elif options.kernels == "generated":
-        record.add_half(half, _lower(gm.graph, "operators", options, half, dump))
-    elif dump:
-        dump.stage(half, "cut", gm.graph)
-    for view in gm.graph.find_nodes(op="call_function", target=aten.view.default):
-        view.target = aten.reshape.default  # an attention's result may not lie in memory as its fake does
-    gm.recompile()
+    lowered = Lowered()
+    for body in nested.bodies(gm):
+        if has_states(body.graph):
+            lowered += _lower_optimizer(body.graph, options, dump)
+        elif options.kernels == "generated":
+            lowered += _lower(body.graph, "operators", options, half, dump)
+        elif dump:
+            dump.stage(half, "cut", body.graph)
+        for view in body.graph.find_nodes(op="call_function", target=aten.view.default):
+            view.target = aten.reshape.default  # an attention's result may not lie in memory as its fake does
+        body.recompile()
+    record.add_half(half, lowered)
 
     def run(args: list[Any]) -> Any:
         given = list(args)

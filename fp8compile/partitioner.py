@@ -22,7 +22,7 @@ from torch._functorch import partitioners as torch_partitioners  # the parts of 
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's base: its uuid() keys the caches
 
-from fp8compile import devices, failures, ops
+from fp8compile import devices, failures, nested, ops
 from fp8compile.calling_line import warn_user
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
@@ -87,12 +87,14 @@ class Partitioner(CustomPartitionerFn):
 
 
 def with_static_parts(gm: fx.GraphModule, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` with the inputs that stay where they are numbered as `gm` has them.
+    """`kwargs` with the inputs that stay where they are numbered as `gm` has them. Of a nested region torch names none.
 
     torch numbers them as the user's function has them, where a tensor subclass is one input; in the graph it is several
     (the payload and the scale of a weight), and whatever follows would be taken for another input.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
+    if held := [i for i, node in enumerate(inputs) if node.meta.get(nested.HELD)]:
+        return {**kwargs, "static_lifetime_input_indices": held}
     descs = [node.meta.get("desc") for node in inputs]
     if not any(hasattr(desc, "attr") for desc in descs):
         return kwargs

@@ -241,6 +241,11 @@ class Lowered:
     failure: str = ""
     updates: list[MergedUpdate] = field(default_factory=list)
 
+    def __add__(self, other: Lowered) -> Lowered:
+        """Of a graph and the regions that it calls together."""
+        failure, updates = self.failure or other.failure, self.updates + other.updates
+        return Lowered(self.kernels + other.kernels, self.left + other.left, failure, updates)
+
 
 @dataclass
 class Plan:

@@ -122,7 +122,8 @@ def _price_again(node: fx.Node, halves: Halves, prices: Prices) -> float:
         return 0.0
     if not may_be_computed_again(node, halves.is_recomputable):
         return math.inf
-    free = node.target in VIEWS or node.target in fusible.CONVERSIONS  # done by whoever reads it
+    # views and conversions are done by whoever reads them
+    free = node.op == "get_attr" or node.target in VIEWS or node.target in fusible.CONVERSIONS
     return 0.0 if free else prices.byte * _bytes(node)
 
 
@@ -137,6 +138,8 @@ def _out(node: fx.Node) -> str:
 
 def may_be_computed_again(node: fx.Node, is_recomputable: Callable[[fx.Node], bool]) -> bool:
     """Whether backward may compute `node` again rather than keep it."""
+    if node.op == "get_attr":  # the graph of a branch or a loop's body, which either half has
+        return True
     if node.op != "call_function":
         return False
     tag = node.meta.get("recompute")
