@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale's history belongs to one model
+from torch._inductor import config as inductor_config  # whether a user has chosen the width of a CPU's vectors
 from torch._inductor import list_mode_options  # `mode` reaches a backend untranslated
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
@@ -85,7 +86,7 @@ def _compile(
             "delayed scaling keeps a history for each matmul, and the layers that share a nested_compile_region would "
             "share theirs: take a recipe without it, or leave torch.compiler.nested_compile_region away"
         )
-    settings = _inductor_settings(parsed, states is not None)
+    settings = _inductor_settings(parsed, states is not None) | dict(parsed.inductor)
     joint = JointPass(parsed, known, namespace, dump, optimizer=states, regions=regions)
     key = plans.key(gm, example_inputs, joint.uuid() + hooks.theirs_uuid(settings, "joint_custom_pre_pass"))
     record = joint.record = plans.Record(key, parsed, dump.plans if dump else None, states)
@@ -287,7 +288,11 @@ def _inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str
         settings["force_disable_caches"] = True
     if options.executor == "eager":  # Inductor's own random operators ignore their seed when run eagerly
         settings["fallback_random"] = True
-    return settings | dict(options.inductor)
+    if torch.backends.cpu.get_cpu_capability() == "AVX512" and inductor_config.cpp.simdlen is None:
+        settings["cpp.simdlen"] = (
+            256  # Inductor's C++ of 512 bits transposes tiles of BF16 wrongly; each backward has some
+        )
+    return settings
 
 
 def _compile_half(

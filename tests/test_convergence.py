@@ -64,7 +64,7 @@ def test_an_interrupted_run_ends_like_another(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_all_configurations_run_and_are_reported(tmp_path, capsys):
-    arguments = ["--tiny", "--steps", "6", "--seeds", "2", "--out", str(tmp_path)]
+    arguments = ["--tiny", "--steps", "6", "--seeds", "1", "--out", str(tmp_path)]
     benchmark.main([*arguments, "--configurations", "BF16", "O2 blockwise", "O3 mixed"])
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["BF16", "O2 blockwise", "O3 mixed"]
@@ -76,7 +76,7 @@ def test_all_configurations_run_and_are_reported(tmp_path, capsys):
         benchmark.main([*arguments[:1], "--steps", "7", "--out", str(tmp_path)])
     capsys.readouterr()
     benchmark.main([*arguments, "--report"])
-    assert "O2 blockwise            2" in capsys.readouterr().out
+    assert "O2 blockwise            1" in capsys.readouterr().out
 
 
 def test_bf16_parameters_have_masters(tmp_path):

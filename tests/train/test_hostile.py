@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -251,3 +252,28 @@ def test_optimizer_steps_and_models_without_matmuls_are_quiet() -> None:
     before = model.weight.detach().clone()
     torch.compile(optimizer.step, backend="fp8", options={"executor": "eager", "strict": True})()
     assert not torch.equal(before, model.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "rows", "recipe"),
+    [
+        ((64, 64, 64, 64), 32, "tensorwise"),  # tiles of BF16 that are read across, several in a kernel
+        ((200, 192, 200), 40, "blockwise"),  # columns that are no whole groups of 128
+        ((33, 67, 5), 7, "mixed"),  # columns of a result that was padded and saved in groups
+    ],
+    ids=["transposed", "groups", "padded"],
+)
+def test_inductor_on_a_cpu_computes_what_eager_does(sizes: tuple[int, ...], rows: int, recipe: str) -> None:
+    """What Inductor's C++ gets wrong is kept out of its way."""
+    layers = [nn.Linear(k, n, bias=i % 2 == 0) for i, (k, n) in enumerate(itertools.pairwise(sizes))]
+    model = Holder(
+        lambda m, x: m.last(F.silu(m.inner(x))), inner=nn.Sequential(*layers[:-1]), last=layers[-1]
+    ).bfloat16()  # fmt: skip
+    x, found = noise(rows, sizes[0]), []
+    for run in (model, compiled(model, executor="inductor", save_min_bytes=0, recipe=recipe)):
+        model.zero_grad()
+        run(x).float().square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    for expected, actual in zip(*found, strict=True):
+        assert sqnr(expected, actual) > 18
