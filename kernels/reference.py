@@ -27,10 +27,11 @@ def oriented(x: Tensor, transpose: bool, row_multiple: int, col_multiple: int) -
     if transpose:
         x = x.transpose(-1, -2)
     rows, cols = x.shape[-2], x.shape[-1]
-    pad_rows, pad_cols = round_up(rows, row_multiple) - rows, round_up(cols, col_multiple) - cols
+    pad_rows = round_up(rows, row_multiple) - rows if row_multiple > 1 else 0  # a number also where rows is none
+    pad_cols = round_up(cols, col_multiple) - cols if col_multiple > 1 else 0
     if all(isinstance(pad, int) and pad == 0 for pad in (pad_rows, pad_cols)):  # a symbolic pad may be anything
         return x
-    return torch.nn.functional.pad(x, (0, pad_cols, 0, pad_rows))
+    return torch.constant_pad_nd(x, (0, pad_cols, 0, pad_rows))
 
 
 def amax(x: Tensor, granularity: str, transpose: bool = False, row_multiple: int = 1, col_multiple: int = 1) -> Tensor:

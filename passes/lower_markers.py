@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher  # what pads by a symbolic number goes through Python alone
 from torch._inductor.decomposition import select_decomp_table  # nodes born after AOTAutograd must be decomposed already
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -40,7 +41,7 @@ def _trace(node: fx.Node) -> fx.GraphModule:
         return reference(*fx.map_arg(node.args, given.__getitem__), **node.kwargs)
 
     fakes = [t.meta["val"] for t in tensors]
-    with fakes[0].fake_mode:
+    with fakes[0].fake_mode, enable_python_dispatcher():
         return _make_fx(call)(*fakes)
 
 

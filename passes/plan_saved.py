@@ -145,6 +145,8 @@ def may_be_computed_again(node: fx.Node, is_recomputable: Callable[[fx.Node], bo
     tag = node.meta.get("recompute")
     if tag in RECOMPUTED:
         return True
+    if "unbacked_bindings" in node.meta:  # its size is a number of its own, which the other half would not know
+        return False
     if tag == CheckpointPolicy.MUST_SAVE or fusible.is_row_reduction(node) or fusible.is_col_sum(node):
         return False
     if node.target is operator.getitem:

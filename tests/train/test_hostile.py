@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -277,3 +278,31 @@ def test_inductor_on_a_cpu_computes_what_eager_does(sizes: tuple[int, ...], rows
         found.append([p.grad for p in model.parameters()])
     for expected, actual in zip(*found, strict=True):
         assert sqnr(expected, actual) > 18
+
+
+def test_rows_that_a_mask_chooses() -> None:
+    """Their number is the mask's: what chooses them runs once, and not in backward again."""
+    model = Holder(lambda m, x: F.gelu(m.b(m.a(x)[x[:, 0] > 0])), a=linear(32), b=linear())
+    plain, x = copy.deepcopy(model), noise(64, 32)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled(model, executor="inductor", save_min_bytes=0)(x).float().square().sum().backward()
+    plain(x).float().square().sum().backward()
+    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert sqnr(expected.grad, actual.grad) > LEAST
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_jagged_tensors(executor: str) -> None:
+    """As many rows as the sequences have together: a symbolic number, padded to a multiple of 16."""
+    model = Holder(lambda m, x: m.b(F.gelu(m.a(x))), a=linear(128), b=nn.Linear(128, 64).bfloat16())
+    plain = copy.deepcopy(model)
+    for lengths in ((5, 11, 16), (3, 4)):
+        found = []
+        torch.manual_seed(1)
+        x = torch.nested.nested_tensor([noise(n, 32) for n in lengths], layout=torch.jagged)
+        for m, run in ((model, compiled(model, executor=executor, save_min_bytes=0)), (plain, plain)):
+            m.zero_grad()
+            run(x).values().float().square().sum().backward()
+            found.append([p.grad for p in m.parameters()])
+        for actual, expected in zip(*found, strict=True):
+            assert sqnr(expected, actual) > LEAST
