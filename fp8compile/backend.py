@@ -150,16 +150,18 @@ class JointPass(CustomGraphPass):
 
     def _compilation(self, graph: fx.Graph) -> Compilation:
         device = devices.describe(device_of(graph))
-        placeholders = list(graph.find_nodes(op="placeholder"))
-        if any("desc" in n.meta for n in placeholders) or not placeholders:
-            self.is_done = True
-            indices = {n.name: i for n in placeholders if (i := _input_index(n)) is not None}
-            inputs = {name: self.inputs[i] for name, i in indices.items() if i < len(self.inputs)}
-        else:
-            inputs = nested.match_inputs(graph, self.regions)
-        c = Compilation(graph, self.options, device, Plan(), inputs, self.namespace)
+        c = Compilation(graph, self.options, device, Plan(), self._inputs_of(graph), self.namespace)
         c.plan = Plan("training" if c.is_training else "inference", self.options.recipe.name, device.name)
         return c
+
+    def _inputs_of(self, graph: fx.Graph) -> dict[str, Input]:
+        """What is known of the placeholders of `graph`: AOTAutograd describes those of the graph itself alone."""
+        placeholders = list(graph.find_nodes(op="placeholder"))
+        self.is_done = any("desc" in n.meta for n in placeholders) or not placeholders
+        if not self.is_done:
+            return nested.match_inputs(graph, self.regions)
+        indices = {n.name: i for n in placeholders if (i := _input_index(n)) is not None}
+        return {name: self.inputs[i] for name, i in indices.items() if i < len(self.inputs)}
 
     def uuid(self) -> str:
         """Everything that decides what this pass does, as a key for the compile caches."""

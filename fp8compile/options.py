@@ -61,7 +61,7 @@ class Options:
     verify: check the graph's invariants after each pass.
     states: how an optimizer's states are kept where its step is compiled (`StateRecipe.parse`).
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
-    inductor: settings of torch._inductor.config for this compilation.
+    inductor: settings of torch._inductor.config for this compilation. Graph passes among them run before ours.
     plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one (`fp8compile/edits.py`).
     schedule: "auto", or a mapping of settings (`Schedule`): casts change while it trains, on evidence.
     watch: the name under which casts are measured (`fp8compile.watch` does it all).
