@@ -101,8 +101,8 @@ def expand_scale(scale: Tensor, granularity: Granularity, shape: torch.Size) -> 
 
 
 def _repeat(scale: Tensor, dim: int, size: int, length: int) -> Tensor:
-    """Each entry along `dim` (-1 or -2) `size` times, cut to `length`. size: a power of two."""
-    if scale.device.type == "cpu":
+    """Each entry along `dim` (-1 or -2) `size` times, cut to `length`."""
+    if scale.device.type == "cpu" and size & (size - 1) == 0:
         # Inductor's C++ drops what is left of a loop that it splits by a division of its index
         # (`CppScheduling.try_loop_split`), so here no index is divided.
         entries = torch.arange(length, device=scale.device) >> (size.bit_length() - 1)

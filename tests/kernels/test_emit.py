@@ -195,11 +195,16 @@ def test_only_what_is_needed_is_written() -> None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
+def written(folder: Path) -> list[Path]:
+    """What lies there, but for what Python itself keeps of modules."""
+    return sorted(path for path in folder.iterdir() if path.name != "__pycache__")
+
+
 def test_a_file_is_written_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     region = copy(64, 256)
     schedule = schedules.choose(region)
     generated.kernel_of(region, schedule)
-    (file,) = folder.iterdir()
+    (file,) = written(folder)
     assert file.name.startswith(generated.kernel_name(region, schedule))
     generated.module_of.cache_clear()
     monkeypatch.setattr(generated, "write_atomically", lambda *_: pytest.fail("written again"))
@@ -217,7 +222,7 @@ def _write(arguments: tuple[str, int]) -> int:
 def test_processes_may_write_the_same_files(tmp_path: Path, folder: Path) -> None:
     with copies().Pool(4) as pool:
         assert pool.map(_write, [(str(tmp_path), i) for i in range(4)], chunksize=1) == [8] * 4
-    files = sorted(folder.iterdir())
+    files = written(folder)
     assert len(files) == 8  # and no temporary file is left
     for file in files:
         spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -228,7 +233,7 @@ def test_processes_may_write_the_same_files(tmp_path: Path, folder: Path) -> Non
 def test_running_a_file_without_a_gpu_says_so(folder: Path) -> None:
     region = Cast("e4m3", "row").region()
     generated.kernel_of(region, schedules.choose(region))
-    (file,) = folder.iterdir()
+    (file,) = written(folder)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
