@@ -102,11 +102,11 @@ def expand_scale(scale: Tensor, granularity: Granularity, shape: torch.Size) -> 
 
 def _repeat(scale: Tensor, dim: int, size: int, length: int) -> Tensor:
     """Each entry along `dim` (-1 or -2) `size` times, cut to `length`."""
-    if scale.device.type == "cpu" and size & (size - 1) == 0:
-        # Inductor's C++ drops what is left of a loop that it splits by a division of its index
-        # (`CppScheduling.try_loop_split`), so here no index is divided.
+    if scale.device.type == "cpu" and type(scale) is not Tensor and size & (size - 1) == 0:
+        # Traced, for Inductor. Its C++ drops what is left of a loop that it splits by a division of its index
+        # (`CppScheduling.try_loop_split`), so no index is divided; nor checked, as none can be out of bounds.
         entries = torch.arange(length, device=scale.device) >> (size.bit_length() - 1)
-        return scale.index_select(dim, entries)
+        return scale.index_select(dim, entries.clamp(0, scale.shape[dim] - 1))
     dim += scale.dim()
     grown = list(scale.shape)
     grown[dim] *= size
