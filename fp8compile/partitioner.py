@@ -27,7 +27,7 @@ from fp8compile.calling_line import warn_user
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import describe
-from fp8compile.passes.compilation import Compilation, device_of
+from fp8compile.passes.compilation import Compilation, device_of, remove_dead
 from fp8compile.passes.edit_saved import edit_saved, saved_keys
 from fp8compile.passes.plan_saved import Halves, is_object, may_be_computed_again, run_again
 from fp8compile.passes.save_as_fp8 import save_as_fp8
@@ -118,7 +118,7 @@ def _partition(
     record: Record | None = None,
 ) -> Any:
     p = torch_partitioners
-    gm.graph.eliminate_dead_code()
+    remove_dead(gm.graph)
     if functorch_config.cse:
         gm.graph = fx_graph_cse(gm.graph)
     checkpointed, random = p.has_recomputable_ops(gm), p.has_recomputable_rng_ops(gm)

@@ -20,7 +20,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.spec import PARTIALS, ROW_REDUCTIONS
 from fp8compile.passes.amax_pieces import finish_amaxes, read_pieces
-from fp8compile.passes.compilation import aten, getitems, value
+from fp8compile.passes.compilation import aten, getitems, remove_dead, value
 from fp8compile.passes.concatenated import write_in_place
 from fp8compile.passes.fusible import RESHAPES, is_library_kernel
 from fp8compile.passes.join_regions import MAX_PARTS, joined
@@ -40,7 +40,7 @@ def combine_regions(graph: fx.Graph) -> None:
     finish_amaxes(editor)
     finish_sums(editor)
     put_in_order(graph)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     editor.number()
     for node in list(graph.nodes):
         if node.target is ops.scaled_mm or node.target is ops.region:
@@ -48,7 +48,7 @@ def combine_regions(graph: fx.Graph) -> None:
     _combine_saved(editor)
     _combine_last(editor)
     put_in_order(graph)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
 
 
 def _combine_producers(editor: GraphEditor, consumer: fx.Node) -> None:

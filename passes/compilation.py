@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config  # whether unused random numbers must be drawn all the same
 from torch._subclasses.fake_tensor import FakeTensor  # no public name; nodes carry these as their value metadata
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -221,6 +222,17 @@ def sort_topologically(graph: fx.Graph) -> None:
         pending += reversed(waiting.pop(node, []))
     if waiting:
         raise RuntimeError("the graph has a cycle")
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Erase what nothing uses, in this graph alone.
+
+    Torch's `eliminate_dead_code` goes on into the graphs of regions and branches, and erases there what writes into its
+    arguments and is used by nobody: the launches of kernels, once Inductor has been through those graphs.
+    """
+    for node in reversed(list(graph.nodes)):
+        if not node.users and not node.is_impure(inductor_config.fallback_random):
+            graph.erase_node(node)
 
 
 def getitems(node: fx.Node) -> dict[int, fx.Node]:

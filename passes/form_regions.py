@@ -32,7 +32,7 @@ from fp8compile.passes.borders import find_levels
 from fp8compile.passes.build_region import Builder
 from fp8compile.passes.cluster_loads import delayed, leaves_of
 from fp8compile.passes.clusters import Cluster, find_clusters, reduces_rows
-from fp8compile.passes.compilation import is_tensor, value
+from fp8compile.passes.compilation import is_tensor, remove_dead, value
 from fp8compile.passes.iteration import NoAccessError
 from fp8compile.passes.origin import source_line
 from fp8compile.passes.part_values import RefusedError
@@ -53,7 +53,7 @@ def form_regions(graph: fx.Graph) -> list[str]:
     for cluster in order:
         reasons += _replace(editor, cluster, levels, sinks)
     put_in_order(graph)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     return reasons
 
 

@@ -15,7 +15,7 @@ import operator
 from torch import fx
 
 from fp8compile import state_ops
-from fp8compile.passes.compilation import value
+from fp8compile.passes.compilation import remove_dead, value
 
 
 def run(graph: fx.Graph) -> None:
@@ -25,7 +25,7 @@ def run(graph: fx.Graph) -> None:
         if store is not None and store is stored_by(node.args[1]):
             node.replace_all_uses_with(_in_dtype(graph, store.args[0], node))
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
 
 
 def stored_by(node: object) -> fx.Node | None:

@@ -17,7 +17,7 @@ from torch import fx
 
 from fp8compile import state_ops
 from fp8compile.kernels.update_spec import STATE, Update
-from fp8compile.passes.compilation import aten, value
+from fp8compile.passes.compilation import aten, remove_dead, value
 from fp8compile.passes.find_updates import ParameterUpdate, find_updates
 from fp8compile.passes.skip_overflow import overflow_of
 from fp8compile.passes.write_update import UpdateSkipError, Written, write_update
@@ -43,7 +43,7 @@ def run(graph: fx.Graph) -> list[MergedUpdate]:
         rows.append(_row(group))
     for copy in {copy for group in groups.values() for written in group for copy in written.copies}:
         graph.erase_node(copy)
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     return rows
 
 

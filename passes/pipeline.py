@@ -32,7 +32,7 @@ from fp8compile.passes import (
     select_matmuls,
     share_casts,
 )
-from fp8compile.passes.compilation import Compilation, complete_values
+from fp8compile.passes.compilation import Compilation, complete_values, remove_dead
 from fp8compile.passes.describe import describe_kernels
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.verify import signature, verify
@@ -81,7 +81,7 @@ def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = No
         if decided and not c.plan.converted and not step.always:
             continue  # nothing to carry out
         step.run(c)
-        c.graph.eliminate_dead_code()
+        remove_dead(c.graph)
         if c.options.verify:
             verify(c.graph, step.name, outputs)
         if observe:

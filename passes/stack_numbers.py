@@ -26,7 +26,7 @@ from torch import fx
 
 from fp8compile import state_ops
 from fp8compile.kernels.update_spec import from_json
-from fp8compile.passes.compilation import aten, update_value, value
+from fp8compile.passes.compilation import aten, remove_dead, update_value, value
 from fp8compile.passes.find_updates import FLOATS, is_elementwise
 from fp8compile.passes.update_rules import FILLS, IDENTITIES, schema_name
 
@@ -45,7 +45,7 @@ def run(graph: fx.Graph) -> None:
         away = any(value(n).device != device for n in numbers)  # type: ignore[union-attr]
         if each and (len(numbers) > each or away):  # type: ignore[arg-type]
             node.args = stored, read, [_Stacker(graph, node, device).matrix(numbers, each)], spec  # type: ignore[arg-type]
-    graph.eliminate_dead_code()
+    remove_dead(graph)
     _count_at_once(graph)
 
 
@@ -177,4 +177,4 @@ def _count_at_once(graph: fx.Graph) -> None:
             node.meta["val"] = None
             for copy in copies:
                 graph.erase_node(copy)
-    graph.eliminate_dead_code()
+    remove_dead(graph)

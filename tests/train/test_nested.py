@@ -11,10 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile
 from fp8compile.errors import Fp8Warning, OptionError
+from fp8compile.passes.pipeline import run_after_cut
 
+aten = torch.ops.aten
 SIZE, ROWS = 64, 48
 LOOSE = {"select": "all", "strict": True, "save_min_bytes": 0}
 
@@ -190,6 +195,36 @@ def test_a_failing_pass_leaves_the_region_as_it_was(monkeypatch: pytest.MonkeyPa
     with pytest.warns(Fp8Warning, match="compiled without FP8"):
         actual = gradients(compiled(model, strict=False, save="bf16"), model)
     assert_close(actual, gradients(plain, plain), 40.0)
+
+
+@pytest.mark.parametrize("executor", ["operators", "triton", "inductor"])
+def test_kernels_that_write_into_what_a_region_returns_stay(executor: str) -> None:
+    """Inductor has been through a region's graph, where launches have become writes, before passes see its caller's."""
+    region, caller = torch.fx.Graph(), torch.fx.Graph()
+    with FakeTensorMode():
+        x, y = torch.empty(4, 4), torch.empty(4, 4)
+    given, written = add(region, "placeholder", "x", x), add(region, "call_function", aten.empty_like.default, y)
+    written.args = (given,)
+    launch = region.call_function(triton_kernel_wrapper_mutation, (), {"kwargs": {"x": given, "y": written}})
+    region.output((written,))
+    body = torch.fx.GraphModule({}, region)
+    called = add(caller, "placeholder", "x", x)
+    name = add(caller, "get_attr", "body", body)
+    call = add(caller, "call_function", invoke_subgraph, (y,))
+    call.args = (name, "body", called)
+    unused = add(caller, "call_function", aten.relu.default, x)
+    unused.args = (called,)
+    caller.output((call,))
+    gm = torch.fx.GraphModule({"body": body}, caller)
+    run_after_cut(gm.graph, executor)
+    assert launch in gm.body.graph.nodes
+    assert executor == "inductor" or not gm.graph.find_nodes(op="call_function", target=aten.relu.default)
+
+
+def add(graph: torch.fx.Graph, op: str, target: Any, value: Any) -> torch.fx.Node:
+    node = graph.create_node(op, target)
+    node.meta["val"] = value
+    return node
 
 
 def branches(flag: Tensor, x: Tensor, one: nn.Module, other: nn.Module) -> Tensor:
