@@ -6,8 +6,9 @@ After       %r = clone(expand(view(%t, [-1, 1]), [N, 1]))
 
 Sound because `kernels/matmul.py`, which is fp8.scaled_mm on CUDA, makes the same call. It is Python, though, and takes
 the host some 40 µs; a small model, or one whose blocks are sharded, waits for its host. What is no single call (blocks,
-groups of rows, batches, other dtypes than BF16) stays as it is; so does everything where Inductor is to tune matmuls,
-whose own kernels need not round as these do.
+groups of rows, batches, other dtypes than BF16) stays as it is; so does what has a size that only the data knows, where
+Inductor could not tell how operands lie in memory; so does everything where Inductor is to tune matmuls, whose own
+kernels need not round as these do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config  # whether matmuls are to be tuned
 from torch._inductor.inductor_prims import force_stride_order  # as its own passes keep strides
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from fp8compile import ops
 from fp8compile.passes.collectives import SPLITS, VIEWS
@@ -43,13 +45,14 @@ def call_matmuls(graph: fx.Graph) -> None:
 
 
 def is_one_call(node: fx.Node) -> bool:
-    """Whether aten._scaled_mm does it all: two matrices, their scales, an addition at most, and BF16; and numbers of
-    rows that are known, where a scale is repeated for each."""
+    """Whether aten._scaled_mm does it all: two matrices, their scales, an addition at most, and BF16; and no sizes that
+    only the data knows, nor symbolic numbers of rows where a scale is repeated for each."""
     a, _, granularity_a, b, _, granularity_b, bias, dtype, *rest = node.args
     return (
         granularity_a in IN_ONE_CALL
         and granularity_b in IN_ONE_CALL
         and value(a).dim() == 2  # type: ignore[arg-type]
+        and not any(has_free_unbacked_symbols(value(x)) for x in (a, b))  # type: ignore[arg-type]
         and dtype == torch.bfloat16
         and (bias is None or value(bias).dtype == torch.bfloat16)  # type: ignore[arg-type]
         and not any(x is not None for x in rest[1:])  # no groups

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo_config
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import micro_pipeline_tp
@@ -140,6 +141,35 @@ def test_what_is_no_call_or_is_to_be_tuned_stays(graphs, recipe, setting):
     with inductor_config.patch({setting: True} if setting else {}):
         call_matmuls(graph)
     assert len(list(graph.find_nodes(op="call_function", target=ops.scaled_mm))) == 1
+
+
+def test_a_number_of_rows_that_only_the_data_knows_is_not_asked_for(monkeypatch):
+    """Inductor works out again what a call returns, and cannot where that depends on how rows lie in memory."""
+    halves = []
+
+    def run(graph, executor, half="forward", observe=None):
+        halves.append(copy_graph(graph))
+        pipeline.run_after_cut(halves[-1], "triton", half)
+        return pipeline.run_after_cut(graph, executor, half, observe)
+
+    def chosen(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        hidden = x @ first.t()
+        return functional.gelu(hidden[hidden[:, 0] > 0]) @ second.t()
+
+    monkeypatch.setattr(backend, "run_after_cut", run)
+    weights = (nn.Parameter(torch.randn(n, k).bfloat16()) for n, k in ((128, 64), (64, 128)))
+    options = {"select": "all", "recipe": "rowwise", "strict": True, "executor": "eager"}
+    with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(chosen, backend="fp8", options=options)(torch.randn(48, 64).bfloat16(), *weights).sum().backward()
+    found = {target: [] for target in (aten._scaled_mm.default, ops.scaled_mm)}
+    for graph in halves:
+        for target, nodes in found.items():
+            nodes += graph.find_nodes(op="call_function", target=target)
+    assert [len(nodes) for nodes in found.values()] == [2, 3], "the first layer's; the second's"
+    for node in found[aten._scaled_mm.default]:
+        args = fx.map_arg(node.args, lambda n: n.meta["val"])
+        with args[0].fake_mode:
+            assert node.target(*args).shape == node.meta["val"].shape
 
 
 def test_a_scale_that_is_one_of_several_is_copied(graphs):
