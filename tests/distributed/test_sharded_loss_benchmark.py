@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import sharded_loss as benchmark  # noqa: E402
 import sharded_loss_report as shown  # noqa: E402
 
+TEXT = Path(asyncio.__file__).parent  # that no change of this project changes
 STEPS, BATCH = 12, 8
 LAST = STEPS // 6
 OURS, GATHER, STATES = "ours", "ours + FP8 gather", "ours + FP8 gather, 8-bit states"
@@ -51,7 +53,7 @@ def assert_table(text: str, rows: dict[tuple[int, str], Any]) -> None:
 @pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "losses.json", tmp_path / "losses.svg"
-    common = ("--tiny", "--steps", str(STEPS), "--text", str(ROOT / "fp8compile"), "--json", str(file))
+    common = ("--tiny", "--steps", str(STEPS), "--text", str(TEXT), "--json", str(file))
     text = run(*common, "--picture", str(picture))
     rows = {(row["ranks"], row["system"]): row for row in json.loads(file.read_text())["rows"]}
     assert list(rows) == [(1, "BF16"), (1, OURS), (2, "BF16"), (2, OURS), (2, GATHER), (2, STATES)]
@@ -61,8 +63,10 @@ def test_two_ranks_train_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert len(losses) == STEPS
         assert row["batch"] * ranks == BATCH  # sequences of a rank: the slices are the global batch
         assert mean(losses[-LAST:]) < losses[0] - 1
-        # equal weights and data: BF16's and FP8's roundings, averaged over 512 bytes, are all that differs at first
-        assert losses[0] == pytest.approx(same["losses"][0], rel=1e-4)
+        # equal weights and data, so what differs at first is the order of additions; or gathered weights' other scales,
+        # whose roundings move a loss by no more than FP8's do (two to five times 1e-4 of it)
+        gathers = system in {GATHER, STATES}
+        assert losses[0] == pytest.approx(same["losses"][0], rel=1e-3 if gathers else 1e-5)
         assert losses == pytest.approx(same["losses"], rel=0.01)
         assert (row["fp8_matmuls"] > 0) == (system != "BF16")
     assert rows[2, GATHER]["losses"] != rows[2, STATES]["losses"] != rows[2, OURS]["losses"]
@@ -92,7 +96,7 @@ def test_rows_are_merged_and_other_settings_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_is_begun_that_may_not_end(tmp_path: Path) -> None:
-    given = ("--tiny", "--ranks", "1", "--seconds", "-1", "--text", str(ROOT / "fp8compile"))
+    given = ("--tiny", "--ranks", "1", "--seconds", "-1", "--text", str(TEXT))
     text = run(*given, "--json", str(tmp_path / "losses.json"))
     assert "1 × BF16: left out" in text
     assert "1 × ours: left out" in text
