@@ -141,7 +141,7 @@ COLUMNS: tuple[Column, ...] = (
     *(figure(name, name, ".0f") for name in ("BF16", *RAW)),
     *(
         figure(name, f"ours {name}", ".0f")
-        for name in ("tensor, fast", "tensor", "row × tensor, fast", "row", "group × block")
+        for name in ("tensor, fast", "tensor", "row × tensor, fast", "row", "group × block", "group × group")
     ),
     figure("default", "of_ceiling", ".0%"),
 )

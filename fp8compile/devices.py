@@ -1,9 +1,11 @@
 """What each device can do in FP8, and how fast: the constants of the cost model, in one table.
 
-Rates in TFLOP/s on random data at Llama-8B shapes (`benchmarks/casts_and_matmuls.py`). `casts` in TB/s (bytes read +
-written, as `passes/matmul_costs.py` counts them) by which casts in generated kernels lengthen a training step: 2.6 for
-the SwiGLU of Qwen2-1.5B (16384 × 8960), 3.7 for that of a 100 M model (16384 × 2048), which partly stays in the cache;
-matmuls that are in doubt are of the second kind. `launch` in microseconds for one more kernel in a compiled graph.
+Rates in TFLOP/s on random data at Llama-8B shapes (`benchmarks/casts_and_matmuls.py`; groups: `benchmarks/matmul.py`).
+`casts` in TB/s (bytes read + written, as `passes/matmul_costs.py` counts them) by which casts in generated kernels
+lengthen a training step: 2.6 for the SwiGLU of Qwen2-1.5B (16384 × 8960), 3.7 for that of a 100 M model (16384 × 2048),
+which partly stays in the cache; matmuls that are in doubt are of the second kind. `launch` in microseconds for one
+more kernel in a compiled graph.
+`processors`: streaming multiprocessors, over which tiles of an output are spread (`Device.filled`).
 `grouped`: whether torch's grouped FP8 matmul runs there; it is written for Hopper. H200: measured with torch 2.11.
 Where `measured` is False the figures are scaled from the vendor's peaks, to be replaced by a measurement.
 """
@@ -13,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from fp8compile.formats import round_up
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Device:
     fp8_tensor: float = 0.0
     fp8_row: float = 0.0
     fp8_block: float = 0.0
+    fp8_group: float = 0.0
+    processors: int = 1
     casts: float = 0.0
     launch: float = 0.0
     blockwise: bool = False
@@ -34,20 +40,32 @@ class Device:
     why_not: str = ""
 
     def rate(self, granularity: str) -> float:
-        """FP8 TFLOP/s of a matmul whose coarser operand has this granularity."""
-        if granularity == "tensor":
-            return self.fp8_tensor
-        return self.fp8_row if granularity == "row" else self.fp8_block
+        """FP8 TFLOP/s of a matmul that fills the device: "tensor" (both operands), "row" (of either), "block" (of one,
+        groups of the other) or "group" (of both)."""
+        rates = {"tensor": self.fp8_tensor, "row": self.fp8_row, "block": self.fp8_block, "group": self.fp8_group}
+        return rates[granularity]
+
+    def filled(self, tiles: int) -> float:
+        """The share of the device that works on so many tiles of an output, on average over its rounds.
+
+        Matmuls with scales of rows, groups or blocks give each tile of 128 × 128 to one multiprocessor, where those of
+        BF16 and of tensor scales share one among several if there are few: [768, 768] of 16384 tokens has 36 tiles, and
+        takes an H200 3.3 times what its FLOPs would (`benchmarks/matmul.py`).
+        """
+        return tiles / round_up(tiles, self.processors) if tiles else 1.0
 
 
+# name, whether FP8, emulated; TFLOP/s: BF16, then FP8 by tensor, row, block, group; processors; casts, launch
 TABLE = {
-    "H200": Device("H200", True, False, 680, 1210, 1180, 1050, 3.6, 3.0, blockwise=True, grouped=True, measured=True),
-    "H100": Device("H100", True, False, 700, 1190, 1140, 1000, 2.5, 3.0, blockwise=True, grouped=True),
-    "H20": Device("H20", True, False, 135, 270, 260, 230, 2.9, 3.0, blockwise=True, grouped=True),
-    "B200": Device("B200", True, False, 1600, 3000, 2800, 2600, 5.5, 3.0),
-    "L40S": Device("L40S", True, False, 300, 580, 560, 500, 0.7, 3.0),
-    "L4": Device("L4", True, False, 90, 180, 170, 160, 0.28, 3.0),
-    "RTX 4090": Device("RTX 4090", True, False, 160, 310, 300, 280, 0.83, 3.0),
+    "H200": Device(
+        "H200", True, False, 680, 1210, 1180, 1050, 835, 132, 3.6, 3.0, blockwise=True, grouped=True, measured=True
+    ),
+    "H100": Device("H100", True, False, 700, 1190, 1140, 1000, 795, 132, 2.5, 3.0, blockwise=True, grouped=True),
+    "H20": Device("H20", True, False, 135, 270, 260, 230, 180, 78, 2.9, 3.0, blockwise=True, grouped=True),
+    "B200": Device("B200", True, False, 1600, 3000, 2800, 2600, 2070, 148, 5.5, 3.0),
+    "L40S": Device("L40S", True, False, 300, 580, 560, 500, 400, 142, 0.7, 3.0),
+    "L4": Device("L4", True, False, 90, 180, 170, 160, 127, 58, 0.28, 3.0),
+    "RTX 4090": Device("RTX 4090", True, False, 160, 310, 300, 280, 220, 128, 0.83, 3.0),
 }
 GENERIC = {8: TABLE["L40S"], 9: TABLE["H100"], 10: TABLE["B200"], 12: TABLE["RTX 4090"]}
 

@@ -1,9 +1,12 @@
 """What a matmul takes in BF16 and in FP8, casts included: the model behind select="profitable".
 
     BF16   2·M·N·K / bf16 rate                                                          (grouped: as if all were one)
-    FP8    2·M·N'·K' / fp8 rate + casts of both operands + kernels · launch                      (N', K' padded)
+    FP8    2·M·N'·K' / (fp8 rate · filled) + casts of both operands + kernels · launch           (N', K' padded)
 
     a cast of [R, C]   (itemsize · reads / readers + 1 / readers of the role) · R · C bytes / cast rate
+
+`filled` is 1 with tensor scales, else the share of the device that has tiles of the output to work on
+(`Device.filled`): a grad_weight of small layers fills little of it. Layers that read one activation count together.
 
 An operand with a scale of the whole tensor is read twice, for its amax and to be cast; one with scales of rows, groups
 or blocks once. Where a generated kernel computes it (norms, activation functions and their gradients), one read falls
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import ceil
 
 from torch import fx
 
@@ -29,6 +33,8 @@ from fp8compile.passes.grouped_matmuls import GROUPED
 from fp8compile.passes.roles import Site
 from fp8compile.recipe import Role
 
+TILE = 128  # rows and columns of an output that one multiprocessor computes at a time
+
 
 class Costs:
     """The costs of matmuls beside those that are in FP8 already (`sites`)."""
@@ -38,19 +44,23 @@ class Costs:
         self.keys: set[str] = set()
         self.readers: Counter[fx.Node] = Counter()
         self.of_role: Counter[tuple[fx.Node, str]] = Counter()
+        self.tiles: Counter[tuple[fx.Node, str]] = Counter()
         for site in sites:
             self.keys.add(site.key)
             for operand in _operands(site):
                 self.readers[operand] += 1
                 self.of_role[operand, site.role] += 1
+            if merged := merged_as(site):
+                self.tiles[merged] += _tiles(site)
 
     def milliseconds(self, site: Site, role: Role) -> tuple[float, float]:
         """Of this matmul in BF16, and in FP8 as `role` of the recipe says."""
         m, n, k, batch = (hint(s) for s in (site.m, site.n, site.k, site.batch))
         kp, np_ = round_up(k, ALIGNMENT), round_up(n, ALIGNMENT)
         d, work = self.device, 2 * batch * 1e-9  # FLOPs / TFLOP/s = 1e-12 s = 1e-9 ms
-        coarser = "tensor" if {role.left.granularity.kind, role.right.granularity.kind} == {"tensor"} else "row"
-        rate = d.rate("block" if role.left.granularity.size else coarser)
+        rate = d.rate(kind := _kind(role))
+        if kind != "tensor":
+            rate *= d.filled(self._merged_tiles(site))
         weights = hint(site.groups) if value(site.right).dim() == 3 and site.kind == GROUPED else 1  # type: ignore[arg-type]
         moved = kernels = 0.0
         sides = (site.left, role.left.granularity, m), (site.right, role.right.granularity, np_ * weights)
@@ -64,10 +74,40 @@ class Costs:
         casts = moved / (d.casts * 1e9) + kernels / self._siblings(site) * d.launch * 1e-3
         return work * m * n * k / d.bf16, work * m * np_ * kp / rate + casts
 
+    def _merged_tiles(self, site: Site) -> int:
+        """How many tiles the output has of the matmul that this one becomes a part of (`passes/merge_matmuls.py`)."""
+        merged, own = merged_as(site), _tiles(site)
+        if merged is None or site.role == "grad_input":  # of which a sum is made: one output
+            return own
+        return self.tiles[merged] + (own if site.key not in self.keys else 0)
+
     def _siblings(self, site: Site) -> int:
         """How many layers read what this one's layer reads: their casts are launched together."""
         forward = site.forward or site
         return max(1, self.of_role[base(forward.left), forward.role]) if forward.left is not None else 1
+
+
+def merged_as(site: Site) -> tuple[fx.Node, str] | None:
+    """What matmuls have in common that may become one (`passes/merge_matmuls.py`): what their layers read, and the
+    role. None for what is never merged."""
+    forward = site.forward or site
+    if site.kind not in ("mm", "addmm") or forward.kind not in ("mm", "addmm") or forward.left is None:
+        return None
+    aligned = isinstance(forward.n, int) and forward.n % ALIGNMENT == 0
+    return (base(forward.left), site.role) if aligned else None
+
+
+def _tiles(site: Site) -> int:
+    """Of its output."""
+    return hint(site.batch) * ceil(hint(site.m) / TILE) * ceil(round_up(hint(site.n), ALIGNMENT) / TILE)
+
+
+def _kind(role: Role) -> str:
+    """Which rate of the device is this role's."""
+    kinds = {role.left.granularity.kind, role.right.granularity.kind}
+    if role.left.granularity.size:
+        return "block" if "block" in kinds else "group"
+    return "row" if "row" in kinds else "tensor"
 
 
 def _operands(site: Site) -> list[fx.Node]:

@@ -2,7 +2,8 @@
 
 Decides only: the graph stays as it is, the plan gets one row a matmul. The rules stand in RULES, in order; the first
 that objects gives the reason. What no rule objects to must pay as well (`passes/matmul_costs.py`): since matmuls share
-casts, all of it is taken to be in FP8, and what does not pay is left out until everything that remains does.
+casts, all of it is taken to be in FP8, and what does not pay is left out until everything that remains does. Those that
+would become one matmul (q, k and v) are asked together first: one that is left out leaves the others on their own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fp8compile.formats import ALIGNMENT
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, hint, is_tangent, value
 from fp8compile.passes.gathered_weights import gathered
 from fp8compile.passes.grouped_matmuls import GROUPED, remark, role_of, why_not_grouped
-from fp8compile.passes.matmul_costs import Costs
+from fp8compile.passes.matmul_costs import Costs, merged_as
 from fp8compile.passes.roles import MATMULS, Site, find_sites
 from fp8compile.plan import BF16, FP8, READ_ROUNDED, Matmul
 from fp8compile.recipe import Role
@@ -73,11 +74,26 @@ def _what_pays(candidates: Sequence[Candidate], c: Compilation) -> Costs:
         costs = Costs(c.device, (x.site for x in chosen))
         if c.options.select == "all" or not c.device.has_fp8:
             return costs
-        objections = [(x, _pays(x, costs)) for x in chosen if not _is_gathered(x.site)]
+        doubtful = [x for group in _merged(chosen) if not _pay_together(group, costs) for x in group]
+        objections = [(x, _pays(x, costs)) for x in doubtful if not _is_gathered(x.site)]
         if not any(why for _, why in objections):
             return costs
         for x, why in objections:
             x.objection = why
+
+
+def _merged(chosen: Sequence[Candidate]) -> list[list[Candidate]]:
+    """The matmuls that may become one in FP8, and each other alone."""
+    groups: dict[Any, list[Candidate]] = {}
+    for x in chosen:
+        groups.setdefault(merged_as(x.site) or x.site.key, []).append(x)
+    return list(groups.values())
+
+
+def _pay_together(group: Sequence[Candidate], costs: Costs) -> bool:
+    """Whether several are faster in FP8, counted as one: one that is dear costs less than leaving all unmerged."""
+    times = [costs.milliseconds(x.site, x.role) for x in group if x.role is not None]
+    return len(group) > 1 and sum(fp8 for _, fp8 in times) < sum(bf16 for bf16, _ in times)
 
 
 def _row(site: Site) -> Matmul:

@@ -250,10 +250,10 @@ def test_a_matmul_without_elements():
 
 # --- the cost model, on graphs of fake tensors
 
-BF16_RATE, TENSOR_RATE, ROW_RATE, BLOCK_RATE, CASTS, LAUNCH = 700.0, 1200.0, 1150.0, 1000.0, 2.0, 4.0
+BF16_RATE, TENSOR_RATE, ROW_RATE, BLOCK_RATE, GROUP_RATE, CASTS, LAUNCH = 700.0, 1200.0, 1150.0, 1000.0, 800.0, 2.0, 4.0
 DEVICE = devices.Device(
-    "test", True, bf16=BF16_RATE, fp8_tensor=TENSOR_RATE, fp8_row=ROW_RATE, fp8_block=BLOCK_RATE, casts=CASTS,
-    launch=LAUNCH, blockwise=True,
+    "test", True, bf16=BF16_RATE, fp8_tensor=TENSOR_RATE, fp8_row=ROW_RATE, fp8_block=BLOCK_RATE,
+    fp8_group=GROUP_RATE, casts=CASTS, launch=LAUNCH, blockwise=True,
 )  # fmt: skip
 
 
@@ -386,7 +386,9 @@ def test_what_does_not_pay_makes_the_rest_dearer():
             assert (row.decision == "fp8") == (row.milliseconds_fp8 < row.milliseconds_bf16), (n, row)
 
 
-def decide_training(m: int, n: int, k: int) -> list[Matmul]:
+def decide_training(
+    m: int, n: int, k: int, recipe: str = "mixed", device: devices.Device = DEVICE, select: str = "profitable"
+) -> list[Matmul]:
     """The plan's rows for a linear layer, with the gradients of its input and of its weight."""
     with FakeTensorMode():
         shapes = (m, k), (n, k), (m, n)
@@ -397,11 +399,69 @@ def decide_training(m: int, n: int, k: int) -> list[Matmul]:
     dy.target = "tangents_1"  # an incoming gradient
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
         node.meta["seq_nr"] = 7  # of one layer
-    c = Compilation(graph, Options.parse({"select": "profitable"}), DEVICE, Plan())
+    c = Compilation(graph, Options.parse({"select": select, "recipe": recipe}), device, Plan())
     c.inputs = {x.name: Input(False), w.name: Input(True, "w")}
     canonicalize.run(c)
     select_matmuls.run(c)
     return c.plan.matmuls
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tiles"),
+    [("tensorwise", None), ("mixed", None), ("rowwise", 36), ("blockwise", 36)],
+)
+def test_tiles_that_do_not_fill_the_device(recipe, tiles):
+    """grad_weight [768, 768] has 6 · 6 tiles for 132 multiprocessors; with tensor scales they are shared out."""
+    m, n, k = 16384, 768, 768
+    large = dataclasses.replace(DEVICE, processors=132)
+    alone, spread = (decide_training(m, n, k, recipe, device, select="all") for device in (DEVICE, large))
+    before, after = ({row.role: row.milliseconds_fp8 for row in rows} for rows in (alone, spread))
+    rate = {"rowwise": ROW_RATE, "blockwise": GROUP_RATE}.get(recipe, TENSOR_RATE)
+    work = 2 * m * n * k / rate * 1e-9
+    more = 0 if tiles is None else work * (132 / tiles - 1)
+    assert after["grad_weight"] - before["grad_weight"] == pytest.approx(more)
+    if tiles:
+        decisions = {row.role: row.decision for row in decide_training(m, n, k, recipe, large)}
+        assert decisions["grad_weight"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("tiles", "share"), [(1, 1 / 132), (66, 0.5), (132, 1.0), (133, 133 / 264), (264, 1.0), (13200, 1.0), (0, 1.0)]
+)
+def test_rounds_of_tiles(tiles, share):
+    assert dataclasses.replace(DEVICE, processors=132).filled(tiles) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("larger", "smaller", "together"), [(8192, 128, True), (768, 128, False), (8192, 120, None)])
+def test_matmuls_that_become_one_are_asked_together(larger, smaller, together):
+    """The smaller is slower in FP8; left out, it would leave the larger one on its own. What needs padding is alone."""
+    m, k, sizes = 8192, 2048, (larger, smaller)
+    with FakeTensorMode():
+        shapes = (m, k), *((n, k) for n in sizes)
+        inputs = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+        graph = make_fx(lambda x, *weights: tuple(x @ w.t() for w in weights))(*inputs).graph
+    x, *weights = (node.name for node in graph.find_nodes(op="placeholder"))
+    device = dataclasses.replace(DEVICE, casts=4 * CASTS)
+    c = Compilation(graph, Options.parse({"select": "profitable"}), device, Plan())
+    c.inputs = {x: Input(False), **{w: Input(True, w) for w in weights}}
+    canonicalize.run(c)
+    select_matmuls.run(c)
+    large, small = c.plan.matmuls
+    assert small.milliseconds_fp8 > small.milliseconds_bf16
+    gain = large.milliseconds_bf16 - large.milliseconds_fp8
+    assert (gain > small.milliseconds_fp8 - small.milliseconds_bf16) == (together is not False)
+    expected = {True: ["fp8", "fp8"], False: ["bf16", "bf16"], None: ["fp8", "bf16"]}
+    assert [row.decision for row in (large, small)] == expected[together]
+
+
+def test_groups_of_both_operands_have_a_rate_of_their_own():
+    m, n, k = 8192, 8192, 8192
+    rows = {row.role: row.milliseconds_fp8 for row in decide_training(m, n, k, "blockwise", select="all")}
+    slower = dataclasses.replace(DEVICE, fp8_group=GROUP_RATE / 2)
+    again = {row.role: row.milliseconds_fp8 for row in decide_training(m, n, k, "blockwise", slower, select="all")}
+    work = 2 * m * n * k / GROUP_RATE * 1e-9
+    assert again["grad_weight"] - rows["grad_weight"] == pytest.approx(work)
+    assert (again["output"], again["grad_input"]) == (rows["output"], rows["grad_input"])
 
 
 def test_the_same_matmul_pays_on_one_device_and_not_on_another():
@@ -413,7 +473,8 @@ def test_the_same_matmul_pays_on_one_device_and_not_on_another():
 def test_every_device_of_the_table_has_what_the_cost_model_needs():
     for device in devices.TABLE.values():
         assert device.has_fp8
-        assert 0 < device.bf16 < device.fp8_block <= device.fp8_row <= device.fp8_tensor
+        assert 0 < device.bf16 < device.fp8_group <= device.fp8_block <= device.fp8_row <= device.fp8_tensor
+        assert device.processors > 1
         assert device.casts > 0
         assert device.launch > 0
         assert decide(16384, 16384, 16384, device)[0].decision == "fp8"
