@@ -3,9 +3,10 @@
     opt = fp8compile.prepare_optimizer(torch.optim.AdamW(model.parameters()))
     step = torch.compile(opt.step, backend="fp8")
 
-`torch.compile(opt.step, backend="fp8")` prepares an optimizer that is not. Either way states become `FP8State`s where
-the recipe says so: those there are at once, later ones when `_init_group` makes them, and those that an optimizer makes
-while it steps (SGD's momentum) when the next step is compiled.
+`torch.compile(opt.step, backend="fp8")` prepares an optimizer that is not, once its first step has made all states.
+Either way states become `FP8State`s where the recipe says so: those there are at once, later ones when `_init_group`
+makes them, parameter by parameter, and those that an optimizer makes while it steps (SGD's momentum) when the next step
+is compiled.
 
 `state_dict()` holds `FP8State`s, which torch.save and torch.distributed.checkpoint keep; `plain_state_dict(opt)` holds
 plain tensors for everybody else. `load_state_dict` takes either, and checks all of it before anything is changed.
@@ -177,18 +178,24 @@ def _parameters(opt: Optimizer) -> list[Tensor]:
 
 
 def _wrap_init_group(opt: Optimizer) -> None:
-    """Convert states before `_init_group` hands them out: call it once for its effect, and once more for its lists."""
+    """Convert states before `_init_group` hands them out. It is called for one parameter after the other first, so that
+    plain states of all are never there at once; then for its lists."""
     original = getattr(opt, "_init_group", None)
     if original is None:
         return
     owner = weakref.ref(opt)
 
     def init_group(group: dict[str, Any], *lists: Any, **named: Any) -> Any:
-        copies = [list(x) if isinstance(x, list) else x for x in lists]
-        copied = {name: list(x) if isinstance(x, list) else x for name, x in named.items()}
-        original(group, *copies, **copied)
         prepared = owner()
         assert prepared is not None
+        members = set(map(id, group["params"]))
+        for index, parameter in enumerate(_parameters(prepared)):
+            if id(parameter) in members and not prepared.state.get(parameter):
+                copies = [list(x) if isinstance(x, list) else x for x in lists]
+                copied = {name: list(x) if isinstance(x, list) else x for name, x in named.items()}
+                original({**group, "params": [parameter]}, *copies, **copied)
+                if parameter in prepared.state:
+                    _convert(prepared, index, parameter, traced=False)
         convert_states(prepared)
         return original(group, *lists, **named)
 

@@ -27,6 +27,7 @@ import fp8compile
 from fp8compile import optim
 from fp8compile.errors import Fp8Warning, OptionError, StateError
 from fp8compile.state_recipe import StateRecipe
+from fp8compile.states import FP8State
 
 EXACT = "float32"  # states kept in FP32: what is left are the passes
 
@@ -158,6 +159,30 @@ def test_plain_states_are_gone_once_they_are_eight_bit_ones(name):
     gc.collect()
     assert plain
     assert all(x() is None or id(x()) in converted for x in plain)  # small ones stay as they are
+
+
+@pytest.mark.parametrize("foreach", [None, True], ids=["single", "foreach"])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["adamw", "amsgrad", "nadam", "rmsprop_centered", "adadelta", "adamax"])
+def test_plain_states_of_a_prepared_optimizer_are_never_there_at_once(name, is_compiled, foreach, monkeypatch):
+    """Otherwise the first step, of all, would not fit where the others do."""
+    make, arguments = OPTIMIZERS[name]
+    given = {**arguments, **({"foreach": foreach} if foreach is not None else {})}
+    parameters = make_parameters([(128, 64)] * 5)
+    set_gradients(parameters, 0)
+    opt = fp8compile.prepare_optimizer(make(parameters, **given))
+    plain, convert = [], FP8State.of
+
+    def watched(x, *positional, **named):
+        states = [value for state in opt.state.values() for value in state.values() if isinstance(value, Tensor)]
+        plain.append(sum(type(value) is Tensor and value.numel() > 1 for value in states))
+        return convert(x, *positional, **named)
+
+    monkeypatch.setattr(FP8State, "of", staticmethod(watched))
+    (torch.compile(opt.step, backend="fp8", options={"executor": "eager"}) if is_compiled else opt.step)()
+    made = sum(isinstance(value, FP8State) for state in opt.state.values() for value in state.values())
+    assert len(plain) == made >= len(parameters)
+    assert max(plain) == made / len(parameters)  # those of one parameter
 
 
 def test_first_step_from_zero_states():
