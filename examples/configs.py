@@ -6,7 +6,7 @@ docs/scale.md: no example trains them at their size (`vision_language.py` trains
 Sizes are those that the models were published with; batches and rates are near those of the papers of Llama 2 (arXiv
 2307.09288), Qwen2 (2407.10671) and LLaVA-1.5 (2310.03744: 128 sequences of up to 2048 tokens, an image each), in powers
 of two; Qwen2-VL (2409.12191) says nothing of its batches. What each should take is in docs/scale.md, by arithmetic; of
-these only `tiny` has been run.
+these `tiny` has been run, and `llama-7b` for a few steps on one GPU.
 """
 
 from __future__ import annotations
