@@ -178,28 +178,38 @@ def _parameters(opt: Optimizer) -> list[Tensor]:
 
 
 def _wrap_init_group(opt: Optimizer) -> None:
-    """Convert states before `_init_group` hands them out. It is called for one parameter after the other first, so that
-    plain states of all are never there at once; then for its lists."""
+    """Convert states before `_init_group` hands them out. It is called for its effect first, for one parameter after
+    the other, so that plain states of all are never there at once; and once more for its lists."""
     original = getattr(opt, "_init_group", None)
     if original is None:
         return
     owner = weakref.ref(opt)
 
-    def init_group(group: dict[str, Any], *lists: Any, **named: Any) -> Any:
+    def init_group(group: Any, *lists: Any, **named: Any) -> Any:
+        def make(part: Any) -> None:
+            copies = [list(x) if isinstance(x, list) else x for x in lists]
+            original(part, *copies, **{name: list(x) if isinstance(x, list) else x for name, x in named.items()})
+
         prepared = owner()
         assert prepared is not None
-        members = set(map(id, group["params"]))
-        for index, parameter in enumerate(_parameters(prepared)):
-            if id(parameter) in members and not prepared.state.get(parameter):
-                copies = [list(x) if isinstance(x, list) else x for x in lists]
-                copied = {name: list(x) if isinstance(x, list) else x for name, x in named.items()}
-                original({**group, "params": [parameter]}, *copies, **copied)
-                if parameter in prepared.state:
-                    _convert(prepared, index, parameter, traced=False)
+        if isinstance(group, dict) and "params" in group:
+            _make_states(prepared, group, make)
+        else:  # an optimizer's own idea of a group
+            make(group)
         convert_states(prepared)
         return original(group, *lists, **named)
 
     opt._init_group = init_group  # type: ignore[attr-defined]
+
+
+def _make_states(opt: Optimizer, group: dict[str, Any], make: Callable[[dict[str, Any]], None]) -> None:
+    """Have `make` make states of the group's parameters that have none, and convert them at once."""
+    members = set(map(id, group["params"]))
+    for index, parameter in enumerate(_parameters(opt)):
+        if id(parameter) in members and not opt.state.get(parameter):
+            make({**group, "params": [parameter]})
+            if parameter in opt.state:
+                _convert(opt, index, parameter, traced=False)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

@@ -185,6 +185,39 @@ def test_plain_states_of_a_prepared_optimizer_are_never_there_at_once(name, is_c
     assert max(plain) == made / len(parameters)  # those of one parameter
 
 
+class ByNumber(torch.optim.Optimizer):
+    """Its `_init_group` takes the number of a group."""
+
+    def __init__(self, parameters: list[Tensor]):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def _init_group(self, number: int, found: list[Tensor]) -> None:
+        for p in self.param_groups[number]["params"]:
+            self.state[p].setdefault("mean", torch.zeros_like(p))
+            found.append(p)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for number in range(len(self.param_groups)):
+            found: list[Tensor] = []
+            self._init_group(number, found)
+            for p in found:
+                p.sub_(self.state[p]["mean"].mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+def test_groups_of_another_kind():
+    mine, theirs = make_parameters([(128, 64)] * 2), make_parameters([(128, 64)] * 2)
+    opt, reference = fp8compile.prepare_optimizer(ByNumber(mine)), torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
+    for step in range(3):
+        for parameters in (mine, theirs):
+            set_gradients(parameters, step)
+        opt.step()
+        reference.step()
+    assert all(isinstance(opt.state[p]["mean"], FP8State) for p in mine)
+    for p, q in zip(mine, theirs, strict=True):
+        assert relative(p, q) < 0.02
+
+
 def test_first_step_from_zero_states():
     """v = 0.001 g², m = 0.1 g: after one step AdamW moved every element by the rate, in 8 bits as in 32."""
     opt, mine, _, theirs, _ = run("adam", None, steps=1)
