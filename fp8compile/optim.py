@@ -179,7 +179,7 @@ def _parameters(opt: Optimizer) -> list[Tensor]:
 
 def _wrap_init_group(opt: Optimizer) -> None:
     """Convert states before `_init_group` hands them out. It is called for its effect first, for one parameter after
-    the other, so that plain states of all are never there at once; and once more for its lists."""
+    the other, so that plain states of all are never there at once, and for all; and once more for its lists."""
     original = getattr(opt, "_init_group", None)
     if original is None:
         return
@@ -194,8 +194,7 @@ def _wrap_init_group(opt: Optimizer) -> None:
         assert prepared is not None
         if isinstance(group, dict) and "params" in group:
             _make_states(prepared, group, make)
-        else:  # an optimizer's own idea of a group
-            make(group)
+        make(group)  # what is not made one by one: a state that is added to others, another idea of a group
         convert_states(prepared)
         return original(group, *lists, **named)
 

@@ -218,6 +218,26 @@ def test_groups_of_another_kind():
         assert relative(p, q) < 0.02
 
 
+def test_a_state_that_joins_others_is_8_bit_when_it_is_handed_out():
+    class Joined(ByNumber):
+        def _init_group(self, group, found):
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("mean" if not state or self.is_first else "late", torch.zeros_like(p))
+                found += state.values()
+
+        def step(self, closure=None):
+            found: list[Tensor] = []
+            self._init_group(self.param_groups[0], found)
+            return found
+
+    opt = fp8compile.prepare_optimizer(Joined(make_parameters([(128, 64)] * 2)))
+    opt.is_first = True
+    assert [type(x) for x in opt.step()] == [FP8State] * 2
+    opt.is_first = False
+    assert [type(x) for x in opt.step()] == [FP8State] * 4
+
+
 def test_first_step_from_zero_states():
     """v = 0.001 g², m = 0.1 g: after one step AdamW moved every element by the rate, in 8 bits as in 32."""
     opt, mine, _, theirs, _ = run("adam", None, steps=1)
