@@ -24,8 +24,8 @@ On 2 CPU cores that did other things as well (FP8 is emulated there, so its time
     step    30  loss 3.1854  7,731 tokens/s a GPU
     step    40  loss 3.1046  10,037 tokens/s a GPU
 
-On one H200, with a quarter of the configuration's batch, as nothing is sharded (the first step compiles; its memory,
-which was that of all optimizer states in FP32, is no longer needed):
+On one H200, with a quarter of the configuration's batch, as nothing is sharded (the first step compiles; it also had
+all optimizer states in FP32 at once, which it no longer has, so that the peak should be lower now):
 
     $ torchrun --nproc-per-node 1 examples/pretrain.py --config llama-7b --batch 4 --steps 12
     step     1  loss 11.4298  205 tokens/s a GPU  120.8 GiB
@@ -173,7 +173,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1000, help="steps between checkpoints")
     args = parser.parse_args()
     config, fp8 = CONFIGS[args.config], args.backend == "fp8"
-    config = replace(config, batch=args.batch or config.batch)
+    if args.batch is not None:
+        if args.batch < 1:
+            parser.error(f"--batch takes a positive number, not {args.batch}")
+        config = replace(config, batch=args.batch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cuda":

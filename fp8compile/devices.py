@@ -50,7 +50,7 @@ class Device:
 
         Matmuls with scales of rows, groups or blocks give each tile of 128 × 128 to one multiprocessor, where those of
         BF16 and of tensor scales share one among several if there are few: [768, 768] of 16384 tokens has 36 tiles, and
-        takes an H200 3.3 times what its FLOPs would (`benchmarks/matmul.py`).
+        takes an H200 over 3 times what its FLOPs would (`benchmarks/matmul.py`).
         """
         return tiles / round_up(tiles, self.processors) if tiles else 1.0
 
