@@ -27,23 +27,26 @@ from fp8compile.kernels.schedule import Schedule
 from fp8compile.kernels.spec import Region
 from fp8compile.passes.compilation import aten, getitems
 from fp8compile.passes.known_accesses import analyse_once
-from fp8compile.passes.region_graph import regions_of, spec_of
+from fp8compile.passes.region_graph import GraphEditor, regions_of, spec_of
 
 
 def lower_regions(graph: fx.Graph) -> None:
     """Replace every region of `graph` by a launch."""
-    for node in regions_of(graph):
-        _lower(graph, node)
+    editor = GraphEditor(graph)
+    regions = regions_of(graph)
+    shapes = [[[editor.size_node(s, node) for s in fake.shape] for fake in node.meta["val"]] for node in regions]
+    for node, of_buffers in zip(regions, shapes, strict=True):
+        _lower(graph, node, of_buffers)
 
 
-def _lower(graph: fx.Graph, node: fx.Node) -> None:
+def _lower(graph: fx.Graph, node: fx.Node, shapes: list[list[Any]]) -> None:
     region, schedule = spec_of(node)
     tensors, sizes = node.args[:2]
     fakes: list[torch.Tensor] = node.meta["val"]
     names = emit.arguments(region)
     outputs = [name for name in names if name.startswith("y")]
     with graph.inserting_before(node):
-        empties = [_empty(graph, fake) for fake in fakes]
+        empties = [_empty(graph, fake, shape) for fake, shape in zip(fakes, shapes, strict=True)]
         kwargs = dict(zip(names, [*tensors, *empties, *sizes], strict=True))  # type: ignore[misc]
         launch: dict[str, Any] = {
             "kernel_idx": kernel_side_table.add_kernel(_kernel(region, schedule)),
@@ -63,25 +66,11 @@ def _lower(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _empty(graph: fx.Graph, fake: torch.Tensor) -> fx.Node:
+def _empty(graph: fx.Graph, fake: torch.Tensor, shape: list[Any]) -> fx.Node:
     kwargs = {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
-    node = graph.call_function(aten.empty.memory_format, (_sizes(graph, fake),), kwargs)
+    node = graph.call_function(aten.empty.memory_format, (shape,), kwargs)
     node.meta["val"] = fake
     return node
-
-
-def _sizes(graph: fx.Graph, fake: torch.Tensor) -> list[Any]:
-    """The shape of a buffer; symbolic sizes as the nodes that compute them."""
-    found = []
-    for size in fake.shape:
-        if isinstance(size, int):
-            found.append(size)
-            continue
-        node = next((n for n in graph.nodes if str(n.meta.get("val")) == str(size)), None)
-        if node is None:
-            raise RuntimeError(f"no node computes the size {size}")
-        found.append(node)
-    return found
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ What a program of the kernel leaves behind is reduced once more: column sums by 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,6 +33,19 @@ from fp8compile.passes.compilation import (
 )  # fmt: skip
 from fp8compile.passes.iteration import same
 from fp8compile.passes.part_values import RefusedError
+
+SIZE_CALLS: dict[str, Callable[..., Any]] = {  # of expressions of sizes, by the names of their types
+    "Add": operator.add,
+    "CleanDiv": operator.floordiv,
+    "FloorDiv": operator.floordiv,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+    "Mod": operator.mod,
+    "Mul": operator.mul,
+    "Pow": operator.pow,
+    "PowByNatural": operator.pow,
+    "PythonMod": operator.mod,
+}
 
 
 class GraphEditor:
@@ -97,7 +111,7 @@ class GraphEditor:
         readers = [set(u) for u in users]
         like = nodes[0]
         place = self.place((u for some in readers for u in some), tensors)
-        named = [self.size_node(s, place, like) for s in sizes]
+        named = [self.size_node(s, like) for s in sizes]
         schedule = schedules.choose(region)
         call = self.emit(
             ops.region, list(tensors), named, region.to_json(), schedule.to_json(), before=place, like=like
@@ -148,21 +162,16 @@ class GraphEditor:
         shape = value(node).shape
         if len(shape) == value(out).dim() and all(same(a, b) for a, b in zip(shape, value(out).shape, strict=True)):
             return out
-        dims = [s if isinstance(s, int) else self.size_node(s, place, node) for s in shape]
+        dims = [self.size_node(s, node) for s in shape]
         return self.emit(aten.view.default, out, dims, before=place, like=node)
 
-    def size_node(self, size: Any, before: fx.Node, like: fx.Node) -> Any:
+    def size_node(self, size: Any, like: fx.Node) -> Any:
         """A node that computes a symbolic size; raises `RefusedError` where the graph has nothing to make it of."""
         if isinstance(size, int):
             return size
         if self._sizes is None:
             self._sizes = self._find_sizes()
-        known = self._sizes.get(str(size))
-        if known is not None:
-            return known
-        node = self._computed(size.node.expr, before, like)
-        self._sizes[str(size)] = node
-        return node
+        return self._computed(size.node.expr, like)
 
     def _find_sizes(self) -> dict[str, fx.Node]:
         found: dict[str, fx.Node] = {}
@@ -170,32 +179,34 @@ class GraphEditor:
             val = node.meta.get("val")
             if isinstance(val, torch.SymInt):
                 found.setdefault(str(val), node)
-        first = next(n for n in self.graph.nodes if n.op != "placeholder")
         for node in self.graph.find_nodes(op="placeholder"):
             for dim, size in enumerate(value(node).shape if is_tensor(node) else ()):
                 if isinstance(size, torch.SymInt) and str(size) not in found:
-                    found[str(size)] = self.emit(aten.sym_size.int, node, dim, before=first, like=node)
+                    found[str(size)] = self._size_call(aten.sym_size.int, node, dim, like=node)
         return found
 
-    def _computed(self, expr: sympy.Expr, before: fx.Node, like: fx.Node) -> Any:
-        """An expression of sizes as nodes; they stand at the front, where everybody may use them."""
+    def _computed(self, expr: sympy.Expr, like: fx.Node) -> Any:
+        """An expression of sizes as nodes."""
         assert self._sizes is not None
         if isinstance(expr, sympy.Integer):
             return int(expr)
-        if str(expr) in self._sizes:
-            return self._sizes[str(expr)]
-        call = {sympy.Mul: operator.mul, sympy.Add: operator.add}.get(type(expr))
-        name = type(expr).__name__
-        if call is None and name in ("FloorDiv", "CleanDiv"):
-            call = operator.floordiv
-        if call is None:
-            raise RefusedError(f"a size {expr} that the graph does not compute")
-        args = [self._computed(a, before, like) for a in expr.args]  # type: ignore[arg-type]
-        node = args[0]
-        for arg in args[1:]:
-            node = self.emit(call, node, arg, before=before, like=like)
-        self._sizes[str(expr)] = node
-        return node
+        key = str(expr)
+        if key not in self._sizes:
+            call = SIZE_CALLS.get(type(expr).__name__)
+            if call is None:
+                raise RefusedError(f"a size {expr} that the graph does not compute")
+            factor, rest = expr.as_coeff_Mul()  # the graph may know `rest`, and not what it is made of
+            args = (factor, rest) if factor != 1 else expr.args
+            computed = [self._computed(arg, like) for arg in args]  # type: ignore[arg-type]
+            self._sizes[key] = functools.reduce(lambda a, b: self._size_call(call, a, b, like=like), computed)
+        return self._sizes[key]
+
+    def _size_call(self, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+        """`target` of numbers and nodes, as early as it can be computed: the next to need it may stand anywhere."""
+        place = max(arg for arg in args if isinstance(arg, fx.Node)).next
+        while place.op == "placeholder":
+            place = place.next
+        return self.emit(target, *args, before=place, like=like)
 
 
 def put_in_order(graph: fx.Graph) -> None:

@@ -1,0 +1,61 @@
+"""Dynamic shapes on a GPU: generated kernels are launched with symbolic sizes, whatever the granularity."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile import plans
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fake_quantized import sqnr
+
+pytestmark = [pytest.mark.gpu]
+WIDTH = 256
+
+
+class Uneven(nn.Module):
+    """Matmuls of many widths read one norm: what merges, what is filled up, and what is too narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.even, self.odd = nn.Linear(WIDTH, 128, bias=False), nn.Linear(WIDTH, 100)
+        self.wide, self.gate = nn.Linear(WIDTH, 512), nn.Linear(WIDTH, 8)
+        self.down, self.out = nn.Linear(512, WIDTH), nn.Linear(228, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        weight = self.gate(h).softmax(-1).square().sum(-1, keepdim=True)
+        both = torch.cat([self.even(h), self.odd(h).tanh()], -1)
+        return x + self.down(F.silu(self.wide(h)) * weight) + self.out(both)
+
+
+@pytest.mark.parametrize("recipe", ["mixed", "tensorwise", "rowwise", "blockwise"])
+def test_steps_of_several_lengths_are_those_of_bf16(recipe: str) -> None:
+    torch.compiler.reset()
+    plans.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(Uneven(), Uneven()).cuda().bfloat16()
+    options = {"recipe": recipe, "select": "all", "strict": True, "save_min_bytes": 0}
+    call = torch.compile(model, backend="fp8", dynamic=True, options=options)
+    for batch, length in ((4, 96), (3, 160), (7, 33)):
+        x = torch.randn(batch, length, WIDTH, device="cuda", dtype=torch.bfloat16)
+        found, wanted = (_gradients(run, model, x) for run in (call, model))
+        worst = min(sqnr(w, f) for w, f in zip(wanted, found, strict=True))
+        assert worst > 15, f"{worst:.1f} dB at {batch} × {length}"
+    (plan,) = [plan for plan in fp8compile.compiles() if plan.converted]
+    assert plan.kernels
+
+
+def _gradients(run: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    run(x).float().square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
