@@ -152,8 +152,15 @@ def complete_values(graph: fx.Graph) -> None:
 
 
 def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    """Whether two tuples of sizes or strides are equal, symbol by symbol, without adding guards."""
-    return [str(x) for x in a] == [str(x) for x in b]
+    """Whether two tuples of sizes or strides are known to be equal, however they are written, without adding guards."""
+    a, b = tuple(a), tuple(b)
+    return len(a) == len(b) and all(map(_same, a, b))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return str(a) == str(b) or statically_known_true(a == b)
 
 
 def hint(size: Any, unknown: int = 4096) -> int:

@@ -1,4 +1,4 @@
-"""Symbolic sizes become nodes: of what the graph knows, before whoever may need them."""
+"""Symbolic sizes: the same ones are known however they are written, and they become nodes of what the graph knows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fp8compile.passes.compilation import aten, update_value
+from fp8compile.passes.compilation import aten, same_sizes, update_value
 from fp8compile.passes.part_values import RefusedError
 from fp8compile.passes.region_graph import GraphEditor
 
@@ -51,6 +51,20 @@ class Symbolic:
         self.graph.output(tuple(nodes))
         self.graph.lint()
         return list(fx.Interpreter(fx.GraphModule({}, self.graph)).run(torch.empty(shape)))
+
+
+def test_sizes_are_the_same_however_they_are_written() -> None:
+    """As where a matrix of [s, 2 s] is viewed as [2 s, s] and sliced, which divides the product by one of them."""
+    given = Symbolic(flat=False)
+    a, b = given.a, given.b
+    assert same_sizes([a, 3], [a, 3])
+    assert same_sizes([a * a // a, b], [a, b])
+    assert same_sizes([-(-(a * a // a) // 8) * 8], [-(-a // 8) * 8])
+    assert not same_sizes([a, b], [b, a])
+    assert not same_sizes([a], [a, 1])
+    assert not same_sizes([a + 1], [a])
+    assert not same_sizes([a], [6]), "6 is what it was when it was traced"
+    assert not a.node.shape_env.guards
 
 
 @pytest.mark.parametrize("name", SIZES)
