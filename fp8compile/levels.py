@@ -55,6 +55,6 @@ def with_level(options: Mapping[str, Any]) -> dict[str, Any]:
     name = given.get("level")
     if name is None:
         return given
-    if name not in LEVELS:
+    if not isinstance(name, str) or name not in LEVELS:
         raise unknown_name("level", name, LEVELS)
     return {**LEVELS[name].options, **given}

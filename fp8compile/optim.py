@@ -28,14 +28,16 @@ from torch.optim import Optimizer
 from fp8compile import unscaling
 from fp8compile.errors import OptionError, StateError
 from fp8compile.plan import State
-from fp8compile.state_formats import StateFormat, parse_state_format
-from fp8compile.state_recipe import Decision, StateRecipe, salt
+from fp8compile.state_formats import FLOAT32, StateFormat, parse_state_format
+from fp8compile.state_recipe import Decision, StateRecipe, is_weight, salt
 from fp8compile.states import FP8State
 
 # parameter → the dict of its states, and how often each was found plain there while a step was traced
 Found: TypeAlias = dict[int, tuple[dict[str, Any], Counter[str]]]
 _prepared: weakref.WeakKeyDictionary[Optimizer, StateRecipe] = weakref.WeakKeyDictionary()
 _found: weakref.WeakKeyDictionary[Optimizer, Found] = weakref.WeakKeyDictionary()
+_weights: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()  # names of states that are
+_foreach: weakref.WeakKeyDictionary[Optimizer, dict[int, bool | None]] = weakref.WeakKeyDictionary()  # as groups had it
 MADE_ANEW = 3  # times that a state is found plain while its step is traced: then it is not written in place
 
 
@@ -66,9 +68,15 @@ def prepare_optimizer(
 
 def _settle(opt: Optimizer) -> None:
     """Convert states; and trace parameter by parameter where the rate is a float, as in foreach operators Dynamo would
-    make it a constant and compile again each time it changes. What is traced is merged all the same."""
-    for group in opt.param_groups:
+    make it a constant and compile again each time it changes. What is traced is merged all the same. A group that was
+    loaded as fused is not: no optimizer is prepared that was made so."""
+    given = _foreach.setdefault(opt, {})
+    for index, group in enumerate(opt.param_groups):
+        if group.get("fused"):
+            group["fused"] = None
         if "foreach" in group and not isinstance(group.get("lr"), Tensor):
+            if group["foreach"] is not False:
+                given[index] = group["foreach"]
             group["foreach"] = False
     convert_states(opt)
 
@@ -135,7 +143,18 @@ def _times_found(opt: Optimizer, index: int, parameter: Tensor) -> Counter[str]:
 def _decide(opt: Optimizer, recipe: StateRecipe, index: int, name: str, parameter: Tensor) -> Decision:
     if _times_found(opt, index, parameter)[name] >= MADE_ANEW:
         return Decision(None, "made anew at each step; in 8 bits only if it is written in place")
-    return recipe.decide(name, parameter, opt.state[parameter][name])
+    return _decide_of(opt, recipe, name, parameter, opt.state[parameter][name])
+
+
+def _decide_of(opt: Optimizer, recipe: StateRecipe, name: str, parameter: Tensor, value: Tensor) -> Decision:
+    """What the recipe says of a state with this value, unless that is weights."""
+    decision = recipe.decide(name, parameter, value)
+    if decision.format in (None, FLOAT32) or name in dict(recipe.formats) or is_fp8(value):
+        return decision
+    known = _weights.setdefault(opt, set())
+    if name not in known and is_weight(name, _local(parameter), _local(value)):
+        known.add(name)
+    return Decision(None, "a copy or an average of the weights, not of gradients") if name in known else decision
 
 
 def _convert(opt: Optimizer, index: int, parameter: Tensor, traced: bool) -> bool:
@@ -146,7 +165,7 @@ def _convert(opt: Optimizer, index: int, parameter: Tensor, traced: bool) -> boo
         if isinstance(value, Tensor) and is_fp8(value):
             rides = "nearest"  # what belongs to the parameter is on an earlier state
         elif isinstance(value, Tensor):
-            times[name] += traced and recipe.decide(name, parameter, value).format is not None
+            times[name] += traced and _decide(opt, recipe, index, name, parameter).format is not None
             format = _decide(opt, recipe, index, name, parameter).format
             if format is not None:
                 state[name] = _mapped(value, partial(FP8State.of, format=str(format), salt=salt(index, name)), rides)
@@ -219,11 +238,15 @@ def plain_state_dict(opt: Optimizer, dtype: torch.dtype = torch.float32) -> dict
 
     The missing bits of split parameters are not in it: they are the parameter's, in FP8 checkpoints only.
     """
-    whole = opt.state_dict()
+    whole, given = opt.state_dict(), _foreach.get(opt, {})
+    groups = [
+        {**group, "foreach": given[index]} if index in given and group["foreach"] is False else group
+        for index, group in enumerate(whole["param_groups"])
+    ]
     states = {
         key: {name: _plain(value, dtype) for name, value in state.items()} for key, state in whole["state"].items()
     }
-    return {**whole, "state": states}
+    return {**whole, "state": states, "param_groups": groups}
 
 
 def _plain(value: Any, dtype: torch.dtype) -> Any:
@@ -245,7 +268,8 @@ def _before_loading(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
             raise StateError(f"the checkpoint has states of a parameter {key!r} that is in none of its groups")
         for name, value in state.items():
             _check(key, name, value, parameters[key][1])
-    states = {key: _adopted(*parameters[key], state, recipe) for key, state in loaded.items()}
+    _weights.setdefault(opt, set()).update(_left_plain(loaded))
+    states = {key: _adopted(opt, *parameters[key], state, recipe) for key, state in loaded.items()}
     return {**state_dict, "state": states}
 
 
@@ -262,7 +286,16 @@ def _check(key: Any, name: str, value: Any, parameter: Tensor) -> None:
         local.check()
 
 
-def _adopted(index: int, parameter: Tensor, state: Mapping[str, Any], recipe: StateRecipe) -> dict[str, Any]:
+def _left_plain(states: Mapping[Any, Mapping[str, Any]]) -> set[str]:
+    """Names of states that a checkpoint with 8-bit states has as plain tensors only: what was not to be rounded."""
+    tensors = [(name, x) for state in states.values() for name, x in state.items() if isinstance(x, Tensor) and x.dim()]
+    packed = {name for name, x in tensors if is_fp8(x)}
+    return {name for name, _ in tensors} - packed if packed else set()
+
+
+def _adopted(
+    opt: Optimizer, index: int, parameter: Tensor, state: Mapping[str, Any], recipe: StateRecipe
+) -> dict[str, Any]:
     """Copies of the loaded states of one parameter as `recipe` wants them, 8-bit ones bit for bit where it can be."""
     rides, adopted = recipe.rounding(parameter), {}
     for name, value in state.items():
@@ -270,7 +303,7 @@ def _adopted(index: int, parameter: Tensor, state: Mapping[str, Any], recipe: St
         if not isinstance(value, Tensor) or value.dim() == 0:
             continue
         value = value.to(parameter.device).clone()
-        format = recipe.decide(name, parameter, value).format
+        format = _decide_of(opt, recipe, name, parameter, value).format
         adopted[name] = value if format is not None else _plain(value, parameter.dtype)
         if format is not None:
             make = partial(_in_format, format=format, salt=salt(index, name), dtype=parameter.dtype)

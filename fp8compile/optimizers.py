@@ -38,13 +38,28 @@ def traced_optimizer(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Optim
         tx = InstructionTranslator.current_tx()
     except AttributeError:  # not called by Dynamo
         return None
-    frame = dict((tx.output.root_tx or tx).f_locals)
+    root = tx.output.root_tx or tx
+    frame = dict(root.f_locals)
     first = [frame.get("self"), *list(frame.get("args") or ())[:1]]
     if found := next((x for x in first if isinstance(x, Optimizer)), None):
         return found
     near = [getattr(x, "__self__", x) for x in frame.values()]
     inputs = {id(x) for x in (*example_inputs, *gm.__dict__.get("_buffers", {}).values(), *gm.__dict__.values())}
-    return next((x for x in near if isinstance(x, Optimizer) and inputs & _state_ids(x)), None)
+    found = next((x for x in near if isinstance(x, Optimizer) and inputs & _state_ids(x)), None)
+    if found is None and _is_part_of_a_step(root):
+        _say(
+            f"{root.f_code.co_name} of {root.f_globals['__name__']} is compiled by itself, not the step of an "
+            "optimizer: its states stay as they are. Dynamo traces no step of this class as a whole any more after one "
+            "that it could not compile, as with fused=True: call torch._dynamo.reset(), and leave fused=True out"
+        )
+    return found
+
+
+def _is_part_of_a_step(root: InstructionTranslator) -> bool:
+    """Whether what is compiled is a function of torch.optim that only writes the results of a step."""
+    module = str(root.f_globals.get("__name__"))
+    others = ("torch.optim.swa_utils", "torch.optim.lr_scheduler")
+    return module.startswith("torch.optim.") and module not in others and not torch.is_grad_enabled()
 
 
 def _state_ids(opt: Optimizer) -> set[int]:

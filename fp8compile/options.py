@@ -130,7 +130,7 @@ class Options:
             raise OptionError("options 'schedule' and 'watch': a schedule measures by itself, leave 'watch' out")
         if not isinstance(given.setdefault("dump", environment.dump_folder()), (str, Path, type(None))):
             raise OptionError(f"option 'dump' is the path of a folder, and is not {given['dump']!r}")
-        given["dump"] = _folder(Path(given["dump"]).absolute()) if given["dump"] else None
+        given["dump"] = dump_folder(Path(given["dump"]).absolute()) if given["dump"] else None
         parsed = Options(**given)
         parsed._check()
         return parsed
@@ -232,8 +232,8 @@ def patterns(value: str | Sequence[str]) -> tuple[str, ...]:
     return given
 
 
-def _folder(path: Path) -> str:
-    """`path`, where a folder is or can be made."""
+def dump_folder(path: Path) -> str:
+    """`path`, where a folder is or can be made. Raises `OptionError` elsewhere."""
     nearest = next(p for p in (path, *path.parents) if p.exists())
     if not nearest.is_dir():
         raise OptionError(f"option 'dump' is the path of a folder, and {nearest} is a file: give another one")

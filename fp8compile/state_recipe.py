@@ -3,7 +3,7 @@
 | field | default | meaning |
 |---|---|---|
 | first | `"log"` | format of states that are no second moments (`fp8compile/state_formats.py`) |
-| second | `"log/stochastic"` | format of second moments: states with "sq", "sum" or "delta" in their name |
+| second | `"log/stochastic"` | format of what changes slowly: second moments and the like (`SLOW`, by name) |
 | formats | `{}` | format by name of the state, before the two above |
 | parameters | `"nearest"` | how a BF16 parameter is rounded: `"nearest"`, `"stochastic"`, or `"split"` (16 more bits) |
 | smallest | 4096 | parameters of fewer elements keep FP32 states |
@@ -31,7 +31,9 @@ from fp8compile.errors import OptionError, unknown_name
 from fp8compile.state_formats import FLOAT32, GROUP, StateFormat, parse_state_format
 
 PARAMETERS = ("nearest", "stochastic", "split")
-SECOND_MOMENTS = ("sq", "sum", "delta")
+SLOW = ("sq", "sum", "delta", "inf", "slow")  # in the name of a state that changes by far less than a code in a step
+WEIGHTS = ("ax",)  # averages of weights that begin at zero: of torch.optim.ASGD
+NEAR = 0.5  # how far from its parameter, in shares of its norm, a state may be and still be taken for weights
 VECTOR = 1 << 20  # a vector of fewer elements is a norm weight or a bias; of more, something flattened
 ROUNDED = (torch.bfloat16, torch.float16)
 
@@ -88,7 +90,7 @@ class StateRecipe:
         if small:
             needs = parameter.dtype in ROUNDED  # FP32 beside a BF16 parameter; and what rides on a state
             return Decision(FLOAT32 if needs else None, f"kept in FP32: {small}")
-        chosen = dict(self.formats).get(name) or (self.second if is_second(name) else self.first)
+        chosen = dict(self.formats).get(name) or (self.second if is_slow(name) else self.first)
         return Decision(chosen, "8 bits an element")
 
     def rounding(self, parameter: Tensor) -> str:
@@ -109,9 +111,23 @@ def _cut_by_shards(parameter: Tensor) -> str:
     return ""
 
 
-def is_second(name: str) -> bool:
-    """Whether a state's name is that of a second moment: never negative, and under a root."""
-    return any(word in name for word in SECOND_MOMENTS)
+def is_slow(name: str) -> bool:
+    """Whether a state's name is that of a second moment, or of another average that rounding to nearest would hold."""
+    return any(word in name for word in SLOW)
+
+
+def is_weight(name: str, parameter: Tensor, state: Tensor) -> bool:
+    """Whether the state `name` is a copy or an average of its parameter, as slow or averaged weights are: 8 bits would
+    round it by percents, and hold it where it is. Moments of gradients have nothing to do with the parameter.
+
+    Both are the local parts of what is distributed. Waits for the device.
+    """
+    if name in WEIGHTS:
+        return True
+    if state.is_meta or parameter.is_meta or not state.numel():
+        return False
+    weight = parameter.detach().float()
+    return bool((state.detach().float() - weight).norm() < NEAR * weight.norm())
 
 
 def salt(index: int, name: str) -> int:

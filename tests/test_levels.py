@@ -104,6 +104,7 @@ def test_what_is_given_beside_a_level_wins():
     [
         ({"level": "O4"}, r"unknown level 'O4'.*Valid: O1, O2, O3"),
         ({"level": 2}, "unknown level 2"),
+        ({"level": ["O1"]}, r"unknown level \['O1'\]"),
         ({"operations": ["linaer"]}, r"unknown operation 'linaer'\. Did you mean 'linear'\?"),
         ({"operations": []}, "option 'operations' takes some of linear, batched, convolution"),
         ({"operations": 3}, "option 'operations' takes some of"),

@@ -32,6 +32,7 @@ from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.graph_files import write_graph
 from fp8compile.insight.memory import Timeline
 from fp8compile.kernels import generated
+from fp8compile.options import dump_folder
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.region_graph import regions_of, spec_of
 from fp8compile.plan import Plan
@@ -198,9 +199,10 @@ def dump(path: str | Path) -> Iterator[Path]:
     """Dump everything that is compiled with backend="fp8" in this context into the folder `path`.
 
     A graph that this process has compiled before is not compiled again: call torch.compiler.reset() first, or let
-    `explain(model, …, options={"dump": path})` compile it aside. Warns if nothing was compiled.
+    `explain(model, …, options={"dump": path})` compile it aside. Warns if nothing was compiled. Raises `OptionError`
+    where no folder can be made.
     """
-    root = Path(path).absolute()
+    root = Path(dump_folder(Path(path).absolute()))
     before, environment.folder = environment.folder, str(root)
     count = len(list(root.glob("graph*")))
     try:

@@ -80,6 +80,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         (["explain", str(tmp_path / "bad.py")], "ended with 'gave up'"),
         (["report", str(tmp_path / "dump"), "-o", str(tmp_path)], "is a folder: the page is a file, such as"),
         (["report", str(tmp_path / "measured")], "statistics.json: there is no 'rows'"),
+        (["dump", "-o", str(tmp_path / "bad.py"), str(tmp_path / "idle.py")], "bad.py is a file: give another one"),
         (["dump", "-o", str(tmp_path / "idle"), str(tmp_path / "idle.py")], "idle.py compiled nothing"),
     ):
         assert main(arguments) == 2

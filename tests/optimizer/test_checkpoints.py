@@ -197,3 +197,30 @@ def test_a_damaged_file_is_refused():
     state["state"][0]["exp_avg"].counter = None
     with pytest.raises(Exception, match="lacks its counter"):
         saved(state)
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["at_once", "after_a_step"])
+def test_a_checkpoint_of_a_fused_optimizer_fuses_nothing(before):
+    other = make_parameters(SHAPES, torch.bfloat16)
+    fused = torch.optim.AdamW(other, lr=1e-3, weight_decay=0.1, fused=True)
+    advance(other, fused.step, 0, 2)
+    opt, mine, step = fresh()
+    advance(mine, step, 0, before)
+    opt.load_state_dict(fused.state_dict())
+    assert not opt.param_groups[0]["fused"]
+    compilations = len(fp8compile.compiles())
+    advance(mine, step, 2, 4)
+    assert len(fp8compile.compiles()) > compilations
+    assert opt.state[mine[0]]["exp_avg"].low is not None
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_how_an_optimizer_was_made_is_in_its_plain_checkpoint(foreach):
+    mine = make_parameters(SHAPES)
+    opt = torch.optim.AdamW(mine, lr=1e-3, foreach=foreach)
+    fp8compile.prepare_optimizer(opt)
+    advance(mine, compiled(opt)[0], 0, 2)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    stock = torch.optim.AdamW(make_parameters(SHAPES), lr=1e-3)
+    stock.load_state_dict(fp8compile.plain_state_dict(opt))
+    assert stock.param_groups[0]["foreach"] is foreach

@@ -398,6 +398,19 @@ def test_fused_is_refused_with_what_to_do():
         fp8compile.prepare_optimizer(opt)
 
 
+def test_after_a_fused_one_a_warning_says_why_nothing_is_converted():
+    """Dynamo then runs no step of this class as a whole any more."""
+    torch._dynamo.reset()
+    fused = torch.optim.AdamW(parameters := make_parameters(), fused=True)
+    set_gradients(parameters, 0)
+    compiled(fused)[0]()
+    with pytest.warns(fp8compile.Fp8Warning, match=r"compiled by itself.*torch\._dynamo\.reset\(\)"):
+        compiled(torch.optim.AdamW(parameters))[0]()
+    torch._dynamo.reset()
+    compiled(opt := torch.optim.AdamW(parameters))[0]()
+    assert formats(opt, parameters[0])
+
+
 def test_clipping_and_a_skipped_step():
     opt, mine, reference, theirs = twins(torch.optim.AdamW, {})
     fp8compile.prepare_optimizer(opt, EXACT)
