@@ -28,11 +28,18 @@ class Frame:
     parameters: frozenset[int]
 
 
+def translator() -> InstructionTranslator | None:
+    """What traces the frame whose graph Dynamo is handing over; None outside of Dynamo."""
+    try:
+        return InstructionTranslator.current_tx()  # torch 2.12 has None outside, 2.11 and 2.13 raise
+    except AttributeError:
+        return None
+
+
 def current_frame(inputs: Sequence[Any]) -> Frame | None:
     """The frame whose graph, with these inputs, Dynamo is handing over; None outside of Dynamo."""
-    try:
-        tx = InstructionTranslator.current_tx()
-    except AttributeError:
+    tx = translator()
+    if tx is None:
         return None
     parameters = frozenset(id(x) for x in inputs if isinstance(x, torch.nn.Parameter))
     return Frame(weakref.ref(tx.output.compiler_fn), (tx.output.root_tx or tx).f_code, parameters)

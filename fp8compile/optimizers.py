@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from fp8compile import optim, unscaling
 from fp8compile.calling_line import warn_user
+from fp8compile.compilations import translator
 from fp8compile.options import Options
 from fp8compile.parameter_groups import group_rows
 from fp8compile.passes import open_states, refuse_view_writes, spread_scalars, states_once
@@ -34,9 +35,8 @@ def traced_optimizer(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Optim
 
     Its `self` or first argument is an optimizer; or a local variable is one, and the graph has states of it.
     """
-    try:
-        tx = InstructionTranslator.current_tx()
-    except AttributeError:  # not called by Dynamo
+    tx = translator()
+    if tx is None:
         return None
     root = tx.output.root_tx or tx
     frame = dict(root.f_locals)
@@ -76,7 +76,9 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], o
     optim.prepare_optimizer(opt, options.states if not known else None)
     changed = not _is_captured(options) and _let_rates_change()
     if optim.convert_states(opt, traced=True) or not known or changed:
-        InstructionTranslator.current_tx().speculation_log.clear()  # the next trace may take another path
+        tx = translator()
+        assert tx is not None  # who traces a step can trace it again
+        tx.speculation_log.clear()  # the next trace may take another path
         gm._buffers.clear()  # Dynamo keeps this graph as long as the optimizer lives: the plain states go now
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8, rates symbolic")
     _warn_of_rounding(opt)
