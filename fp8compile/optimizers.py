@@ -18,7 +18,6 @@ from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # the restart that keeps what was learned of scalars
 from torch._dynamo.pgo import auto_dynamic, get_code_state  # what it takes for constant
 from torch._dynamo.source import AttrSource  # a part of what has a source
-from torch._dynamo.symbolic_convert import InstructionTranslator  # knows the frame under trace
 from torch.optim import Optimizer
 
 from fp8compile import optim, unscaling
@@ -55,7 +54,7 @@ def traced_optimizer(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Optim
     return found
 
 
-def _is_part_of_a_step(root: InstructionTranslator) -> bool:
+def _is_part_of_a_step(root: Any) -> bool:
     """Whether what is compiled is a function of torch.optim that only writes the results of a step."""
     module = str(root.f_globals.get("__name__"))
     others = ("torch.optim.swa_utils", "torch.optim.lr_scheduler")

@@ -21,6 +21,7 @@ from fp8compile import plans
 from fp8compile.compilations import told
 from fp8compile.errors import Fp8Error
 from fp8compile.insight.aside import backend_aside, function_aside, recompiling
+from fp8compile.insight.compiled_targets import context_of, options_within, uncompiled
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.optimizer_rows import optimizer_of, optimizer_plan
 from fp8compile.insight.unchanged import unchanged
@@ -45,37 +46,28 @@ def explain(
     does not run: which of its states are kept in 8 bits, and why.
     loss: makes of a model's output the scalar whose backward is compiled. Without it: the output's `loss`, where it has
     one, or the sum of its floating-point tensors. No backward where nothing requires a gradient.
-    options: as for the backend. `executor` is "eager" unless given: the decisions and kernels are the same ones, and
-    compiling takes a tenth of the time.
+    options: as for the backend; of a step that is not compiled itself by default those of the models and of the
+    optimizer's step that it calls compiled. `executor` is "eager" unless given: the decisions and kernels are the same
+    ones, and compiling takes a tenth of the time.
     A schedule is left out: what is explained is what it starts from.
     The model is as it was afterwards; so is `last_compile()`. Raises what the model or, if `strict`, a pass raises.
     """
     original, known = uncompiled(target)
+    context = context_of(target)
+    of_optimizers: dict[Optimizer, Mapping[str, Any]] = {}
+    if options is None and context is None and not isinstance(original, nn.Module):
+        known, of_optimizers = options_within(original, args, kwargs)
     if (opt := optimizer_of(original)) is not None:
         return Explanation([optimizer_plan(opt, known if options is None else options)])
     chosen = {"executor": "eager", **(known if options is None else options), "schedule": None}
     reached: list[Optimizer] = []
     with unchanged(original, args, kwargs), plans.collected() as found, _no_optimizer_step(reached), recompiling():
-        dynamic = getattr(getattr(target, "dynamo_ctx", None), "_dynamic", None)  # as a compiled model was told
+        dynamic = getattr(context, "_dynamic", None)  # as a compiled model was told
         compiled = torch.compile(function_aside(original), backend=backend_aside(), options=chosen, dynamic=dynamic)
         output = compiled(*args, **kwargs)
         if isinstance(original, nn.Module) or loss is not None:
             _backward(output, loss)
-    return Explanation(told(found) + [optimizer_plan(opt, chosen) for opt in reached])
-
-
-def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """What torch.compile was given, and the options of its FP8 backend."""
-    known: Mapping[str, Any] = {}
-    context = getattr(target, "dynamo_ctx", None)
-    backend = getattr(context, "callback", None) if context is not None else None
-    while backend is not None:
-        known = getattr(backend, "kwargs", {}).get("options") or known
-        backend = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
-            backend, "_torchdynamo_orig_callable", None
-        )
-    original = getattr(target, "_orig_mod", None) or getattr(target, "_torchdynamo_orig_callable", None) or target
-    return original, known
+    return Explanation(told(found) + [optimizer_plan(opt, of_optimizers.get(opt, chosen)) for opt in reached])
 
 
 @contextlib.contextmanager

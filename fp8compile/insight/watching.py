@@ -10,7 +10,7 @@ import torch
 
 from fp8compile import plans, statistics
 from fp8compile.errors import OptionError
-from fp8compile.insight.dry_run import uncompiled
+from fp8compile.insight.compiled_targets import uncompiled
 from fp8compile.statistics import Statistics
 
 _numbers = itertools.count()

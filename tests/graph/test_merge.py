@@ -135,6 +135,21 @@ def test_a_merged_tensor_scale_is_that_of_the_largest_weight():
         torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(("recipe", "smaller"), [("mixed", 1e-3), ("rowwise", 1e-7), ("tensorwise", 1e-5)])
+def test_a_member_may_have_far_smaller_gradients(recipe, smaller):
+    """As an auxiliary head has. Beyond that a shared tensor scale rounds them to zero."""
+    model, x = Projections(sizes=(64, 64), bias=(True, True)), torch.randn(256, 32)
+    compiled = torch.compile(model, backend="fp8", options={**EAGER, "recipe": recipe, "save": {"*": "bf16"}})
+    found = []
+    for call in (model, compiled):
+        model.zero_grad()
+        q, k = call(x)
+        (q.square().mean() + smaller * k.square().mean()).backward()
+        found.append(model.k.weight.grad)
+    assert merged(fp8compile.last_compile().plans[0], "grad_weight") == [("q", "k")]
+    assert relative(found[1], found[0]) < 2**-4
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gate_and_up_become_one_matmul(monkeypatch, recipe):
     model, x = SwiGLU(), torch.randn(4, 8, 32)

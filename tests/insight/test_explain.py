@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import linecache
+from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any, NamedTuple
 
@@ -542,6 +543,65 @@ def test_a_compiled_model_is_explained_with_its_options_and_stays_compiled():
     model.compile(backend="fp8", options={**ALL, "executor": "eager"})
     assert fp8compile.explain(model, x, options=ALL).totals.fp8 == 5
     assert model._compiled_call_impl is not None
+
+
+def test_whatever_was_compiled_is_explained_with_its_options():
+    model, x = mlp(), batch()
+    options = {**ALL, "skip": ["2"], "executor": "eager"}
+    optimizer = torch.optim.AdamW(weights_and_bias())
+    function = torch.compile(lambda x: model(x), backend="fp8", options=options)
+    update = torch.compile(optimizer.step, backend="fp8", options={"states": "e4m3"})
+    assert fp8compile.explain(function, x).totals.left == {"skip='2'": 3}
+    assert {r["format"] for r in fp8compile.explain(update).rows("states")} == {"e4m3", ""}
+    model.compile(backend="fp8", options=options)
+    assert fp8compile.explain(model, x).totals.left == {"skip='2'": 3}
+    sizeless = torch.compile(lambda x: model(x), backend="fp8", dynamic=True, options=options)
+    assert fp8compile.explain(sizeless, x).plans[0].hints
+
+
+class Keeper:
+    """Keeps what it compiled; `step` is not compiled itself."""
+
+    def __init__(self, **options: object):
+        self.plain = mlp()
+        self.model = torch.compile(self.plain, backend="fp8", options={**ALL, "executor": "eager", **options})
+        self.optimizer = torch.optim.AdamW(self.plain.parameters())
+        fp8compile.prepare_optimizer(self.optimizer, {"smallest": 0})
+        self.inductor = torch.compile(torch.nn.Linear(4, 4), options={"max_autotune": False})
+        self.other = torch.compile(mlp(), backend="fp8")  # which the step does not call
+
+    def step(self, x: torch.Tensor) -> None:
+        self.inductor(x[:, :4].detach())
+        self.model(x).float().square().mean().backward()
+        self.optimizer.step()
+
+
+def test_a_step_is_explained_with_the_options_of_what_it_calls():
+    keeper, x = Keeper(skip=["2"], recipe="rowwise"), batch()
+    compiled = keeper.model
+    update = torch.compile(keeper.optimizer.step, backend="fp8")
+
+    def step(x: torch.Tensor) -> None:
+        compiled(x).float().square().mean().backward()
+        update()
+
+    def of_a_model(model: Callable[..., torch.Tensor], x: torch.Tensor) -> None:
+        model(x).float().square().mean().backward()
+
+    for explanation in (
+        fp8compile.explain(step, x),
+        fp8compile.explain(keeper.step, x),
+        fp8compile.explain(of_a_model, compiled, x),
+    ):
+        assert explanation.totals.left == {"skip='2'": 3}
+        assert {m.left.granularity for m in explanation.plans[0].converted if m.left} == {"row"}
+    assert fp8compile.explain(keeper.step, x, options=ALL).totals.fp8 == 5
+
+
+def test_a_step_of_models_with_different_options_asks_for_some():
+    first, second = (Keeper(recipe=recipe).model for recipe in ("rowwise", "tensorwise"))
+    with pytest.raises(fp8compile.Fp8Error, match=r"rowwise.*tensorwise.*explain each of them"):
+        fp8compile.explain(lambda x: (first(x) + second(x)).sum().backward(), batch())
 
 
 def test_a_model_compiled_for_any_size_is_explained_so():
