@@ -34,6 +34,7 @@ PARAMETERS = ("nearest", "stochastic", "split")
 SLOW = ("sq", "sum", "delta", "inf", "slow")  # in the name of a state that changes by far less than a code in a step
 WEIGHTS = ("ax",)  # averages of weights that begin at zero: of torch.optim.ASGD
 NEAR = 0.5  # how far from its parameter, in shares of its norm, a state may be and still be taken for weights
+SAMPLE = 1 << 20  # elements of a state that are compared with its parameter
 VECTOR = 1 << 20  # a vector of fewer elements is a norm weight or a bias; of more, something flattened
 ROUNDED = (torch.bfloat16, torch.float16)
 
@@ -120,14 +121,15 @@ def is_weight(name: str, parameter: Tensor, state: Tensor) -> bool:
     """Whether the state `name` is a copy or an average of its parameter, as slow or averaged weights are: 8 bits would
     round it by percents, and hold it where it is. Moments of gradients have nothing to do with the parameter.
 
-    Both are the local parts of what is distributed. Waits for the device.
+    Both are the local parts of what is distributed. Looks at some elements, and waits for the device.
     """
     if name in WEIGHTS:
         return True
     if state.is_meta or parameter.is_meta or not state.numel():
         return False
-    weight = parameter.detach().float()
-    return bool((state.detach().float() - weight).norm() < NEAR * weight.norm())
+    some = slice(None, None, -(-state.numel() // SAMPLE))
+    near, weight = (x.detach().reshape(-1)[some].float() for x in (state, parameter))
+    return bool((near - weight).norm() < NEAR * weight.norm())
 
 
 def salt(index: int, name: str) -> int:

@@ -11,6 +11,7 @@ from optimizers import compiled, formats, relative
 from torch import Tensor, nn
 
 import fp8compile
+from fp8compile import state_recipe
 from fp8compile.state_recipe import is_slow, is_weight
 
 SHAPE, STEPS = (64, 128), 150
@@ -119,12 +120,16 @@ def test_a_checkpoint_keeps_them(plain: bool, first: str) -> None:
         assert formats(other, blank) == {"moment": "log"}
 
 
-def test_moments_are_no_weights() -> None:
+def test_moments_are_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(SHAPE)
     for state in (torch.zeros(SHAPE), torch.randn(SHAPE), 0.1 * weight, weight.square(), -weight, 3 * weight):
         assert not is_weight("state", weight, state)
     assert is_weight("state", weight, weight + 0.3 * torch.randn(SHAPE))
     assert is_weight("state", weight.bfloat16(), weight)
+    monkeypatch.setattr(state_recipe, "SAMPLE", 100)
+    assert is_weight("state", weight, weight.clone())
+    assert is_weight("state", weight.T, weight.T.contiguous())
+    assert not is_weight("state", weight, torch.randn(SHAPE))
     assert not is_weight("state", torch.zeros(SHAPE), torch.zeros(SHAPE))
     assert not is_weight("state", torch.empty(0, 4), torch.empty(0, 4))
     assert not is_weight("state", weight.to("meta"), weight.to("meta"))
