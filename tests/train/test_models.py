@@ -31,7 +31,9 @@ DRAWS = 4
 CONDITIONED = 25.0
 HEAD = "the output head (lm_head=True converts it)"
 
-CASES = [(name, recipe) for name in ZOO for recipe in ("mixed", "rowwise", "tensorwise")]
+LONG = ("t5", "mamba", "whisper")  # graphs whose compilation takes long, and whose matmuls others have as well
+CASES = [(name, recipe) for name in ZOO for recipe in ("mixed", "rowwise", "tensorwise") if name not in LONG]
+CASES += [(name, "mixed") for name in LONG]
 CASES += [("llama", "blockwise"), ("mlp", "blockwise")]
 
 
@@ -139,6 +141,7 @@ def test_step_matches_bf16_and_fake_quantized(name: str, recipe: str) -> None:
     got = train_step(ref.case, compiled(ref.case.model, recipe, ref.case.skip))
     assert converted() == ref.case.matmuls
     ref.check(got, recipe)
+    check_reasons(ref.case)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -160,10 +163,8 @@ def test_one_linear_is_the_fake_quantized_one(recipe: str) -> None:
         assert sqnr(want, have) >= 55
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_every_matmul_that_is_left_has_its_reason(name: str) -> None:
-    case = reference(name).case
-    train_step(case, compiled(case.model, "mixed", case.skip))
+def check_reasons(case: Case) -> None:
+    """Whether every matmul that was left has its reason."""
     reasons = sum((plan.reasons() for plan in fp8compile.compiles()), Counter())
     # three for each linear layer that is skipped, and for the head
     expected = dict(case.kept)
