@@ -2,7 +2,7 @@
 
 | field | default | meaning |
 |---|---|---|
-| first | `"log"` | format of states that are no second moments (`fp8compile/state_formats.py`) |
+| first | `"log"` | format of states that do not change slowly, as first moments (`fp8compile/state_formats.py`) |
 | second | `"log/stochastic"` | format of what changes slowly: second moments and the like (`SLOW`, by name) |
 | formats | `{}` | format by name of the state, before the two above |
 | parameters | `"nearest"` | how a BF16 parameter is rounded: `"nearest"`, `"stochastic"`, or `"split"` (16 more bits) |

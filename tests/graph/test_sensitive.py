@@ -272,7 +272,7 @@ def entropy(h: Tensor) -> Tensor:
 Hazard = tuple[Callable[[Tensor], Tensor], dict[str, float]]
 SOFTMAX = "the gradients of logits of 25 are differences of near numbers: values and output are rounded"
 IN_BACKWARD = "an exponent in the backward half, of what also depends on a gradient, is not seen"
-MEAN = "what is saved still holds its mean, as a CPU rounds that for backward: a GPU saves (x - mean) * rstd"
+MEAN = "x itself is saved, as torch rounds the mean for backward on a CPU; exact means leave (x - mean) * rstd"
 MEANS = "backward reads x itself, with its mean: what is left of c2 * x + c3 is then all rounding"
 HAZARDS: dict[str, tuple[Hazard, str]] = {
     "attention_with_logits_of_25": ((sdpa, {"gain": 5.0}), SOFTMAX),
