@@ -12,7 +12,8 @@ the masters of their level.
 
 What is in --out: a JSON for each run, written at each evaluation, `results.json`, `loss.svg`, and in `checkpoints/` (or
 --scratch) the state of the run that --minutes interrupted; without it that run begins anew. A run looks at the clock
-between two evaluations, and compiling takes a minute or two on a GPU: ask for less than there is.
+between two evaluations, and compiling takes a minute or two on a GPU: ask for less than there is. What shares the GPU
+with other work (--untimed) gives losses and no times: a configuration's times are those of its other seeds.
 
     loss       held-out loss, the mean of the last three evaluations; ± is the half width of a 95 % interval over seeds
     gap        loss / BF16's of the same seed - 1; its mean, with an interval of the same kind
@@ -160,7 +161,9 @@ def _convert_by_torchao(model: nn.Module) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, path: path != "lm_head")
 
 
-def train(settings: Settings, corpus: Corpus, run: Run, file: Path, checkpoint: Path, deadline: float) -> bool:
+def train(
+    settings: Settings, corpus: Corpus, run: Run, file: Path, checkpoint: Path, deadline: float, timed: bool = True
+) -> bool:
     """Train until the run is finished or time is over; returns whether it is finished."""
     trainer = Trainer(settings, corpus, run)
     if checkpoint.exists():
@@ -182,7 +185,7 @@ def train(settings: Settings, corpus: Corpus, run: Run, file: Path, checkpoint: 
         began, count = time.perf_counter(), end - trainer.done
         losses = trainer.train(count)
         values = torch.stack(losses).tolist()  # waits for the device
-        if not fresh:
+        if timed and not fresh:
             run.seconds.append((time.perf_counter() - began) / count)
         run.readings += [statistics.mean(values[i : i + READING]) for i in range(0, count, READING)]
         if begin == 0 and end == every and run.name in OURS:
@@ -231,9 +234,12 @@ def _run_all(
         run = Run(**json.loads(file.read_text())) if file.exists() else Run(name, seed, settings.size.steps)
         if run.finished:
             continue
-        if time.monotonic() > deadline or not train(settings, corpus, run, file, checkpoint, deadline):
+        if time.monotonic() > deadline or not train(
+            settings, corpus, run, file, checkpoint, deadline, timed=not given.untimed
+        ):
             return len(todo) - i
-        print(f"{name:<20} seed {seed}: {run.loss:.4f}, {1000 * run.seconds_per_step:.1f} ms a step", flush=True)
+        time_of_step = f"{1000 * run.seconds_per_step:.1f} ms a step" if run.seconds else "not timed"
+        print(f"{name:<20} seed {seed}: {run.loss:.4f}, {time_of_step}", flush=True)
     return 0
 
 
@@ -271,6 +277,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scratch", type=Path, help="where the checkpoint of an interrupted run is (default: in --out)")
     p.add_argument("--minutes", type=float, default=math.inf, help="stop, and be ready to go on, after so long")
     p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--untimed", action="store_true", help="other work shares the GPU: keep no times")
     p.add_argument("--size", choices=["125m"], default="125m")
     p.add_argument("--tiny", action="store_true", help="a very small model, on the CPU")
     p.add_argument("--steps", type=int)

@@ -47,6 +47,7 @@ class Run:
 
     @property
     def seconds_per_step(self) -> float:
+        """NaN of a run that was not timed."""
         return statistics.median(self.seconds) if self.seconds else math.nan
 
     @property
@@ -83,25 +84,31 @@ def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
             continue
         pairs = [(r, done["BF16", r.seed]) for r in mine if ("BF16", r.seed) in done]
         gaps = [r.loss / b.loss - 1 for r, b in pairs if not r.diverged and not b.diverged]
-        times = [t for r in mine if (t := time_to(r, worst)) is not None]
+        seconds = typical_seconds(mine)
+        steps = [n for r in mine if (n := steps_to(r, worst)) is not None]
         rows.append({
             "name": name, "seeds": [r.seed for r in mine], "diverged": sum(r.diverged for r in mine),
             "loss": asdict(Interval.of([r.loss for r in mine])), "gap": asdict(Interval.of(gaps)) if gaps else None,
             "spikes": sum(r.spikes for r in mine),
-            "seconds_per_step": statistics.median(r.seconds_per_step for r in mine),
-            "time_to_equal_loss": statistics.mean(times) if len(times) == len(mine) else None,
+            "seconds_per_step": seconds,
+            "time_to_equal_loss": statistics.mean(steps) * seconds if len(steps) == len(mine) else None,
             "equal_loss": worst, "peak_bytes": max(r.peak_bytes for r in mine), "fp8_matmuls": mine[0].fp8_matmuls,
         })  # fmt: skip
     return rows
 
 
-def time_to(run: Run, loss: float) -> float | None:
-    """Seconds of training until the smoothed held-out loss is at most `loss`, interpolated; None if it never is."""
+def typical_seconds(runs: Sequence[Run]) -> float:
+    """Seconds of a step: the median of the runs that were timed, NaN where none was."""
+    return statistics.median([r.seconds_per_step for r in runs if r.seconds] or [math.nan])
+
+
+def steps_to(run: Run, loss: float) -> float | None:
+    """Steps of training until the smoothed held-out loss is at most `loss`, interpolated; None if it never is."""
     smooth = smoothed(run)
     for (before, a), (after, b) in zip([(0, math.inf), *smooth[:-1]], smooth, strict=True):
         if b <= loss:
             share = 1.0 if not math.isfinite(a) else (a - loss) / (a - b)
-            return (before + share * (after - before)) * run.seconds_per_step
+            return before + share * (after - before)
     return None
 
 
@@ -141,7 +148,7 @@ def picture(runs: Sequence[Run]) -> str:
             continue
         smooth = [smoothed(r) for r in mine]
         at = [Interval.of([s[i][1] for s in smooth]) for i in range(min(map(len, smooth)))]
-        seconds = statistics.median(r.seconds_per_step for r in mine)
+        seconds = typical_seconds(mine)
         x = [smooth[0][i][0] * seconds for i in range(len(at))]
         found.append(curves.Curve(name, x, [i.mean for i in at], [i.half or 0.0 for i in at]))
     return curves.draw(found, "Held-out loss (mean of seeds, 95 %)", "seconds of training", "nats per byte")

@@ -118,6 +118,25 @@ def test_the_summary_compares_equal_seeds_and_equal_losses():
     assert "BF16                    2  1.2500 ± 3.1765" in shown.table(list(rows.values()))
 
 
+def test_a_run_that_was_not_timed_takes_the_time_of_its_configuration():
+    untimed = made("BF16", 1, [4.0, 2.0, 1.0, 1.0, 1.0], 0.0)
+    untimed.seconds = []
+    rows = shown.summary([made("BF16", 0, [4.0, 2.0, 1.0, 1.0, 1.0], 2.0), untimed])
+    assert rows[0]["seconds_per_step"] == 2.0
+    assert rows[0]["time_to_equal_loss"] == pytest.approx(2.0 * 50)
+    assert "2000.0" in shown.table(rows)
+    assert "nan" in shown.table(shown.summary([untimed]))
+
+
+def test_what_shares_the_gpu_keeps_no_times(tmp_path, capsys):
+    arguments = ["--tiny", "--steps", "8", "--seeds", "1", "--out", str(tmp_path), "--configurations", "BF16"]
+    benchmark.main([*arguments, "--untimed"])
+    assert "not timed" in capsys.readouterr().out
+    (run,) = shown.read_runs(tmp_path)
+    assert run.finished
+    assert run.seconds == []
+
+
 def test_a_diverged_run_is_said():
     bad = made("O2 mixed", 0, [4.0, math.nan], 1.0)
     bad.diverged = True
