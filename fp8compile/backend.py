@@ -30,7 +30,7 @@ from fp8compile.insight.baseline import DumpingPartitioner
 from fp8compile.insight.dumps import Dump
 from fp8compile.options import Options
 from fp8compile.partitioner import Partitioner
-from fp8compile.passes import call_matmuls, expose_matmuls, skip_overflow
+from fp8compile.passes import attention_strides, call_matmuls, expose_matmuls, skip_overflow
 from fp8compile.passes.compilation import Compilation, Input, aten, device_of
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.optimizer_pipeline import OPTIMIZER, has_states, run_optimizer
@@ -55,6 +55,7 @@ def fp8(
     `Fp8Warning`, unless `strict`.
     """
     parsed = Options.parse(options, mode)
+    attention_strides.run(gm)
     namespace = ""
     opt = optimizers.traced_optimizer(gm, example_inputs)
     if parsed.recipe.is_delayed or (parsed.schedule is not None and opt is None):

