@@ -255,7 +255,7 @@ OURS = System(
     forward=PerToken(25, 7, 7),
     backward=PerToken(44, 19, 13),
     saved=PerToken(2 + 1 + 2 * GROUP, 2 + GROUP, 2 * GROUP, heads=4, constant=12),
-    working=PerToken(inner=6.5),
+    working=PerToken(inner=6.0),
     chunked_loss=True,
 )
 TORCHAO_GATHER = replace(TORCHAO, name="torchao tensorwise + FP8 gather", gather=1, gather_overhead=0.9e-3)
