@@ -31,7 +31,7 @@ types: $(STAMP)dev ## static types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test-cpu: $(STAMP)dev ## the tests alone, two at a time (ARGS="-k name")
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-gpu: ## every GPU test, with the python on the path; prints what failed
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
