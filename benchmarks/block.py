@@ -11,6 +11,8 @@ peak      GiB at most, beyond weights and gradients
 cosine    least of all parameters' gradients with those of BF16 eager; error: largest relative error
 compile   seconds of the first forward and backward, with empty caches: compiling, and running once
 
+"fast gradients": with fast accumulation in gradients too, which no recipe has (benchmarks/accumulation.py).
+
 `--help` and runs.py have the other options.
 """
 
@@ -34,7 +36,10 @@ from runs import Benchmark
 
 import fp8compile
 
-SYSTEMS = (BASELINE, EAGER, ours(), ours("BF16 saved", save="bf16"), *TORCHAO)
+FAST = {"fast_accumulation": True}
+FAST_GRADIENTS = {"base": "mixed", "grad_input": FAST, "grad_weight": FAST}
+OURS = (ours(), ours("BF16 saved", save="bf16"), ours("fast gradients", recipe=FAST_GRADIENTS))
+SYSTEMS = (BASELINE, EAGER, *OURS, *TORCHAO)
 WARMUP, STEPS, TINY_STEPS = 3, 20, 2
 COLUMNS = (
     figure("ms", "ms", ".2f"),

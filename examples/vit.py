@@ -30,7 +30,7 @@ from torch import nn
 
 from side_by_side import Batch, Task, main
 
-CLASSES = 16
+CLASSES, MISTAKEN = 16, 0.1
 
 
 def make(width: int, layers: int, pixels: int, patch: int) -> nn.Module:
@@ -43,7 +43,7 @@ def make(width: int, layers: int, pixels: int, patch: int) -> nn.Module:
 
 
 def batch(generator: torch.Generator, size: int, pixels: int) -> Batch:
-    """Noisy stripes: four directions, four widths."""
+    """Noisy stripes: four directions, four widths; some labels are wrong, so that no loss gets below a floor."""
     labels = torch.randint(CLASSES, (size,), generator=generator)
     angle, waves = (labels % 4) * math.pi / 4, 2.0 + 1.5 * (labels // 4)
     place = torch.linspace(-1, 1, pixels)
@@ -51,6 +51,8 @@ def batch(generator: torch.Generator, size: int, pixels: int) -> Batch:
     phase = 2 * math.pi * torch.rand(size, 1, 1, generator=generator)
     stripes = torch.sin(math.pi * waves[:, None, None] * along + phase)
     noise = torch.randn(size, 3, pixels, pixels, generator=generator)
+    mistaken = torch.rand(size, generator=generator) < MISTAKEN
+    labels = torch.where(mistaken, torch.randint(CLASSES, (size,), generator=generator), labels)
     return {"pixel_values": stripes[:, None] + 0.5 * noise, "labels": labels}
 
 

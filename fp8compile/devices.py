@@ -4,7 +4,9 @@ Rates in TFLOP/s on random data at Llama-8B shapes (`benchmarks/casts_and_matmul
 `casts` in TB/s (bytes read + written, as `passes/matmul_costs.py` counts them) by which casts in generated kernels
 lengthen a training step: 2.6 for the SwiGLU of Qwen2-1.5B (16384 × 8960), 3.7 for that of a 100 M model (16384 × 2048),
 which partly stays in the cache; matmuls that are in doubt are of the second kind. `launch` in microseconds for one
-more kernel in a compiled graph.
+more kernel in a compiled graph. `start` in microseconds that a matmul takes beyond its FLOPs, in BF16 as in FP8: the
+device fills and drains (a fit over `benchmarks/matmul.py`: 10.2 in BF16, 10.5 with tensor scales; it is then within 4
+and 8 % of the times, and without it within 8 and 13 %).
 `processors`: streaming multiprocessors, over which tiles of an output are spread (`Device.filled`).
 `grouped`: whether torch's grouped FP8 matmul runs there; it is written for Hopper. H200: measured with torch 2.11.
 Where `measured` is False the figures are scaled from the vendor's peaks, to be replaced by a measurement.
@@ -34,6 +36,7 @@ class Device:
     processors: int = 1
     casts: float = 0.0
     launch: float = 0.0
+    start: float = 0.0
     blockwise: bool = False
     grouped: bool = False
     measured: bool = False
@@ -55,17 +58,19 @@ class Device:
         return tiles / round_up(tiles, self.processors) if tiles else 1.0
 
 
-# name, whether FP8, emulated; TFLOP/s: BF16, then FP8 by tensor, row, block, group; processors; casts, launch
+def _gpu(name: str, *rates: float, **more: bool) -> Device:
+    return Device(name, True, False, *rates, **more)  # type: ignore[arg-type]
+
+
+# name; TFLOP/s: BF16, then FP8 by tensor, row, block, group; processors; casts, launch, start
 TABLE = {
-    "H200": Device(
-        "H200", True, False, 680, 1210, 1180, 1050, 835, 132, 3.6, 3.0, blockwise=True, grouped=True, measured=True
-    ),
-    "H100": Device("H100", True, False, 700, 1190, 1140, 1000, 795, 132, 2.5, 3.0, blockwise=True, grouped=True),
-    "H20": Device("H20", True, False, 135, 270, 260, 230, 180, 78, 2.9, 3.0, blockwise=True, grouped=True),
-    "B200": Device("B200", True, False, 1600, 3000, 2800, 2600, 2070, 148, 5.5, 3.0),
-    "L40S": Device("L40S", True, False, 300, 580, 560, 500, 400, 142, 0.7, 3.0),
-    "L4": Device("L4", True, False, 90, 180, 170, 160, 127, 58, 0.28, 3.0),
-    "RTX 4090": Device("RTX 4090", True, False, 160, 310, 300, 280, 220, 128, 0.83, 3.0),
+    "H200": _gpu("H200", 680, 1210, 1180, 1050, 835, 132, 3.6, 3.0, 10.0, blockwise=True, grouped=True, measured=True),
+    "H100": _gpu("H100", 700, 1190, 1140, 1000, 795, 132, 2.5, 3.0, 10.0, blockwise=True, grouped=True),
+    "H20": _gpu("H20", 135, 270, 260, 230, 180, 78, 2.9, 3.0, 10.0, blockwise=True, grouped=True),
+    "B200": _gpu("B200", 1600, 3000, 2800, 2600, 2070, 148, 5.5, 3.0, 10.0),
+    "L40S": _gpu("L40S", 300, 580, 560, 500, 400, 142, 0.7, 3.0, 10.0),
+    "L4": _gpu("L4", 90, 180, 170, 160, 127, 58, 0.28, 3.0, 10.0),
+    "RTX 4090": _gpu("RTX 4090", 160, 310, 300, 280, 220, 128, 0.83, 3.0, 10.0),
 }
 GENERIC = {8: TABLE["L40S"], 9: TABLE["H100"], 10: TABLE["B200"], 12: TABLE["RTX 4090"]}
 

@@ -1,18 +1,21 @@
 """What a matmul takes in BF16 and in FP8, casts included: the model behind select="profitable".
 
-    BF16   2·M·N·K / bf16 rate                                                          (grouped: as if all were one)
-    FP8    2·M·N'·K' / (fp8 rate · filled) + casts of both operands + kernels · launch           (N', K' padded)
+    BF16   2·M·N·K / bf16 rate + start + sum                                         (grouped: as if all were one)
+    FP8    2·M·N'·K' / (fp8 rate · filled) + start / merged + casts + kernels · launch    (both operands; N', K' padded)
 
     a cast of [R, C]   (itemsize · reads / readers + 1 / readers of the role) · R · C bytes / cast rate
+    the sum            (merged - 1) / merged · M·N bytes of output / cast rate                       (grad_input alone)
 
+`merged`: how many matmuls become this one, of which FP8 starts one only. Their grad_inputs are summed within it, where
+those in BF16 are each written, and read again to be added.
 `filled` is 1 with tensor scales, else the share of the device that has tiles of the output to work on
 (`Device.filled`): a grad_weight of small layers fills little of it. Layers that read one activation count together.
 
 An operand with a scale of the whole tensor is read twice, for its amax and to be cast; one with scales of rows, groups
 or blocks once. Where a generated kernel computes it (norms, activation functions and their gradients), one read falls
 away. Matmuls of all roles that read a tensor share its reads, since both layouts are stored from one; those of one role
-(q, k and v of x) share the payload. So each depends on what the others do: `select_matmuls` asks with all in FP8 that
-can be, and asks again without those that do not pay.
+(q, k and v of x) share the payload. So each depends on what the others do: `passes/what_pays.py`
+begins with all in FP8 that can be, and leaves out what makes the sum of all times less.
 
 `fp8compile.devices` has the constants.
 """
@@ -20,7 +23,7 @@ can be, and asks again without those that do not pay.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil
 
 from torch import fx
@@ -33,6 +36,7 @@ from fp8compile.passes.grouped_matmuls import GROUPED
 from fp8compile.passes.roles import Site
 from fp8compile.recipe import Role
 
+Timed = tuple[Site, Role]
 TILE = 128  # rows and columns of an output that one multiprocessor computes at a time
 
 
@@ -44,14 +48,35 @@ class Costs:
         self.keys: set[str] = set()
         self.readers: Counter[fx.Node] = Counter()
         self.of_role: Counter[tuple[fx.Node, str]] = Counter()
+        self.merged: Counter[tuple[fx.Node, str]] = Counter()
         self.tiles: Counter[tuple[fx.Node, str]] = Counter()
         for site in sites:
-            self.keys.add(site.key)
-            for operand in _operands(site):
-                self.readers[operand] += 1
-                self.of_role[operand, site.role] += 1
-            if merged := merged_as(site):
-                self.tiles[merged] += _tiles(site)
+            self._count(site, 1)
+
+    def _count(self, site: Site, by: int) -> None:
+        (self.keys.add if by > 0 else self.keys.remove)(site.key)
+        for operand in _operands(site):
+            self.readers[operand] += by
+            self.of_role[operand, site.role] += by
+        if merged := merged_as(site):
+            self.merged[merged] += by
+            self.tiles[merged] += by * _tiles(site)
+
+    def remove(self, sites: Iterable[Site]) -> None:
+        """These are in BF16 from now on."""
+        for site in sites:
+            self._count(site, -1)
+
+    def added(self, leaving: Sequence[Timed], others: Sequence[Timed]) -> float:
+        """Milliseconds that all takes longer when `leaving` run in BF16, and `others` have casts for themselves that
+        they shared with them; less than 0 if it is faster."""
+        times = [self.milliseconds(site, role) for site, role in leaving]
+        before = sum(self.milliseconds(site, role)[1] for site, role in others)
+        self.remove(site for site, _ in leaving)
+        after = sum(self.milliseconds(site, role)[1] for site, role in others)
+        for site, _ in leaving:
+            self._count(site, 1)
+        return sum(bf16 - fp8 for bf16, fp8 in times) + after - before
 
     def milliseconds(self, site: Site, role: Role) -> tuple[float, float]:
         """Of this matmul in BF16, and in FP8 as `role` of the recipe says."""
@@ -71,8 +96,21 @@ class Costs:
             reads = _reads(node, granularity) / readers
             moved += batch * rows * kp * (reads * value(node).element_size() + 1 / of_role)
             kernels += reads
+        merged, start = self._merged(site), d.start * 1e-3
+        summed = (1 - 1 / merged) * m * n * value(site.node).element_size() if site.role == "grad_input" else 0.0
+        bf16 = work * m * n * k / d.bf16 + start + summed / (d.casts * 1e9)
         casts = moved / (d.casts * 1e9) + kernels / self._siblings(site) * d.launch * 1e-3
-        return work * m * n * k / d.bf16, work * m * np_ * kp / rate + casts
+        return bf16, work * m * np_ * kp / rate + start / merged + casts
+
+    def pays(self, site: Site, role: Role) -> bool:
+        """Whether a matmul is faster in FP8 by itself."""
+        bf16, fp8 = self.milliseconds(site, role)
+        return fp8 < bf16
+
+    def _merged(self, site: Site) -> int:
+        """How many matmuls become one with this (`passes/merge_matmuls.py`), itself among them."""
+        merged = merged_as(site)
+        return 1 if merged is None else self.merged[merged] + (site.key not in self.keys)
 
     def _merged_tiles(self, site: Site) -> int:
         """How many tiles the output has of the matmul that this one becomes a part of (`passes/merge_matmuls.py`)."""
@@ -85,6 +123,13 @@ class Costs:
         """How many layers read what this one's layer reads: their casts are launched together."""
         forward = site.forward or site
         return max(1, self.of_role[base(forward.left), forward.role]) if forward.left is not None else 1
+
+
+def shared_by(site: Site) -> set[object]:
+    """Names for all that the costs of a matmul have in common with those of others: tensors, and what is merged."""
+    forward = site.forward or site
+    layer = [("layers", base(forward.left))] if forward.left is not None else []
+    return {*_operands(site), *layer}
 
 
 def merged_as(site: Site) -> tuple[fx.Node, str] | None:

@@ -16,6 +16,7 @@ Weights that arrived in FP8 are not merged: they have scales of their own, and a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -226,10 +227,12 @@ def _record(c: Compilation, merged: list[Site], product: fx.Node, **sizes: Any) 
     assert row is not None
     changes = {name: size for name, size in sizes.items() if name in ("m", "n", "k")}
     members = {s.key for s in merged}
+    rows = [r for r in c.plan.matmuls if r.node in members]
+    times = {name: _sum(getattr(r, name) for r in rows) for name in ("milliseconds_bf16", "milliseconds_fp8")}
     c.plan.matmuls = [r for r in c.plan.matmuls if r.node == first.key or r.node not in members]
     c.plan.update(
         first.key, node=product.name, kind="mm", path=common_path([s.path for s in merged]),
-        merged=tuple(s.path for s in merged), **changes,
+        merged=tuple(s.path for s in merged), **changes, **times,
     )  # fmt: skip
     for key in members:
         del c.sites[key]
@@ -240,6 +243,12 @@ def _record(c: Compilation, merged: list[Site], product: fx.Node, **sizes: Any) 
         changes.get("m", first.m), changes.get("n", first.n), changes.get("k", first.k),
         role=first.role, forward=first.forward,
     )  # fmt: skip
+
+
+def _sum(times: Iterable[float | None]) -> float | None:
+    """Of estimates; None where there are none."""
+    known = [t for t in times if t is not None]
+    return sum(known) if known else None
 
 
 def common_path(paths: list[str]) -> str:

@@ -1,9 +1,7 @@
 """Select matmuls: which of them become FP8, and the reason for every one that does not.
 
 Decides only: the graph stays as it is, the plan gets one row a matmul. The rules stand in RULES, in order; the first
-that objects gives the reason. What no rule objects to must pay as well (`passes/matmul_costs.py`): since matmuls share
-casts, all of it is taken to be in FP8, and what does not pay is left out until everything that remains does. Those that
-would become one matmul (q, k and v) are asked together first: one that is left out leaves the others on their own.
+that objects gives the reason. What no rule objects to must pay as well (`passes/what_pays.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +20,9 @@ from fp8compile.formats import ALIGNMENT
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, hint, is_tangent, value
 from fp8compile.passes.gathered_weights import gathered
 from fp8compile.passes.grouped_matmuls import GROUPED, remark, role_of, why_not_grouped
-from fp8compile.passes.matmul_costs import Costs, merged_as
+from fp8compile.passes.matmul_costs import Costs
 from fp8compile.passes.roles import MATMULS, Site, find_sites
+from fp8compile.passes.what_pays import leave_out
 from fp8compile.plan import BF16, FP8, READ_ROUNDED, Matmul
 from fp8compile.recipe import Role
 
@@ -68,32 +67,17 @@ def run(c: Compilation) -> None:
 
 
 def _what_pays(candidates: Sequence[Candidate], c: Compilation) -> Costs:
-    """The costs beside the matmuls that are to be in FP8; those that do not pay get their objection."""
-    while True:
-        chosen = [x for x in candidates if not x.objection]
-        costs = Costs(c.device, (x.site for x in chosen))
-        if c.options.select == "all" or not c.device.has_fp8:
-            return costs
-        doubtful = [x for group in _merged(chosen) if not _pay_together(group, costs) for x in group]
-        objections = [(x, _pays(x, costs)) for x in doubtful if not _is_gathered(x.site)]
-        if not any(why for _, why in objections):
-            return costs
-        for x, why in objections:
-            x.objection = why
-
-
-def _merged(chosen: Sequence[Candidate]) -> list[list[Candidate]]:
-    """The matmuls that may become one in FP8, and each other alone."""
-    groups: dict[Any, list[Candidate]] = {}
-    for x in chosen:
-        groups.setdefault(merged_as(x.site) or x.site.key, []).append(x)
-    return list(groups.values())
-
-
-def _pay_together(group: Sequence[Candidate], costs: Costs) -> bool:
-    """Whether several are faster in FP8, counted as one: one that is dear costs less than leaving all unmerged."""
-    times = [costs.milliseconds(x.site, x.role) for x in group if x.role is not None]
-    return len(group) > 1 and sum(fp8 for _, fp8 in times) < sum(bf16 for bf16, _ in times)
+    """The costs beside the matmuls that are to be in FP8; those without which all is faster get their objection."""
+    chosen = [x for x in candidates if not x.objection]
+    costs = Costs(c.device, (x.site for x in chosen))
+    if c.options.select != "all" and c.device.has_fp8:
+        gathered_in_fp8 = {x.site.key for x in chosen if _is_gathered(x.site)}
+        timed = [(x.site, x.role) for x in chosen if x.role is not None]
+        left_out = leave_out(timed, costs, gathered_in_fp8)
+        for x in chosen:
+            if x.site.key in left_out:
+                x.objection = _too_dear(x.site)
+    return costs
 
 
 def _row(site: Site) -> Matmul:
@@ -142,6 +126,8 @@ def _decide(candidate: Candidate, costs: Costs, c: Compilation) -> Matmul:
         reason = candidate.objection + (f"; {READ_ROUNDED}" if _is_gathered(candidate.site) else "")
         return replace(row, decision=BF16, reason=reason)
     why = "every matmul that can run" if c.options.select == "all" else "faster by the cost model"
+    if c.options.select != "all" and candidate.role is not None and not costs.pays(candidate.site, candidate.role):
+        why += " for all that share its casts"
     if _is_gathered(candidate.site):
         why = "its weight is gathered in FP8"
     why += remark(candidate.site, c.options.recipe)
@@ -215,14 +201,9 @@ def _has_work(x: Candidate, c: Compilation) -> str:
     return "a matmul without elements" if any(isinstance(s, int) and s == 0 for s in sizes) else ""
 
 
-def _pays(x: Candidate, costs: Costs) -> str:
-    """Why a matmul is not faster in FP8; "" if it is."""
-    assert x.role is not None
-    bf16, fp8 = costs.milliseconds(x.site, x.role)
-    if fp8 < bf16:
-        return ""
-    n, k = hint(x.site.n), hint(x.site.k)
-    unaligned = [f"{d} = {s}" for d, s in (("N", n), ("K", k)) if s % ALIGNMENT]
+def _too_dear(site: Site) -> str:
+    """Why a matmul is not faster in FP8."""
+    unaligned = [f"{d} = {s}" for d, s in (("N", hint(site.n)), ("K", hint(site.k))) if s % ALIGNMENT]
     if unaligned:
         return f"{' and '.join(unaligned)}: not a multiple of {ALIGNMENT}, and padding does not pay"
     return "too small: casts would cost more than the FP8 matmul saves"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile import backend
-from fp8compile.passes import pipeline
+from fp8compile import backend, devices
+from fp8compile.passes import matmul_costs, pipeline
 from fp8compile.passes.compilation import aten
 from fp8compile.passes.merge_matmuls import common_path
 
@@ -233,6 +235,25 @@ def test_the_plan_has_one_row_in_the_place_of_its_members():
         "grad_input": ("(q+k+v)", "mm", 16, 32, 96, ("q", "k", "v")),
         "grad_weight": ("(q+k+v)", "mm", 96, 32, 16, ("q", "k", "v")),
     }
+
+
+def test_its_estimated_times_are_those_of_all_members(monkeypatch):
+    """By one that knows each: the report adds rows up."""
+    asked: dict[str, list[tuple[float, float]]] = {}
+    plain = matmul_costs.Costs.milliseconds
+
+    def milliseconds(self, site, role):
+        asked.setdefault(site.role, []).append(plain(self, site, role))
+        return asked[site.role][-1]
+
+    monkeypatch.setattr(devices, "describe", lambda device: replace(devices.TABLE["H200"], emulated=True))
+    monkeypatch.setattr(matmul_costs.Costs, "milliseconds", milliseconds)
+    _, _, plan = run(Projections(sizes=(32, 16, 48)), torch.randn(16, 32), select="all")
+    assert len(plan.matmuls) == 3
+    for row in plan.matmuls:
+        bf16, fp8 = zip(*asked[row.role], strict=True)
+        assert len(bf16) == 3
+        assert (row.milliseconds_bf16, row.milliseconds_fp8) == pytest.approx((sum(bf16), sum(fp8)))
 
 
 @pytest.mark.parametrize("recipe", ["mixed", "rowwise"])

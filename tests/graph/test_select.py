@@ -375,17 +375,6 @@ def test_both_layouts_of_a_gradient_are_cast_from_one_read():
         assert rows[role].milliseconds_fp8 == pytest.approx(fp8), role
 
 
-def test_what_does_not_pay_makes_the_rest_dearer():
-    """Near the border one of the three falls out, and those that shared a read with it are asked again."""
-    sizes = [n for n in range(1024, 8192, 512) if len({r.decision for r in decide_training(8192, n, 2048)}) == 2]
-    assert sizes
-    for n in sizes:
-        for row in decide_training(8192, n, 2048):
-            assert row.milliseconds_bf16 is not None
-            assert row.milliseconds_fp8 is not None
-            assert (row.decision == "fp8") == (row.milliseconds_fp8 < row.milliseconds_bf16), (n, row)
-
-
 def decide_training(
     m: int, n: int, k: int, recipe: str = "mixed", device: devices.Device = DEVICE, select: str = "profitable"
 ) -> list[Matmul]:
@@ -430,28 +419,6 @@ def test_tiles_that_do_not_fill_the_device(recipe, tiles):
 )
 def test_rounds_of_tiles(tiles, share):
     assert dataclasses.replace(DEVICE, processors=132).filled(tiles) == pytest.approx(share)
-
-
-@pytest.mark.parametrize(("larger", "smaller", "together"), [(8192, 128, True), (768, 128, False), (8192, 120, None)])
-def test_matmuls_that_become_one_are_asked_together(larger, smaller, together):
-    """The smaller is slower in FP8; left out, it would leave the larger one on its own. What needs padding is alone."""
-    m, k, sizes = 8192, 2048, (larger, smaller)
-    with FakeTensorMode():
-        shapes = (m, k), *((n, k) for n in sizes)
-        inputs = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
-        graph = make_fx(lambda x, *weights: tuple(x @ w.t() for w in weights))(*inputs).graph
-    x, *weights = (node.name for node in graph.find_nodes(op="placeholder"))
-    device = dataclasses.replace(DEVICE, casts=4 * CASTS)
-    c = Compilation(graph, Options.parse({"select": "profitable"}), device, Plan())
-    c.inputs = {x: Input(False), **{w: Input(True, w) for w in weights}}
-    canonicalize.run(c)
-    select_matmuls.run(c)
-    large, small = c.plan.matmuls
-    assert small.milliseconds_fp8 > small.milliseconds_bf16
-    gain = large.milliseconds_bf16 - large.milliseconds_fp8
-    assert (gain > small.milliseconds_fp8 - small.milliseconds_bf16) == (together is not False)
-    expected = {True: ["fp8", "fp8"], False: ["bf16", "bf16"], None: ["fp8", "bf16"]}
-    assert [row.decision for row in (large, small)] == expected[together]
 
 
 def test_groups_of_both_operands_have_a_rate_of_their_own():
