@@ -17,9 +17,9 @@ On one H200, 1.17 times as fast, in two fifths of the memory:
 
     $ python examples/diffusion.py --steps 40
            first loss  final loss  matmuls in FP8         step
-    BF16       1.8858      0.2721               -     104.4 ms    24.81 GiB
-    FP8        1.8858      0.2721      108 of 190      89.2 ms     9.72 GiB
-    FP8 against BF16: +0.03%
+    BF16       1.8858      0.2720               -     105.3 ms    24.81 GiB
+    FP8        1.8858      0.2721       96 of 190      89.8 ms     9.73 GiB
+    FP8 against BF16: +0.02%
 """
 
 from __future__ import annotations

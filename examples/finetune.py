@@ -24,19 +24,19 @@ On 2 CPU cores that did other things as well (FP8 is emulated there, so its time
     FP8        5.5288      4.5182      104 of 106     172.1 ms
     FP8 against BF16: -0.33%
 
-On an H200, beside other work (so its times say nothing):
+On an H200 (nothing else ran on the GPU while steps were timed; the host compiled other things, and steps wait for it):
 
     $ python examples/finetune.py --size 1b --steps 30
            first loss  final loss  matmuls in FP8         step
-    BF16       5.8932      3.1752               -     108.3 ms    20.26 GiB
-    FP8        5.8815      3.2138       80 of 340     175.5 ms    14.35 GiB
-    FP8 against BF16: +1.22%
+    BF16       5.8932      3.1755               -     104.4 ms    20.26 GiB
+    FP8        5.9240      3.1966      336 of 340      87.7 ms    14.35 GiB
+    FP8 against BF16: +0.66%
 
     $ python examples/finetune.py --size 1b-lora --steps 30
            first loss  final loss  matmuls in FP8         step
-    BF16       5.9076      3.0353               -      97.6 ms    12.22 GiB
-    FP8        5.9044      3.0402      176 of 899      96.2 ms     4.70 GiB
-    FP8 against BF16: +0.16%
+    BF16       5.9076      3.0365               -      84.1 ms    12.22 GiB
+    FP8        5.9143      3.0438      224 of 835      71.9 ms     4.62 GiB
+    FP8 against BF16: +0.24%
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ On 2 CPU cores that did other things as well (FP8 is emulated there, so its time
     FP8        5.5487      3.0250        42 of 45     316.9 ms
     FP8 against BF16: +0.07%
 
-On an H200, beside other work (so its times say nothing):
+On an H200 (nothing else ran on the GPU while steps were timed; the host compiled other things, and steps wait for it):
 
     $ python examples/instruct.py --size 1b --steps 30
            first loss  final loss  matmuls in FP8         step
-    BF16       5.9925      3.0159               -     180.9 ms    20.26 GiB
-    FP8        5.9926      3.0034       80 of 340     186.7 ms    14.35 GiB
-    FP8 against BF16: -0.41%
+    BF16       5.9925      3.0167               -     104.4 ms    20.26 GiB
+    FP8        6.0035      2.9271      336 of 340      80.1 ms    14.35 GiB
+    FP8 against BF16: -2.97%
 """
 
 from __future__ import annotations

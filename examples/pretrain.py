@@ -24,13 +24,12 @@ On 2 CPU cores that did other things as well (FP8 is emulated there, so its time
     step    30  loss 3.1854  7,731 tokens/s a GPU
     step    40  loss 3.1046  10,037 tokens/s a GPU
 
-On one H200, with a quarter of the configuration's batch, as nothing is sharded (the first step compiles; it also had
-all optimizer states in FP32 at once, which it no longer has, so that the peak should be lower now):
+On one H200, with a quarter of the configuration's batch, as nothing is sharded (the first step compiles):
 
     $ torchrun --nproc-per-node 1 examples/pretrain.py --config llama-7b --batch 4 --steps 12
-    step     1  loss 11.4298  205 tokens/s a GPU  120.8 GiB
-    step    10  loss 6.9554  18,853 tokens/s a GPU  120.8 GiB
-    step    12  loss 6.5630  18,694 tokens/s a GPU  120.8 GiB
+    step     1  loss 11.4298  163 tokens/s a GPU  71.1 GiB
+    step    10  loss 7.3893  19,029 tokens/s a GPU  71.1 GiB
+    step    12  loss 6.7925  19,108 tokens/s a GPU  71.1 GiB
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ On 2 CPU cores that did other things as well (FP8 is emulated there, so its time
     FP8        5.5551      0.5144        86 of 89     994.8 ms
     FP8 against BF16: -0.64%
 
-On an H200, beside other work (so its times say nothing):
+On an H200 (nothing else ran on the GPU while steps were timed; the host compiled other things, and steps wait for it):
 
     $ python examples/vision_language.py --size 1b --steps 30
            first loss  final loss  matmuls in FP8         step
-    BF16       6.2624      1.2869               -     187.4 ms    21.07 GiB
-    FP8        6.2385      1.2990       48 of 564      95.8 ms    15.94 GiB
-    FP8 against BF16: +0.94%
+    BF16       6.2611      1.2930               -     100.5 ms    21.07 GiB
+    FP8        6.2550      1.3148      412 of 564     103.8 ms    15.94 GiB
+    FP8 against BF16: +1.68%
 """
 
 from __future__ import annotations
