@@ -11,8 +11,8 @@ On 2 CPU cores that did other things as well (FP8 is emulated there, so its time
     FP8        2.7856      0.9352        56 of 59     330.3 ms
     FP8 against BF16: +0.11%
 
-On an H200, long before either has converged (nothing else ran on the GPU while steps were timed; the host compiled other
-things, and steps wait for it):
+On an H200, long before either has converged (nothing else ran on the GPU while steps were timed; the host compiled
+other things, and steps wait for it):
 
     $ python examples/vit.py --size base --steps 60
            first loss  final loss  matmuls in FP8         step
