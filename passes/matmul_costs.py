@@ -7,7 +7,8 @@
     the sum            (merged - 1) / merged · M·N bytes of output / cast rate                       (grad_input alone)
 
 `merged`: how many matmuls become this one, of which FP8 starts one only. Their grad_inputs are summed within it, where
-those in BF16 are each written, and read again to be added.
+those in BF16 are each written, and read again to be added. `start` is no more than a matmul's own time: it was measured
+on matmuls that fill a device.
 `filled` is 1 with tensor scales, else the share of the device that has tiles of the output to work on
 (`Device.filled`): a grad_weight of small layers fills little of it. Layers that read one activation count together.
 
@@ -96,9 +97,10 @@ class Costs:
             reads = _reads(node, granularity) / readers
             moved += batch * rows * kp * (reads * value(node).element_size() + 1 / of_role)
             kernels += reads
-        merged, start = self._merged(site), d.start * 1e-3
+        alone = work * m * n * k / d.bf16
+        merged, start = self._merged(site), min(d.start * 1e-3, alone)
         summed = (1 - 1 / merged) * m * n * value(site.node).element_size() if site.role == "grad_input" else 0.0
-        bf16 = work * m * n * k / d.bf16 + start + summed / (d.casts * 1e9)
+        bf16 = alone + start + summed / (d.casts * 1e9)
         casts = moved / (d.casts * 1e9) + kernels / self._siblings(site) * d.launch * 1e-3
         return bf16, work * m * np_ * kp / rate + start / merged + casts
 

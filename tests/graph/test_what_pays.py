@@ -148,6 +148,16 @@ def test_a_matmul_has_to_start() -> None:
         assert grown(a, b) == pytest.approx((start * 1e-3, start * 1e-3))
 
 
+def test_what_is_tiny_does_not_win_by_starting_once() -> None:
+    """A start takes no more than the matmul itself."""
+    m, n, k = 64, 256, 256
+    device = dataclasses.replace(DEVICE, start=20.0)
+    assert not in_fp8(layers(m, (n, n, n), k, device))
+    for row in layers(m, (n, n, n), k, device, select="all").plan.matmuls:
+        if row.role != "grad_input":
+            assert row.milliseconds_bf16 == pytest.approx(2 * 2 * m * n * k / BF16 * 1e3)
+
+
 def test_matmuls_that_become_one_start_once_and_are_not_added_up() -> None:
     """x @ wᵢ.t() for three weights: FP8 starts one matmul a role, and BF16 adds up three gradients of x."""
     m, n, k, start = 8192, 1024, 2048, 12.0
