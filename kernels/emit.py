@@ -188,7 +188,7 @@ class _Emitter(Held):
         if value.op in PARTIALS:
             self._store_partial(store, value)
             return
-        extent = self.part.extents[store.value]
+        extent = self.part.stored_extent(store)
         self._value(store.value)
         if self.tiling.quarters and extent[0] == 1:
             self._store_quarters(store)

@@ -95,7 +95,7 @@ class Quarters(Phases):
         if store.transposed:
             self._store_words(store)
             return
-        value, extent = self.part.values[store.value], self.part.extents[store.value]
+        value, extent = self.part.values[store.value], self.part.stored_extent(store)
         dtype = self.region.buffers[store.buffer].dtype
         text = f"q[row][{self.results.index(store.value)}]"
         if value.op == "quantize":
@@ -126,7 +126,7 @@ class Quarters(Phases):
 
     def _mask_of_all(self, store: Store) -> str:
         """The mask of a store as it is."""
-        extent = self.part.extents[store.value]
+        extent = self.part.stored_extent(store)
         limits = [
             self._limit(d, extent[d], (store.row_multiple, store.col_multiple)[d]) if extent[d] else "" for d in (0, 1)
         ]

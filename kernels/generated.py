@@ -106,7 +106,7 @@ def moved(part: specs.Part, region: Region, sizes: dict[str, int] | None = None)
         key = f"x{i.tensor}+{i.offset}"
         found[key] = max(found.get(key, 0), count * _itemsize(i.dtype))
     for s in part.stores:
-        rows, cols = part.extents[s.value]
+        rows, cols = part.stored_extent(s)
         count = (-(-number(part.rows) // rows) if rows else 1) * (-(-part.cols // cols) if cols else 1)
         found[f"y{s.buffer}+{s.offset}"] = count * _itemsize(region.buffers[s.buffer].dtype)
     return found

@@ -19,13 +19,14 @@ def possible(part: Part) -> bool:
     """Whether all that is stored transposed are codes, in words that are whole and aligned, and nothing joins rows."""
     values, extents = part.values, part.extents
     coded = {i for i, v in enumerate(values) if v.op == "quantize"}
-    transposed = [s for s in part.stores if s.transposed and extents[s.value] == ELEMENT]
+    transposed = [s for s in part.stores if s.transposed and part.stored_extent(s) == ELEMENT]
     return (
         bool(transposed)
         and not any(v.op in NOT_IN_QUARTERS or coded & set(v.args) for v in values)
         and not any(v.op in JOINED and v.params[0] % STEP for v in values)
         and not any(1 < rows < STEP for rows, _ in extents)
         and all(s.value in coded and _in_words(part, s) for s in transposed)
+        and all(part.stored_extent(s) == extents[s.value] for s in part.stores)
         and not any(s.transposed and extents[s.value][0] == 1 for s in part.stores if s not in transposed)
     )
 

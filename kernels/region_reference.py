@@ -20,13 +20,14 @@ from fp8compile.kernels.spec import ROW_REDUCTIONS, Digits, Input, Part, Region,
 
 
 def run(region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """The buffers of `region`. Of a buffer with one result a program, the first entry holds it, the others are 0."""
+    """Return the buffers of `region`. Of a buffer with one result a program, the first entry holds it, the others are 0.
+
+    What no store writes is NaN (in integers, all bits set): a kernel that leaves an element out leaves what lay there.
+    """
     names = dict(zip(region.sizes, sizes, strict=True))
     device = inputs[0].device if inputs else torch.device("cpu")
     buffers = [
-        torch.zeros(
-            [schedules.resolve(d, names, schedule) for d in b.shape], dtype=getattr(torch, b.dtype), device=device
-        )
+        _poisoned([schedules.resolve(d, names, schedule) for d in b.shape], getattr(torch, b.dtype), device)
         for b in region.buffers
     ]
     for part in region.parts:
@@ -34,6 +35,12 @@ def run(region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Seq
         for store in part.stores:
             _store(buffers[store.buffer], store, evaluation, names)
     return buffers
+
+
+def _poisoned(shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of bytes 0xFF, which are NaN in every floating-point format."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.full((size,), 0xFF, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
 class Evaluation:
@@ -160,17 +167,26 @@ def _store(buffer: Tensor, store: Store, evaluation: Evaluation, sizes: Mapping[
     x = evaluation[store.value]
     if part.values[store.value].op in ("all_amax", "col_sum", "col_amax"):
         results = x.reshape(-1, *buffer.shape[1:])  # one for each band
+        buffer.zero_()
         buffer.unflatten(0, (len(results), -1))[:, 0] = results
         return
-    rows, cols = part.extents[store.value]
-    shape = (
-        ceil_div(evaluation.rows, rows) if rows else 1,
-        ceil_div(part.cols, cols) if cols else 1,
-    )
+    rows, cols = part.stored_extent(store)
+    lengths = ((evaluation.rows, rows, store.row_multiple), (part.cols, cols, store.col_multiple))
+    shape = [ceil_div(n, step) if step else 1 for n, step, _ in lengths]
+    filled = [ceil_div(round_up(n, multiple), step) if step else 1 for n, step, multiple in lengths]
     x = x.expand(shape)
+    if filled != shape:
+        x = _with_zeros(x, filled)
     if store.transposed:
         x = x.t()
     target = torch.as_strided(
         buffer, x.shape, (_number(store.lead, sizes), 1), buffer.storage_offset() + _number(store.offset, sizes)
     )
     target.copy_(x)
+
+
+def _with_zeros(x: Tensor, shape: list[int]) -> Tensor:
+    """Return x in the first rows and columns of zeros of this shape."""
+    padded = x.new_zeros(shape)
+    padded[: x.shape[0], : x.shape[1]] = x
+    return padded

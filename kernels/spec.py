@@ -69,8 +69,8 @@ class Value:
 class Store:
     """Value → buffer[offset + r·lead + c], or [offset + c·lead + r] if transposed, r and c counted in its extent.
 
-    `row_multiple` and `col_multiple` continue the iteration space with zeros up to multiples of them. A store of
-    `partial` kind keeps what each program found: the values of all programs together are the result.
+    `row_multiple` and `col_multiple` continue the iteration space with zeros up to multiples of them, also where the
+    value itself does not vary (`Part.stored_extent`). A store of `partial` kind keeps what each program found: the values of all programs together are the result.
     """
 
     buffer: int
@@ -100,6 +100,12 @@ class Part:
         for value in self.values:
             extents.append(_extent(value, self.inputs, [extents[a] for a in value.args]))
         return tuple(extents)
+
+    def stored_extent(self, store: Store) -> Extent:
+        """Return along which loops `store` writes: where its value varies, and element by element where it appends
+        zeros. A value of the only row does not vary along the rows; the zeros below it are written all the same."""
+        rows, cols = self.extents[store.value]
+        return rows or int(store.row_multiple > 1), cols or int(store.col_multiple > 1)
 
     @cached_property
     def bands(self) -> int:

@@ -160,7 +160,7 @@ def _stored(buffer: Tensor, store: Store, part: Part, names: Mapping[str, int], 
 
 def _shape(store: Store, part: Part, names: Mapping[str, int], padded: bool) -> tuple[int, int]:
     """Rows and columns, in its extent, of what `store` writes."""
-    rows, cols = part.extents[store.value]
+    rows, cols = part.stored_extent(store)
     height, width = _number(part.rows, names), part.cols
     if padded:
         height, width = round_up(height, store.row_multiple), round_up(width, store.col_multiple)

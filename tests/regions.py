@@ -172,7 +172,7 @@ class _Drawer:
         if self.bands == 1 and rng.random() < 0.3:
             self._make_symbolic()
         parts = [self._part(i) for i in range(rng.choice((1, 1, 1, 2, 3)))]
-        if len(parts) > 1 and rng.random() < 0.5:
+        if len(parts) > 1 and rng.random() < 0.5 and all(_element_load(p) is not None for p in parts):
             parts = self._side_by_side(parts)
         region = Region(tuple(parts), tuple(self.buffers))
         counts = sorted({1, self.most // 2, self.most}) if region.sizes else [0]
@@ -204,13 +204,16 @@ class _Drawer:
         for part in parts:
             value = self.rng.choice(_float_values(part.values))
             if part.extents[value] != ELEMENT:
-                element = next(i for i, v in enumerate(part.values) if part.extents[i] == ELEMENT and v.op == "load")
-                part = replace(part, values=(*part.values, Value("add", (element, value))))
+                part = replace(part, values=(*part.values, Value("add", (_element_load(part), value))))
                 value = len(part.values) - 1
             store = Store(len(self.buffers) - 1, value, sum(p.cols for p in parts), offset)
             found.append(replace(part, stores=(*part.stores, store)))
             offset += part.cols
         return found
+
+
+def _element_load(part: Part) -> int | None:
+    return next((i for i, v in enumerate(part.values) if part.extents[i] == ELEMENT and v.op == "load"), None)
 
 
 def _factors(n: int, rng: random.Random) -> tuple[int, int]:
@@ -233,7 +236,7 @@ def _is_special_load(values: Any, i: int) -> bool:
 
 @dataclass
 class _Draft:
-    """A part that is being drawn. Its first value is an element-wise load."""
+    """A part that is being drawn. Its first value is a load that varies along all rows and columns there are."""
 
     drawer: _Drawer
     cols: int
@@ -280,7 +283,11 @@ class _Draft:
             self.floats.append(self.read(self.rng.choice(FLOATS), pattern(self)))
 
     def read(self, dtype: str, where: tuple[Digits, Digits, int]) -> int:
+        """A load. Loops of one step are left out at times, as passes leave them out always: what has one row or one
+        column then does not vary along it."""
         rows, cols, offset = where
+        if self.rng.random() < 0.7:
+            rows, cols = _without_single_steps(rows), _without_single_steps(cols)
         self.inputs.append(Input(self.drawer.tensors, dtype, rows, cols, offset))
         self.drawer.tensors += 1
         return self.add("load", params=(len(self.inputs) - 1,))
@@ -318,6 +325,7 @@ class _Draft:
         pad_cols = 16 if pad and (not transposed or self.rng.random() < 0.5) else 1
         if pad and (rows > 1 or cols > 1):
             pad_rows = pad_cols = 1
+        rows, cols = rows or int(pad_rows > 1), cols or int(pad_cols > 1)  # as `Part.stored_extent` has it
         height = _steps(self.rows, rows, pad_rows)
         width = _steps(self.cols, cols, pad_cols)
         if transposed and symbolic and rows == 1:  # the stride between its rows is a size
@@ -381,6 +389,10 @@ class _Draft:
         value = self.add(op, self.pick(), params=params)
         shape = (f"programs{self.number}",) if op == "all_amax" else (f"row_programs{self.number}", self.cols)
         self.stores.append(Store(self.buffer(shape, "float32"), value))
+
+
+def _without_single_steps(digits: Digits) -> Digits:
+    return () if all(size == 1 for size, _ in digits) else digits
 
 
 def _steps(size: Size, step: int, multiple: int) -> Any:
