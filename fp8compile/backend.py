@@ -223,7 +223,7 @@ def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lo
     """Run the passes of optimizer graphs; where one fails, every operation of the optimizer loads and stores states."""
     backup = Snapshot(graph)
     try:
-        updates = run_optimizer(graph, dump.observer("optimizer", graph) if dump else None)
+        updates = run_optimizer(graph, dump.observer("optimizer", graph) if dump else None, options.verify)
     except Exception as error:
         if dump:
             dump.failed("optimizer", error, graph, [step.name for step in OPTIMIZER])
@@ -240,10 +240,10 @@ def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lo
 def _lower(graph: fx.Graph, executor: str, options: Options, half: str, dump: Dump | None = None) -> Lowered:
     """Run the passes after the cut; where one fails, Inductor (or the operators) take the markers as they are."""
     backup = Snapshot(graph)
-    run = run_after_cut
+    run = run_after_cut if options.verify else functools.partial(run_after_cut, check=False)
     if dump:
         dump.stage(half, "cut", graph)
-        run = functools.partial(run_after_cut, observe=dump.observer(half, graph))
+        run = functools.partial(run, observe=dump.observer(half, graph))
     try:
         return run(graph, executor, half)
     except Exception as error:

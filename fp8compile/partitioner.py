@@ -35,6 +35,8 @@ from fp8compile.passes.save_budget import plan_within
 from fp8compile.passes.saved_forms import Form, Graph, as_it_is, find_forms
 from fp8compile.passes.sensitive import find_sensitive
 from fp8compile.passes.snapshot import Snapshot
+from fp8compile.passes.verify import signature, verify
+from fp8compile.passes.verify_halves import verify_halves
 from fp8compile.plan import Plan
 from fp8compile.plans import Record
 from fp8compile.sources import source_digest
@@ -128,6 +130,7 @@ def _partition(
     p.force_save_effectful_ops(gm)
     p.force_save_bw_mutation_src(gm)
     halves = _halves(gm, kwargs, options)
+    outputs = signature(gm.graph)
     if not halves.backward:
         return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
     choice = plan_within(gm.graph, halves, options.activation_budget, devices.describe(device_of(gm.graph)))
@@ -137,6 +140,8 @@ def _partition(
     sizes = [n for n in saved if p.is_sym_node(n)]
     objects = [n for n in saved if n not in sizes and is_object(n)]
     saved = _save(gm, [n for n in saved if n not in sizes and n not in objects], halves, options, record)
+    if options.verify:
+        verify(gm.graph, "save_as_fp8", outputs)
     extra: dict[str, Any] = {}
     if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes"):
         extra = {"saved_opaque_nodes": objects}
@@ -155,7 +160,10 @@ def _partition(
     backward = p.reordering_to_mimic_autograd_engine(backward)
     forward, backward = p.raise_getitems(forward), p.raise_getitems(backward)
     forward = p.thread_graphsafe_rng_from_hops(forward, is_backward=False)
-    return forward, p.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+    backward = p.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+    if options.verify:
+        verify_halves(forward.graph, backward.graph, outputs[: kwargs["num_fwd_outputs"]])
+    return forward, backward
 
 
 def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Halves:

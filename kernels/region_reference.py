@@ -16,11 +16,11 @@ from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.expressions import EXPRESSIONS
 from fp8compile.kernels.philox import uniform
 from fp8compile.kernels.schedule import Schedule
-from fp8compile.kernels.spec import ROW_REDUCTIONS, Digits, Input, Part, Region, Size, Store, Value, join
+from fp8compile.kernels.spec import ROW_REDUCTIONS, Digits, Input, Part, Region, Store, Value, join, number_of
 
 
 def run(region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Return the buffers of `region`. Of a buffer with one result a program, the first entry holds it, the others are 0.
+    """Return the buffers of `region`. Of one with a result a program, the first entry holds it, the others are 0.
 
     What no store writes is NaN (in integers, all bits set): a kernel that leaves an element out leaves what lay there.
     """
@@ -54,7 +54,7 @@ class Evaluation:
         given: Mapping[int, Tensor] | None = None,
     ):
         self.part, self.inputs, self.sizes = part, inputs, sizes
-        self.rows: int = _number(part.rows, sizes)
+        self.rows: int = number_of(part.rows, sizes)
         self._known: dict[int, Any] = dict(given or {})
 
     def __getitem__(self, i: int) -> Any:
@@ -100,7 +100,7 @@ class Evaluation:
         return x if x.dtype == torch.bool else x.float() if x.dtype.is_floating_point else x
 
     def _digits(self, digits: Digits) -> list[tuple[int, int]]:
-        return [(_number(size, self.sizes), _number(stride, self.sizes)) for size, stride in digits]
+        return [(number_of(size, self.sizes), number_of(stride, self.sizes)) for size, stride in digits]
 
     def _positions(self, rows: Digits, cols: Digits) -> Tensor:
         r = _index(torch.arange(self.rows, device=self._device()), self._digits(rows))
@@ -158,10 +158,6 @@ def _index(position: Tensor, digits: Sequence[tuple[int, int]]) -> Tensor:
     return index
 
 
-def _number(size: Size, sizes: Mapping[str, int]) -> int:
-    return size if isinstance(size, int) else sizes[size]
-
-
 def _store(buffer: Tensor, store: Store, evaluation: Evaluation, sizes: Mapping[str, int]) -> None:
     part = evaluation.part
     x = evaluation[store.value]
@@ -180,7 +176,7 @@ def _store(buffer: Tensor, store: Store, evaluation: Evaluation, sizes: Mapping[
     if store.transposed:
         x = x.t()
     target = torch.as_strided(
-        buffer, x.shape, (_number(store.lead, sizes), 1), buffer.storage_offset() + _number(store.offset, sizes)
+        buffer, x.shape, (number_of(store.lead, sizes), 1), buffer.storage_offset() + number_of(store.offset, sizes)
     )
     target.copy_(x)
 

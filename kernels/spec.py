@@ -12,15 +12,20 @@ A `Size` is a number, or a name: "n0", "n1", … come with the call (symbolic si
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
-Size = int | str
+Size = int | str  # a name stands for a number that comes with the call: see `number_of`
 Digits = tuple[tuple[Size, Size], ...]  # (size, stride) of the loops that make up an index, outermost first
 Extent = tuple[int, int]
 ELEMENT, ROW, COLUMN, NUMBER = (1, 1), (1, 0), (0, 1), (0, 0)
+
+
+def number_of(size: Size, sizes: Mapping[str, int]) -> int:
+    """Return `size` as a number, given those of the names."""
+    return size if isinstance(size, int) else sizes[size]
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class Input:
             count *= size
         return count
 
+    def reach(self, sizes: Mapping[str, int]) -> int:
+        """Return one more than the last element that is read of the tensor; 0 if none is."""
+        digits = [(number_of(n, sizes), number_of(stride, sizes)) for n, stride in (*self.rows, *self.cols)]
+        return 0 if any(n == 0 for n, _ in digits) else self.offset + 1 + sum((n - 1) * s for n, s in digits)
+
 
 def _varies(digits: Digits) -> int:
     if all(stride == 0 for _, stride in digits):
@@ -70,7 +80,8 @@ class Store:
     """Value → buffer[offset + r·lead + c], or [offset + c·lead + r] if transposed, r and c counted in its extent.
 
     `row_multiple` and `col_multiple` continue the iteration space with zeros up to multiples of them, also where the
-    value itself does not vary (`Part.stored_extent`). A store of `partial` kind keeps what each program found: the values of all programs together are the result.
+    value itself does not vary (`Part.stored_extent`). A store of `partial` kind keeps what each program found: the
+    values of all programs together are the result.
     """
 
     buffer: int

@@ -25,7 +25,17 @@ from fp8compile.kernels import schedule as schedules
 from fp8compile.kernels.error_bounds import Bounds
 from fp8compile.kernels.region_reference import Evaluation
 from fp8compile.kernels.schedule import Schedule, Tiling
-from fp8compile.kernels.spec import GROUP_REDUCTIONS, PARTIALS, ROW_REDUCTIONS, Buffer, Input, Part, Region, Size, Store
+from fp8compile.kernels.spec import (
+    GROUP_REDUCTIONS,
+    PARTIALS,
+    ROW_REDUCTIONS,
+    Buffer,
+    Part,
+    Region,
+    Size,
+    Store,
+    number_of,
+)
 
 POISON = 0xA5  # what no kernel computes by chance, in any dtype
 GUARD = 1 << 16  # bytes before and after a buffer
@@ -47,17 +57,11 @@ def random_inputs(region: Region, sizes: Sequence[int], seed: int, device: str) 
     found = []
     for tensor in range(region.tensors):
         uses = [i for part in region.parts for i in part.inputs if i.tensor == tensor]
-        count = max((_reach(i, names) for i in uses), default=0)
+        count = max((i.reach(names) for i in uses), default=0)
         dtype = getattr(torch, uses[0].dtype) if uses else torch.float32
         x = _random(count, dtype, _holds_maxima(region, tensor), seed % 4 == 3, generator)
         found.append(x.to(device))
     return found
-
-
-def _reach(use: Input, names: Mapping[str, int]) -> int:
-    """Elements up to the last one that is read."""
-    digits = [(_number(size, names), _number(stride, names)) for size, stride in (*use.rows, *use.cols)]
-    return 0 if any(size == 0 for size, _ in digits) else use.offset + 1 + sum((n - 1) * stride for n, stride in digits)
 
 
 def _holds_maxima(region: Region, tensor: int) -> bool:
@@ -86,10 +90,6 @@ def _random(count: int, dtype: torch.dtype, maxima: bool, special: bool, generat
         where = torch.randint(0, count, (len(SPECIAL),), generator=generator)
         x[where] = torch.tensor(SPECIAL)
     return x.to(dtype)
-
-
-def _number(size: Size, names: Mapping[str, int]) -> int:
-    return size if isinstance(size, int) else names[size]
 
 
 # ---- running --------------------------------------------------------------------------------------------------------
@@ -152,16 +152,16 @@ def _op(part: Part, store: Store) -> str:
 
 def _stored(buffer: Tensor, store: Store, part: Part, names: Mapping[str, int], padded: bool = False) -> Tensor:
     """What `store` left in `buffer`, rows first; `padded` with the zeros that it appends."""
-    lead = _number(store.lead, names)
+    lead = number_of(store.lead, names)
     strides = (1, lead) if store.transposed else (lead, 1)
-    offset = buffer.storage_offset() + _number(store.offset, names)
+    offset = buffer.storage_offset() + number_of(store.offset, names)
     return torch.as_strided(buffer, _shape(store, part, names, padded), strides, offset)
 
 
 def _shape(store: Store, part: Part, names: Mapping[str, int], padded: bool) -> tuple[int, int]:
     """Rows and columns, in its extent, of what `store` writes."""
     rows, cols = part.stored_extent(store)
-    height, width = _number(part.rows, names), part.cols
+    height, width = number_of(part.rows, names), part.cols
     if padded:
         height, width = round_up(height, store.row_multiple), round_up(width, store.col_multiple)
     return ceil_div(height, rows) if rows else 1, ceil_div(width, cols) if cols else 1
@@ -281,7 +281,7 @@ def pick_sizes(region: Region, about: int = 4096) -> dict[str, int]:
         names[rows] = round_up(about, int(step))
     for part in region.parts:
         for loops in _row_loops(part):
-            _fill(loops, _number(part.rows, names), names)
+            _fill(loops, number_of(part.rows, names), names)
     return {name: names.get(name, about) for name in region.sizes}
 
 
@@ -298,5 +298,5 @@ def _fill(loops: list[Size], rows: int, names: dict[str, int]) -> None:
     if unknown:
         known = 1
         for size in loops:
-            known *= _number(size, names) if size != unknown[0] else 1
+            known *= number_of(size, names) if size != unknown[0] else 1
         names[unknown[0]] = rows // known

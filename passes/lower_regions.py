@@ -29,6 +29,8 @@ from fp8compile.passes.compilation import aten, getitems
 from fp8compile.passes.known_accesses import analyse_once
 from fp8compile.passes.region_graph import GraphEditor, regions_of, spec_of
 
+LAUNCH = "fp8_launch"  # in the metadata of a region that has become a launch
+
 
 def lower_regions(graph: fx.Graph) -> None:
     """Replace every region of `graph` by a launch."""
@@ -56,7 +58,7 @@ def _lower(graph: fx.Graph, node: fx.Node, shapes: list[list[Any]]) -> None:
             "kwargs": kwargs,
         }
         call = graph.call_function(triton_kernel_wrapper_functional, (), {**launch, "tensors_to_clone": outputs})
-        call.meta = {**node.meta, "val": dict(zip(outputs, fakes, strict=True))}
+        call.meta = {**node.meta, LAUNCH: True, "val": dict(zip(outputs, fakes, strict=True))}
         call.meta["eager_input_vals"] = fx.map_arg((call.args, call.kwargs), lambda n: n.meta["val"])
         for index, item in getitems(node).items():
             out = graph.call_function(operator.getitem, (call, outputs[index]))

@@ -13,6 +13,8 @@ from torch import fx
 from fp8compile import state_ops
 from fp8compile.passes import forward_states, merge_updates, skip_overflow, stack_numbers
 from fp8compile.passes.graph_text import graph_text
+from fp8compile.passes.verify import signature
+from fp8compile.passes.verify_optimizer import verify_optimizer, written_inputs
 from fp8compile.plan import MergedUpdate
 
 
@@ -55,9 +57,13 @@ def has_states(graph: fx.Graph) -> bool:
     return any(n.target in (state_ops.store_state, state_ops.unscale) for n in graph.nodes)
 
 
-def run_optimizer(graph: fx.Graph, observe: Callable[[str, str], None] | None = None) -> list[MergedUpdate]:
-    """Rewrite an optimizer graph in place; returns what was merged. `observe(stage, text)` sees it after each pass."""
+def run_optimizer(
+    graph: fx.Graph, observe: Callable[[str, str], None] | None = None, check: bool = True
+) -> list[MergedUpdate]:
+    """Rewrite an optimizer graph in place, verifying after each pass if `check`; returns what was merged.
+    `observe(stage, text)` sees it after each pass."""
     overflow = skip_overflow.overflow_of(graph)
+    outputs, written = signature(graph), written_inputs(graph)
     rows: list[MergedUpdate] = []
     if observe:
         observe("input", graph_text(graph))
@@ -65,6 +71,8 @@ def run_optimizer(graph: fx.Graph, observe: Callable[[str, str], None] | None = 
         if overflow is None and step.scaled:
             continue
         rows += step.run(graph, overflow) or []
+        if check:
+            verify_optimizer(graph, step.name, outputs, written)
         if observe:
             observe(step.name, graph_text(graph))
     return rows

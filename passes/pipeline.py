@@ -36,6 +36,7 @@ from fp8compile.passes.compilation import Compilation, complete_values, remove_d
 from fp8compile.passes.describe import describe_kernels
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.verify import signature, verify
+from fp8compile.passes.verify_kernels import outputs_of, verify_kernels
 from fp8compile.plan import Lowered
 
 
@@ -115,16 +116,24 @@ AFTER_CUT = (
 
 
 def run_after_cut(
-    graph: fx.Graph, executor: str, half: str = "forward", observe: Callable[[str, str], None] | None = None
+    graph: fx.Graph,
+    executor: str,
+    half: str = "forward",
+    observe: Callable[[str, str], None] | None = None,
+    check: bool = True,
 ) -> Lowered:
-    """Run the steps for this executor on a forward, backward or inference graph (`half`); returns what came of it."""
+    """Run the steps for this executor on a forward, backward or inference graph (`half`), verifying after each if
+    `check`; returns what came of it."""
     lowered = Lowered()
     complete_values(graph)
+    outputs = outputs_of(graph)
     for step in AFTER_CUT:
         if executor in step.executors:
             if step.name == "lower_regions":
                 lowered.kernels = describe_kernels(graph, half)
             lowered.left += step.run(graph) or []
+            if check:
+                verify_kernels(graph, step.name, outputs)
             if observe:
                 observe(step.name, graph_text(graph))
     lowered.kernels = lowered.kernels or describe_kernels(graph, half)

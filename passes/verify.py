@@ -5,8 +5,8 @@
   operator says of its arguments
 - FP8 data comes from fp8.quantize (or views and concatenations of such data), or from outside; it is contiguous along
   the contracted dimension where a matmul reads it, and its contracted dimension is a multiple of 16
-- FP8 data is read only by fp8.scaled_mm and fp8.dequantize (or passes through views, concatenations, graph outputs; or
-  travels to other ranks as bytes)
+- FP8 data is read only by fp8.scaled_mm, fp8.dequantize and regions (or passes through views, concatenations, graph
+  outputs; or travels to other ranks as bytes)
 - the groups of a grouped matmul are int32 numbers, one for each matrix of its right operand, and its scales are rows'
 - data meets the scale it was made with, or arrived with, in the granularity it was made in, and the scale has the shape
   of that; data from other ranks meets a scale of the amaxes that travelled with it
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state  # torch gives them no values
 
 from fp8compile import ops
 from fp8compile.errors import VerificationError
@@ -28,8 +29,9 @@ from fp8compile.passes.collectives import AS_BYTES, CARRIERS
 from fp8compile.passes.compilation import VIEWS, aten, divides, same_sizes, value
 from fp8compile.passes.graph_text import graph_text
 
-TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default}
+TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default, aten.reshape.default}
 HELD = {*FP8_DTYPES, torch.uint8}
+READERS = (ops.scaled_mm, ops.dequantize, ops.region)  # what a region does with FP8 data: `passes/verify_kernels.py`
 Signature = list[tuple[str, list[str]] | None]
 
 
@@ -54,7 +56,7 @@ def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None) -> Non
     for node in graph.nodes:
         why = _broken_rule(node, expected)
         if why:
-            raise VerificationError(f"after {stage}: %{node.name}: {why}\n{_excerpt(graph, node)}")
+            raise VerificationError(f"after {stage}: %{node.name}: {why}\n{excerpt(graph, node)}")
     if outputs is not None and signature(graph) != outputs:
         raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
 
@@ -82,7 +84,9 @@ def _holds_raw_size(arg: Any) -> bool:
 
 
 def _returns(node: fx.Node) -> bool:
-    """Whether an operator has a result at all (an assertion has none)."""
+    """Whether an operator has a result with a value (an assertion has none, nor what keeps a generator's state)."""
+    if node.target in (run_and_save_rng_state, run_with_rng_state):
+        return False
     return not (isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns)
 
 
@@ -106,7 +110,7 @@ def _may_read(node: fx.Node, user: fx.Node) -> bool:
     if user.target is AS_BYTES:
         return value(user).dtype in HELD
     as_bytes = value(node).dtype == torch.uint8
-    return user.target in (CARRIERS if as_bytes else (ops.scaled_mm, ops.dequantize))
+    return user.target in (CARRIERS if as_bytes else READERS)
 
 
 def _wrong_marker(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
@@ -163,13 +167,14 @@ def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:
     v = value(data)
     if v.dtype not in FP8_DTYPES:
         return f"%{data.name} is {v.dtype}, not FP8"
-    if str(v.stride(-1)) != "1" and not any(str(s) == "0" for s in v.shape):
+    arrived = data.op == "placeholder"  # lies as who made it liked; scaled_mm's tag has Inductor copy it
+    if str(v.stride(-1)) != "1" and not arrived and not any(str(s) == "0" for s in v.shape):
         return f"%{data.name} is not contiguous along its contracted dimension"
-    for made in _quantizes(data):
+    for made in quantizes(data):
         if made.args[3] != granularity:
             return f"%{data.name} was cast by {made.args[3]} and is read as {granularity}"
         own: fx.Node = made.args[1]  # type: ignore[assignment]
-        if own is not scale and own not in scale.all_input_nodes and _made_of(own) != _made_of(scale):
+        if own is not scale and own not in scale.all_input_nodes and made_of(own) != made_of(scale):
             return f"%{data.name} was made with %{made.args[1]} and is read with %{scale.name}"
     if _arrived_with(data) != _arrived_with(scale):
         return f"%{data.name} did not arrive with %{scale.name}"
@@ -179,16 +184,17 @@ def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:
     return ""
 
 
-def _quantizes(data: fx.Node) -> list[fx.Node]:
-    """The casts whose results `data` shows or concatenates."""
+def quantizes(data: fx.Node) -> list[fx.Node]:
+    """Return the casts whose results `data` shows or concatenates."""
     if data.target is ops.quantize:
         return [data]
     shows = data.target in TRANSPARENT | CARRIERS
-    return [q for i in data.all_input_nodes for q in _quantizes(i)] if shows else []
+    return [q for i in data.all_input_nodes for q in quantizes(i)] if shows else []
 
 
-def _made_of(scale: fx.Node) -> object:
-    """The amax that `scale` is made of, before it has travelled, and how; `scale` itself where it is made otherwise."""
+def made_of(scale: fx.Node) -> object:
+    """Return the amax that `scale` is made of, before it has travelled, and how; `scale` itself where it is made
+    otherwise."""
     while scale.target is ops.observe:
         scale = scale.args[0]  # type: ignore[assignment]
     if scale.target is not ops.scale:
@@ -210,8 +216,8 @@ def _describe(val: Any) -> str:
     return f"{val.dtype}{list(val.shape)}"
 
 
-def _excerpt(graph: fx.Graph, node: fx.Node) -> str:
-    """The lines around `node`, for the error."""
+def excerpt(graph: fx.Graph, node: fx.Node) -> str:
+    """Return the lines of `graph` around `node`, for an error."""
     lines = graph_text(graph).splitlines()
     at = list(graph.nodes).index(node)
     return "\n".join(("-> " if i == at else "   ") + lines[i] for i in range(max(0, at - 4), min(len(lines), at + 3)))

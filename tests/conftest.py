@@ -1,4 +1,5 @@
-"""Every test starts from the same state: one thread, a fixed seed, nothing compiled, no history, no plan.
+"""Every test starts from the same state: one thread, a fixed seed, nothing compiled, no history, no plan; and memory
+that nobody has written is NaN.
 
 Each process of a run has an empty compile cache of its own, so that no test finds what an earlier run has compiled.
 """
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from poison import poison
 from quick import quicken
 
 if not torch.cuda.is_available():
@@ -22,6 +24,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 from fp8compile import delayed, plans, scheduled  # noqa: E402
 
 quicken()
+poison()
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from poison import poison
 from quick import quicken
 
 IMPORTED = ["fp8compile", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.fsdp",
@@ -90,6 +91,7 @@ class Ranks:
 def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
     quicken()
+    poison()
     if backend == "nccl":
         torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from poison import poison_free_memory
 
 
 def _has_fp8() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+@pytest.fixture(autouse=True)
+def stale_memory() -> Iterator[None]:
+    """Let each test find NaN in memory that it has not written."""
+    if _has_fp8():
+        poison_free_memory()
+    yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
