@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from poison import poison_free_memory
@@ -14,11 +12,10 @@ def _has_fp8() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def stale_memory() -> Iterator[None]:
+def stale_memory() -> None:
     """Let each test find NaN in memory that it has not written."""
     if _has_fp8():
         poison_free_memory()
-    yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

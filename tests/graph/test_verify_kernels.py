@@ -1,10 +1,10 @@
-"""Verification after the cut: a valid graph passes, and each rule, broken once, is named with the stage and the node."""
+"""Verification after the cut: a valid graph passes; each rule, broken once, is named with the stage and the node."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ class Seen:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
 
     def halves(forward: fx.Graph, backward: fx.Graph, outputs: Any) -> None:
@@ -73,7 +73,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     model = nn.Sequential(Block(), Block()).bfloat16()
     options = {"select": "all", "executor": "eager", "strict": True, "kernels": "generated", "save_min_bytes": 1}
     torch.compile(model, backend="fp8", options=options)(torch.randn(48, D).bfloat16()).sum().backward()
-    yield found
+    return found
 
 
 def refused(call: Callable[..., None], *args: Any, message: str) -> None:
@@ -120,7 +120,7 @@ def test_backward_gets_what_forward_does_not_return(seen: Seen) -> None:
 
 def test_forward_returns_something_else(seen: Seen) -> None:
     assert seen.halves is not None
-    forward, backward, outputs = seen.halves
+    forward, backward, _ = seen.halves
     refused(
         verify_halves, forward, backward, [("torch.float64", ["1"])], message="outputs changed from [('torch.float64'"
     )
