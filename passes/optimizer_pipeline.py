@@ -14,7 +14,7 @@ from fp8compile import state_ops
 from fp8compile.passes import forward_states, merge_updates, skip_overflow, stack_numbers
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.verify import signature
-from fp8compile.passes.verify_optimizer import verify_optimizer, written_inputs
+from fp8compile.passes.verify_optimizer import beside_states, verify_optimizer, written_inputs
 from fp8compile.plan import MergedUpdate
 
 
@@ -63,7 +63,7 @@ def run_optimizer(
     """Rewrite an optimizer graph in place, verifying after each pass if `check`; returns what was merged.
     `observe(stage, text)` sees it after each pass."""
     overflow = skip_overflow.overflow_of(graph)
-    outputs, written = signature(graph), written_inputs(graph)
+    before = signature(graph), written_inputs(graph), beside_states(graph)
     rows: list[MergedUpdate] = []
     if observe:
         observe("input", graph_text(graph))
@@ -72,7 +72,7 @@ def run_optimizer(
             continue
         rows += step.run(graph, overflow) or []
         if check:
-            verify_optimizer(graph, step.name, outputs, written)
+            verify_optimizer(graph, step.name, *before)
         if observe:
             observe(step.name, graph_text(graph))
     return rows

@@ -49,5 +49,5 @@ def poison_free_memory() -> None:
     free, _ = torch.cuda.mem_get_info()
     sizes = [1 << n for n in range(9, 28)]
     small = [torch.full((size,), NAN_BYTE, dtype=torch.uint8, device="cuda") for size in sizes for _ in range(8)]
-    large = torch.full((int(min(free * SHARE, 8 << 30)),), NAN_BYTE, dtype=torch.uint8, device="cuda")
+    large = torch.full((int(min(free * SHARE, 1 << 30)),), NAN_BYTE, dtype=torch.uint8, device="cuda")
     del small, large

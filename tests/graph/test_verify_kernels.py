@@ -333,10 +333,10 @@ def test_an_optimizer_that_loses_a_write() -> None:
     graph = traced(step, torch.zeros(3), torch.zeros(3))
     written = written_inputs(graph)
     (copy,) = graph.find_nodes(op="call_function", target=aten.copy_.default)
-    verify_optimizer(graph, "some_pass", [("torch.float32", ["3"])], written)
+    verify_optimizer(graph, "some_pass", [("torch.float32", ["3"])], written, set())
     copy.replace_all_uses_with(copy.args[1])
     graph.erase_node(copy)
     refused(
-        verify_optimizer, graph, "some_pass", [("torch.float32", ["3"])], written,
+        verify_optimizer, graph, "some_pass", [("torch.float32", ["3"])], written, set(),
         message=f"after some_pass: the graph no longer writes {min(written)}",
     )  # fmt: skip
