@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -52,33 +52,46 @@ def prepare_optimizer(
     """
     if unscale:
         unscaling.enable(opt)
+    prepare(opt, recipe)
+    return opt
+
+
+def prepare(
+    opt: Optimizer, recipe: StateRecipe | str | Mapping[str, Any] | None = None, held: Collection[int] = ()
+) -> None:
+    """Prepare `opt`, maybe in the middle of a step. held: see `convert_states`."""
     parsed = StateRecipe.parse(recipe)
     if opt in _prepared:
         if recipe is not None and _prepared[opt] != parsed:
             raise OptionError("this optimizer was prepared with another recipe; make a new one to change it")
-        return opt
+        return
     refuse_fused(opt)
     _prepared[opt] = parsed
     _wrap_init_group(opt)
     opt.register_load_state_dict_pre_hook(_before_loading)
     opt.register_load_state_dict_post_hook(_settle)
-    _settle(opt)
-    return opt
+    _settle(opt, held)
 
 
-def _settle(opt: Optimizer) -> None:
+def _settle(opt: Optimizer, held: Collection[int] = ()) -> None:
     """Convert states; and trace parameter by parameter where the rate is a float, as in foreach operators Dynamo would
-    make it a constant and compile again each time it changes. What is traced is merged all the same. A group that was
-    loaded as fused is not: no optimizer is prepared that was made so."""
+    make it a constant and compile again each time it changes. What is traced is merged all the same. Only torch's own
+    optimizers compute the same either way, and without a graph break. A group that was loaded as fused is not: no
+    optimizer is prepared that was made so."""
     given = _foreach.setdefault(opt, {})
     for index, group in enumerate(opt.param_groups):
         if group.get("fused"):
             group["fused"] = None
-        if "foreach" in group and not isinstance(group.get("lr"), Tensor):
+        if "foreach" in group and not isinstance(group.get("lr"), Tensor) and _is_torchs(opt):
             if group["foreach"] is not False:
                 given[index] = group["foreach"]
             group["foreach"] = False
-    convert_states(opt)
+    convert_states(opt, held=held)
+
+
+def _is_torchs(opt: Optimizer) -> bool:
+    """Whether `opt` is of a class of torch.optim, or of one that is derived from such."""
+    return any(c.__module__.startswith("torch.optim.") and c is not Optimizer for c in type(opt).__mro__)
 
 
 def is_prepared(opt: Optimizer) -> bool:
@@ -100,15 +113,17 @@ def refuse_fused(opt: Optimizer) -> None:
         )
 
 
-def convert_states(opt: Optimizer, traced: bool = False) -> bool:
+def convert_states(opt: Optimizer, traced: bool = False, held: Collection[int] = ()) -> bool:
     """Make `FP8State`s of the plain ones of `opt` that its recipe wants so; whether there were any.
 
     traced: a step is being traced. What is plain then again and again is made anew by every step, which would be
     compiled every time; it stays plain.
+    held: ids of tensors that a step which is under way has in its variables. It would write to a state that it has
+    there, not to what took its place: states of such a parameter stay plain until they are let go.
     """
     changed = False
     for index, parameter in enumerate(_parameters(opt)):
-        if parameter in opt.state:
+        if parameter in opt.state and not any(id(x) in held for x in opt.state[parameter].values()):
             changed |= _convert(opt, index, parameter, traced)
     return changed
 
