@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -52,28 +52,21 @@ def prepare_optimizer(
     """
     if unscale:
         unscaling.enable(opt)
-    prepare(opt, recipe)
-    return opt
-
-
-def prepare(
-    opt: Optimizer, recipe: StateRecipe | str | Mapping[str, Any] | None = None, held: Collection[int] = ()
-) -> None:
-    """Prepare `opt`, maybe in the middle of a step. held: see `convert_states`."""
     parsed = StateRecipe.parse(recipe)
     if opt in _prepared:
         if recipe is not None and _prepared[opt] != parsed:
             raise OptionError("this optimizer was prepared with another recipe; make a new one to change it")
-        return
+        return opt
     refuse_fused(opt)
     _prepared[opt] = parsed
     _wrap_init_group(opt)
     opt.register_load_state_dict_pre_hook(_before_loading)
     opt.register_load_state_dict_post_hook(_settle)
-    _settle(opt, held)
+    _settle(opt)
+    return opt
 
 
-def _settle(opt: Optimizer, held: Collection[int] = ()) -> None:
+def _settle(opt: Optimizer) -> None:
     """Convert states; and trace parameter by parameter where the rate is a float, as in foreach operators Dynamo would
     make it a constant and compile again each time it changes. What is traced is merged all the same. Only torch's own
     optimizers compute the same either way, and without a graph break. A group that was loaded as fused is not: no
@@ -86,7 +79,7 @@ def _settle(opt: Optimizer, held: Collection[int] = ()) -> None:
             if group["foreach"] is not False:
                 given[index] = group["foreach"]
             group["foreach"] = False
-    convert_states(opt, held=held)
+    convert_states(opt)
 
 
 def _is_torchs(opt: Optimizer) -> bool:
@@ -113,17 +106,15 @@ def refuse_fused(opt: Optimizer) -> None:
         )
 
 
-def convert_states(opt: Optimizer, traced: bool = False, held: Collection[int] = ()) -> bool:
+def convert_states(opt: Optimizer, traced: bool = False) -> bool:
     """Make `FP8State`s of the plain ones of `opt` that its recipe wants so; whether there were any.
 
     traced: a step is being traced. What is plain then again and again is made anew by every step, which would be
     compiled every time; it stays plain.
-    held: ids of tensors that a step which is under way has in its variables. It would write to a state that it has
-    there, not to what took its place: states of such a parameter stay plain until they are let go.
     """
     changed = False
     for index, parameter in enumerate(_parameters(opt)):
-        if parameter in opt.state and not any(id(x) in held for x in opt.state[parameter].values()):
+        if parameter in opt.state:
             changed |= _convert(opt, index, parameter, traced)
     return changed
 
@@ -158,7 +149,14 @@ def _times_found(opt: Optimizer, index: int, parameter: Tensor) -> Counter[str]:
 def _decide(opt: Optimizer, recipe: StateRecipe, index: int, name: str, parameter: Tensor) -> Decision:
     if _times_found(opt, index, parameter)[name] >= MADE_ANEW:
         return Decision(None, "made anew at each step; in 8 bits only if it is written in place")
+    if _is_shared(parameter, opt.state[parameter][name]):
+        return Decision(None, "its memory is also that of a gradient or a view outside of the states")
     return _decide_of(opt, recipe, name, parameter, opt.state[parameter][name])
+
+
+def _is_shared(parameter: Tensor, state: Tensor) -> bool:
+    """Whether a plain state cannot become another one, as what else is computed of its memory would stay behind."""
+    return not is_fp8(state) and (state is parameter or state is parameter.grad or state._use_count() > 1)
 
 
 def _decide_of(opt: Optimizer, recipe: StateRecipe, name: str, parameter: Tensor, value: Tensor) -> Decision:
@@ -183,9 +181,25 @@ def _convert(opt: Optimizer, index: int, parameter: Tensor, traced: bool) -> boo
             times[name] += traced and _decide(opt, recipe, index, name, parameter).format is not None
             format = _decide(opt, recipe, index, name, parameter).format
             if format is not None:
-                state[name] = _mapped(value, partial(FP8State.of, format=str(format), salt=salt(index, name)), rides)
+                make = partial(FP8State.of, format=str(format), salt=salt(index, name))
+                state[name] = _become(value, _mapped(value, make, rides))
                 rides, changed = "nearest", True
     return changed
+
+
+def _become(state: Tensor, new: Tensor) -> Tensor:
+    """Make the object `state` what `new` is, and return it: a step with graph breaks may be under way, and have it in
+    variables, where it would write to a tensor that is no state any more. (`torch.utils.swap_tensors`, without asking
+    for weak references: Dynamo has some, of a trace that is made again.)"""
+    if isinstance(state, DTensor) and isinstance(new, DTensor):
+        state._local_tensor = new._local_tensor
+        return state
+    if type(state) is not Tensor:
+        return new
+    state.__class__, new.__class__ = new.__class__, state.__class__
+    state.__dict__, new.__dict__ = new.__dict__, state.__dict__
+    torch._C._swap_tensor_impl(state, new)  # type: ignore[attr-defined]
+    return state
 
 
 def _mapped(value: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -219,6 +233,7 @@ def _wrap_init_group(opt: Optimizer) -> None:
         return
     owner = weakref.ref(opt)
 
+    @torch.compiler.disable  # in a step that runs in pieces it would be compiled as a function of the user
     def init_group(group: Any, *lists: Any, **named: Any) -> Any:
         def make(part: Any) -> None:
             copies = [list(x) if isinstance(x, list) else x for x in lists]

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from fp8compile import optim, unscaling
 from fp8compile.calling_line import warn_user
 from fp8compile.compilations import translator
-from fp8compile.held import tensors_held
 from fp8compile.options import Options
 from fp8compile.parameter_groups import group_rows
 from fp8compile.passes import open_states, refuse_view_writes, spread_scalars, states_once
@@ -72,13 +71,12 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], o
     Returns a plan with a row for each state, to which passes add what they merge. Raises Dynamo's own signal to trace
     again if any state changed, the optimizer was not prepared, or a rate was taken for a constant.
     """
-    tx, known = translator(), optim.is_prepared(opt)
-    assert tx is not None  # who traces a step can trace it again
-    held = tensors_held(opt, (tx.output.root_tx or tx).f_locals)
-    if not known:
-        optim.prepare(opt, options.states, held)
+    known = optim.is_prepared(opt)
+    optim.prepare_optimizer(opt, options.states if not known else None)
     changed = not _is_captured(options) and _let_rates_change()
-    if optim.convert_states(opt, traced=True, held=held) or not known or changed:
+    if optim.convert_states(opt, traced=True) or not known or changed:
+        tx = translator()
+        assert tx is not None  # who traces a step can trace it again
         tx.speculation_log.clear()  # the next trace may take another path
         gm._buffers.clear()  # Dynamo keeps this graph as long as the optimizer lives: the plain states go now
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8, rates symbolic")
