@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8compile import unscaling
+from fp8compile.eager import never_compiled
 from fp8compile.errors import OptionError, StateError
 from fp8compile.plan import State
 from fp8compile.state_formats import FLOAT32, StateFormat, parse_state_format
@@ -68,17 +69,23 @@ def prepare_optimizer(
 
 def _settle(opt: Optimizer) -> None:
     """Convert states; and trace parameter by parameter where the rate is a float, as in foreach operators Dynamo would
-    make it a constant and compile again each time it changes. What is traced is merged all the same. A group that was
-    loaded as fused is not: no optimizer is prepared that was made so."""
+    make it a constant and compile again each time it changes. What is traced is merged all the same. Only torch's own
+    optimizers compute the same either way, and without a graph break. A group that was loaded as fused is not: no
+    optimizer is prepared that was made so."""
     given = _foreach.setdefault(opt, {})
     for index, group in enumerate(opt.param_groups):
         if group.get("fused"):
             group["fused"] = None
-        if "foreach" in group and not isinstance(group.get("lr"), Tensor):
+        if "foreach" in group and not isinstance(group.get("lr"), Tensor) and _is_torchs(opt):
             if group["foreach"] is not False:
                 given[index] = group["foreach"]
             group["foreach"] = False
     convert_states(opt)
+
+
+def _is_torchs(opt: Optimizer) -> bool:
+    """Whether `opt` is of a class of torch.optim, or of one that is derived from such."""
+    return any(c.__module__.startswith("torch.optim.") and c is not Optimizer for c in type(opt).__mro__)
 
 
 def is_prepared(opt: Optimizer) -> bool:
@@ -100,6 +107,7 @@ def refuse_fused(opt: Optimizer) -> None:
         )
 
 
+@never_compiled
 def convert_states(opt: Optimizer, traced: bool = False) -> bool:
     """Make `FP8State`s of the plain ones of `opt` that its recipe wants so; whether there were any.
 
@@ -143,7 +151,19 @@ def _times_found(opt: Optimizer, index: int, parameter: Tensor) -> Counter[str]:
 def _decide(opt: Optimizer, recipe: StateRecipe, index: int, name: str, parameter: Tensor) -> Decision:
     if _times_found(opt, index, parameter)[name] >= MADE_ANEW:
         return Decision(None, "made anew at each step; in 8 bits only if it is written in place")
+    if _is_shared(parameter, opt.state[parameter][name]):
+        return Decision(None, "its memory is also that of a gradient or a view outside of the states")
     return _decide_of(opt, recipe, name, parameter, opt.state[parameter][name])
+
+
+def _uses(x: Any) -> int:
+    """How often C++ refers to `x`: once for its Python object, once for each view of it."""
+    return x._use_count()
+
+
+def _is_shared(parameter: Tensor, state: Tensor) -> bool:
+    """Whether a plain state cannot become another one, as what else is computed of its memory would stay behind."""
+    return not is_fp8(state) and (state is parameter or state is parameter.grad or _uses(state) > 1)
 
 
 def _decide_of(opt: Optimizer, recipe: StateRecipe, name: str, parameter: Tensor, value: Tensor) -> Decision:
@@ -168,9 +188,27 @@ def _convert(opt: Optimizer, index: int, parameter: Tensor, traced: bool) -> boo
             times[name] += traced and _decide(opt, recipe, index, name, parameter).format is not None
             format = _decide(opt, recipe, index, name, parameter).format
             if format is not None:
-                state[name] = _mapped(value, partial(FP8State.of, format=str(format), salt=salt(index, name)), rides)
+                make = partial(FP8State.of, format=str(format), salt=salt(index, name))
+                state[name] = _become(value, _mapped(value, make, rides))
                 rides, changed = "nearest", True
     return changed
+
+
+def _become(state: Tensor, new: Tensor) -> Tensor:
+    """Make the object `state` what `new` is, and return it: a step with graph breaks may be under way, and have it in
+    variables, where it would write to a tensor that is no state any more. (`torch.utils.swap_tensors`, without asking
+    for weak references: Dynamo has some, of a trace that is made again.)"""
+    if isinstance(state, DTensor) and isinstance(new, DTensor):
+        state._local_tensor = new._local_tensor
+        return state
+    if type(state) is not Tensor:
+        return new
+    for part in ("__class__", "__dict__"):
+        mine, other = getattr(state, part), getattr(new, part)
+        setattr(state, part, other)
+        setattr(new, part, mine)
+    torch._C._swap_tensor_impl(state, new)  # type: ignore[attr-defined]
+    return state
 
 
 def _mapped(value: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -204,6 +242,7 @@ def _wrap_init_group(opt: Optimizer) -> None:
         return
     owner = weakref.ref(opt)
 
+    @never_compiled
     def init_group(group: Any, *lists: Any, **named: Any) -> Any:
         def make(part: Any) -> None:
             copies = [list(x) if isinstance(x, list) else x for x in lists]
@@ -255,6 +294,7 @@ def _plain(value: Any, dtype: torch.dtype) -> Any:
     return _mapped(value, lambda local: local.dequantize(dtype))
 
 
+@never_compiled
 def _before_loading(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check everything, then convert it: nothing of `opt` has been touched when this raises."""
     recipe, mine = _prepared[opt], _parameters(opt)
