@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fp8compile.passes import operators
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, getitems, is_tensor, update_value, value
 from fp8compile.passes.replace import copied, restride
 
@@ -30,7 +31,7 @@ def run(c: Compilation) -> None:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and "_scaled_dot_product_" in str(node.target)
+    return operators.name_of(node.target) in operators.SCALED_DOT_PRODUCT
 
 
 def _profits(node: fx.Node, out: fx.Node) -> bool:
