@@ -35,6 +35,7 @@ from fp8compile.passes.save_budget import plan_within
 from fp8compile.passes.saved_forms import Form, Graph, as_it_is, find_forms
 from fp8compile.passes.sensitive import find_sensitive
 from fp8compile.passes.snapshot import Snapshot
+from fp8compile.passes.stride_demands import check_strides
 from fp8compile.plan import Plan
 from fp8compile.plans import Record
 from fp8compile.sources import source_digest
@@ -154,6 +155,9 @@ def _partition(
         forward, backward = p.functionalize_rng_ops(gm, forward, backward, len(sizes))
     backward = p.reordering_to_mimic_autograd_engine(backward)
     forward, backward = p.raise_getitems(forward), p.raise_getitems(backward)
+    if options.verify:
+        check_strides(forward.graph, "the cut, in forward")
+        check_strides(backward.graph, "the cut, in backward")
     forward = p.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     return forward, p.thread_graphsafe_rng_from_hops(backward, is_backward=True)
 

@@ -19,6 +19,7 @@ from torch import fx
 from fp8compile.passes import operators
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, getitems, is_tensor, update_value, value
 from fp8compile.passes.replace import copied, restride
+from fp8compile.passes.stride_demands import record_node
 
 TOKENS_FIRST = [0, 2, 1, 3]
 
@@ -67,3 +68,5 @@ def _change(c: Compilation, node: fx.Node, out: fx.Node) -> None:
             update_value(item)
             if value(item).stride() != strides:
                 restride(c, item, strides, [u for u in item.users if not _is_attention(u)])
+    for user in [u for u in copy.users if _is_attention(u)]:
+        record_node(user)

@@ -27,6 +27,7 @@ from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
 from fp8compile.passes.collectives import AS_BYTES, CARRIERS
 from fp8compile.passes.compilation import VIEWS, aten, divides, same_sizes, value
 from fp8compile.passes.graph_text import graph_text
+from fp8compile.passes.stride_demands import check_strides
 
 TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default}
 HELD = {*FP8_DTYPES, torch.uint8}
@@ -55,6 +56,7 @@ def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None) -> Non
         why = _broken_rule(node, expected)
         if why:
             raise VerificationError(f"after {stage}: %{node.name}: {why}\n{_excerpt(graph, node)}")
+    check_strides(graph, stage)
     if outputs is not None and signature(graph) != outputs:
         raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
 
