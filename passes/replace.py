@@ -1,9 +1,9 @@
 """Replace a value by an equal one whose strides may differ, and keep everybody right who looks at strides.
 
 Strides travel on through views, and end at operators that compute. Some users must see the old ones: a graph output,
-and operators that demand them (`passes/stride_demands.py`): whatever nobody knows, as a kernel of the user's may have its
-strides compiled in, and the backward of attention for its output: torch 2.11 keeps cuDNN's plans by the strides of q, k
-and v alone, and runs a plan made for another output's strides without a word. They get a copy.
+and operators that demand them (`passes/stride_demands.py`): whatever nobody knows, as a kernel of the user's may have
+its strides compiled in, and the backward of attention for its output: torch 2.11 keeps cuDNN's plans by the strides of
+q, k and v alone, and runs a plan made for another output's strides without a word. They get a copy.
 """
 
 from __future__ import annotations

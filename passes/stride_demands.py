@@ -6,8 +6,8 @@
             which reads memory instead of elements; what attention's backward reads of attention's own results
 
 `record` writes into an operator's metadata how its inputs lie; there it goes along wherever the node is copied: into
-both halves, and where backward computes it again. `broken_strides` compares, at any stage. A pass that gives an operator
-another layout on purpose records it anew.
+both halves, and where backward computes it again. `broken_strides` compares, at any stage. A pass that gives an
+operator another layout on purpose records it anew.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@
 - FP8 data is read only by fp8.scaled_mm and fp8.dequantize (or passes through views, concatenations, graph outputs; or
   travels to other ranks as bytes)
 - the groups of a grouped matmul are int32 numbers, one for each matrix of its right operand, and its scales are rows'
+- operators that demand strides find their inputs as they came (`passes/stride_demands.py`)
 - data meets the scale it was made with, or arrived with, in the granularity it was made in, and the scale has the shape
   of that; data from other ranks meets a scale of the amaxes that travelled with it
 
