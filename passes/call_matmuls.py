@@ -114,7 +114,8 @@ def keep_strides(graph: fx.Graph) -> None:
         if node.target is aten._scaled_mm.default and node.meta.get(CALLED):
             kept = [a for a in node.args[:4] if value(a).dim() == 2]  # type: ignore[arg-type]
         elif operators.name_of(node.target) in operators.SCALED_DOT_PRODUCT:
-            kept = [x for _, x in demanded(node).values() if value(x).dim() > 2 and x.op == "call_function"]
+            inputs = [x for _, x in demanded(node).values() if value(x).dim() > 2 and x.op == "call_function"]
+            kept = [x for x in inputs if not has_free_unbacked_symbols(value(x))]
         else:
             continue
         for given in dict.fromkeys(kept):
