@@ -16,8 +16,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fp8compile.passes import operators
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, getitems, is_tensor, update_value, value
 from fp8compile.passes.replace import copied, restride
+from fp8compile.passes.stride_demands import record_node
 
 TOKENS_FIRST = [0, 2, 1, 3]
 
@@ -30,7 +32,7 @@ def run(c: Compilation) -> None:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and "_scaled_dot_product_" in str(node.target)
+    return operators.name_of(node.target) in operators.SCALED_DOT_PRODUCT
 
 
 def _profits(node: fx.Node, out: fx.Node) -> bool:
@@ -66,3 +68,5 @@ def _change(c: Compilation, node: fx.Node, out: fx.Node) -> None:
             update_value(item)
             if value(item).stride() != strides:
                 restride(c, item, strides, [u for u in item.users if not _is_attention(u)])
+    for user in [u for u in copy.users if _is_attention(u)]:
+        record_node(user)

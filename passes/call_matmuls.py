@@ -23,10 +23,12 @@ from torch._inductor.inductor_prims import force_stride_order  # as its own pass
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from fp8compile import ops
+from fp8compile.passes import operators
 from fp8compile.passes.collectives import SPLITS, VIEWS
 from fp8compile.passes.compilation import aten, value
 from fp8compile.passes.iteration import same
 from fp8compile.passes.region_graph import GraphEditor
+from fp8compile.passes.stride_demands import demanded
 
 RESHAPED = (*VIEWS, aten.reshape.default)  # which Inductor turns views into first
 PARTS = (aten.select.int, aten.slice.Tensor, aten.unbind.int, *SPLITS)
@@ -102,14 +104,27 @@ def _is_part(scale: Any) -> bool:
 
 
 def keep_strides(graph: fx.Graph) -> None:
-    """Have these matmuls read what they were given: Inductor may lay out what it computes itself otherwise, and cuBLAS
-    takes rows, columns, and their scales in one way only."""
-    for node in list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default)):
-        if not node.meta.get(CALLED):
+    """Have these matmuls, and attention, read what they were given: Inductor may lay out what it computes otherwise.
+
+    cuBLAS takes rows, columns, and their scales in one way only. Of attention's inputs Inductor looks at the strides
+    that a buffer would have if it were laid out there and then, and, where those will do, leaves it open: what is
+    fused later with others that lie across (a position bias with the table that it is looked up in) then does so, too.
+    """
+    for node in list(graph.nodes):
+        if node.target is aten._scaled_mm.default and node.meta.get(CALLED):
+            kept = [a for a in node.args[:4] if value(a).dim() == 2]  # type: ignore[arg-type]
+        elif operators.name_of(node.target) in operators.SCALED_DOT_PRODUCT:
+            inputs = [x for _, x in demanded(node).values() if value(x).dim() > 2 and x.op == "call_function"]
+            kept = [x for x in inputs if not has_free_unbacked_symbols(value(x))]
+        else:
             continue
-        with graph.inserting_before(node):
-            for i, given in enumerate(node.args[:4]):
-                if value(given).dim() == 2:  # type: ignore[arg-type]
-                    kept = graph.call_function(force_stride_order, (given, value(given).stride()))  # type: ignore[arg-type]
-                    kept.meta = dict(given.meta)  # type: ignore[union-attr]
-                    node.update_arg(i, kept)
+        for given in dict.fromkeys(kept):
+            _keep(graph, node, given)  # type: ignore[arg-type]
+
+
+def _keep(graph: fx.Graph, node: fx.Node, given: fx.Node) -> None:
+    """Have `node` read `given` with the strides that it has here."""
+    with graph.inserting_before(node):
+        kept = graph.call_function(force_stride_order, (given, value(given).stride()))
+    kept.meta = dict(given.meta)
+    node.replace_input_with(given, kept)

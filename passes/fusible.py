@@ -7,6 +7,7 @@ Inductor's. Adding one is adding a row (and an expression in `kernels/expression
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch._inductor import inductor_prims  # Inductor's random operators: a dro
 
 from fp8compile import ops
 from fp8compile.kernels.spec import BAND
+from fp8compile.passes import operators
 from fp8compile.passes.compilation import STANDS_ALONE, aten, is_tensor, value
 from fp8compile.passes.iteration import product, same
 
@@ -27,7 +29,6 @@ RESHAPES = {
     aten.squeeze.default, aten.unsqueeze.default, aten.alias.default, aten.detach.default, aten.clone.default,
 }  # fmt: skip
 PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int}
-OPAQUE = (".mm", "addmm", "bmm", "_mm", "attention", "convolution", "higher_order")  # names of library kernels
 LAYOUTS = RESHAPES | PERMUTES | {aten.expand.default}
 
 
@@ -259,8 +260,6 @@ def is_fusible(node: fx.Node) -> bool:
 
 def is_moment(node: fx.Node) -> bool:
     """Whether `node` takes the variance or the mean out of a var_mean."""
-    import operator
-
     return (
         node.op == "call_function"
         and node.target is operator.getitem
@@ -273,14 +272,15 @@ def is_opaque(node: fx.Node) -> bool:
     """Whether a library's kernel computes `node`: nothing that reads it can be done as it is written."""
     if node.op != "call_function":
         return True
-    if "getitem" in str(node.target):
+    if node.target is operator.getitem:
         return is_opaque(node.args[0])  # type: ignore[arg-type]
     return str(node.target).startswith("fp8.") or is_library_kernel(node)
 
 
 def is_library_kernel(node: fx.Node) -> bool:
     """Whether `node` is a matmul, an attention, a convolution, or something that holds a graph of its own."""
-    return node.op == "call_function" and any(word in str(node.target) for word in OPAQUE)
+    holds_a_graph = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return node.op == "call_function" and (holds_a_graph or operators.is_library_kernel(node.target))
 
 
 def elements(node: fx.Node) -> Any:

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fp8compile import ops
 from fp8compile.devices import TABLE, Device
-from fp8compile.passes import fusible
+from fp8compile.passes import fusible, operators
 from fp8compile.passes.compilation import is_tensor, value
 from fp8compile.passes.plan_saved import Halves, Prices, may_be_computed_again, plan_saved, saved_bytes
 from fp8compile.passes.reach import find_far
@@ -235,8 +235,9 @@ def _operations(node: fx.Node) -> float:
         left, right = (value(n) for n in node.args[:2])  # type: ignore[arg-type]
         return 2.0 * count(left.shape) * count(right.shape[-1:])
     assert isinstance(node.target, torch._ops.OpOverload)
-    if "attention" in str(node.target):
-        return _of_attention(*(value(n) for n in node.args[:3]))  # type: ignore[arg-type]
+    if operators.is_attention(node.target):
+        given = operators.arguments(node)
+        return _of_attention(*(value(given[name]) for name in ("query", "key", "value")))
     formula = flop_registry.get(node.target.overloadpacket)
     if formula is None:
         return 0.0

@@ -21,7 +21,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.formats import E4M3
 from fp8compile.options import Options
-from fp8compile.passes import fusible
+from fp8compile.passes import fusible, operators
 from fp8compile.passes.compilation import VIEWS, aten, base, divides, hint, is_tensor, value
 from fp8compile.passes.origin import module_path
 from fp8compile.passes.sensitive import QUERY_OR_KEY
@@ -222,22 +222,20 @@ def _group_of(node: fx.Node) -> tuple[int | None, int]:
 def _is_image(node: fx.Node) -> bool:
     """Whether a convolution makes `node` or reads it: [batch, channels, *pixels]."""
     near = [made_at(node), *node.users]
-    return value(node).dim() >= 3 and any("convolution" in str(n.target) for n in near)
+    return value(node).dim() >= 3 and any(operators.is_convolution(n.target) for n in near)
 
 
 def _is_by_product(node: fx.Node) -> bool:
     """Whether `node` is a statistic that an attention returns beside its output: exact, and small."""
-    return "getitem" in str(node.target) and "attention" in str(node.args[0].target) and node.args[1] != 0  # type: ignore[union-attr]
+    return node.target is operator.getitem and operators.is_attention(node.args[0].target) and node.args[1] != 0  # type: ignore[union-attr]
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether `node` draws random numbers. Attention does where it drops some of its weights."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if "attention" in str(node.target):
-        names = [a.name for a in node.target._schema.arguments]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        return bool(given.get("dropout_p", 0.0) != 0.0)
+    if operators.is_attention(node.target):
+        return bool(operators.arguments(node).get("dropout_p", 0.0) != 0.0)
     return node.target in fusible.RANDOM or torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -17,6 +17,7 @@ from torch import fx
 from fp8compile import edits
 from fp8compile.errors import OptionError
 from fp8compile.formats import ALIGNMENT
+from fp8compile.passes import operators
 from fp8compile.passes.compilation import VIEWS, Compilation, aten, base, dependents, hint, is_tangent, value
 from fp8compile.passes.gathered_weights import gathered
 from fp8compile.passes.grouped_matmuls import GROUPED, remark, role_of, why_not_grouped
@@ -240,7 +241,7 @@ def _heads(c: Compilation, sites: list[Site]) -> list[Site]:
     """
     embeddings = {base(n.args[0]) for n in c.graph.nodes if n.target is aten.embedding.default}  # type: ignore[arg-type]
     forward = [s for s in sites if s.role == "output"]
-    consumers = {s.node for s in sites} | {n for n in c.graph.nodes if "attention" in str(n.target)}
+    consumers = {s.node for s in sites} | {n for n in c.graph.nodes if operators.is_attention(n.target)}
     backward = dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n)))
     found = []
     for site in forward:

@@ -1,11 +1,12 @@
 """Sensitive values: those that backward must not see rounded to FP8, because something small in them decides much.
 
     exp(x), sin(x)      a relative error of x is an absolute one of the exponent: softmax of a rounded logit is another
-    attention(q, k)     likewise: exp(q·k) beside the exact sum of forward is no softmax
+    attention(q, k)     likewise: exp(q·k + bias) beside the exact sum of forward is no softmax
     a / x, log(x)       what underflows to zero becomes inf
     x > t, x == y       rounding turns the answer (x > 0 survives: rounding keeps the sign)
     floor(x), topk(x)   likewise
     1 - x               what is left is all rounding where x is near one: a sigmoid, a tanh
+    mylib.flash(x)      nobody knows: what `passes/operators.py` does not name may do any of these
 
 The reason runs up from such an operator through everything that backward may compute again; that of a difference only
 to copies and squares of what it is taken of, for what saturates (1 - sigmoid(x)) forgives its input. Harmless forms are
@@ -16,6 +17,7 @@ it that is not tiny cannot become zero.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 from torch import fx
 
 from fp8compile.formats import FP8_DTYPES
-from fp8compile.passes import fusible
+from fp8compile.passes import fusible, operators
 from fp8compile.passes.compilation import VIEWS, aten, is_tensor, value
 
 COMPARISONS = {
@@ -39,6 +41,7 @@ EXPONENTIALS = {aten.exp.default, aten.exp2.default, aten.expm1.default, aten.si
 LOGARITHMS = {aten.log.default, aten.log2.default, aten.log10.default}
 DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 QUERY_OR_KEY = "in the exponent of attention"
+BIAS = "added in the exponent of attention"
 LEAST = 2.0**-8  # a constant that keeps a denominator from what rounding to FP8 does to small numbers
 SAME_SIGN = {*VIEWS, *fusible.CONVERSIONS, aten.clone.default, aten.cat.default}
 
@@ -57,7 +60,7 @@ def find_sensitive(
             found.setdefault(source, why)
         for source in _taken_off(node):
             differences.setdefault(source, "taken off a constant: near to it, only rounding would be left")
-        if node in found and (may_run_again(node) or (is_backward(node) and fusible.is_pointwise(node))):
+        if node in found and (may_run_again(node) or (is_backward(node) and _hands_on(node))):
             for source in node.all_input_nodes:
                 found.setdefault(source, found[node])
         if node in differences and (node.target in SAME_SIGN or _square_of(node) is not None):
@@ -72,8 +75,10 @@ def _why_sensitive(node: fx.Node, signs: Signs) -> dict[fx.Node, str]:
     sources = [a for a in node.all_input_nodes if _is_float(a)]
     if not sources:
         return {}
-    if "attention" in str(target):
-        return _all(_queries_and_keys(node), QUERY_OR_KEY)
+    if not operators.is_known(target):
+        return _all(sources, f"read by {_called(node)}, which is not known to bear rounding")
+    if operators.is_operator(target) and operators.name_of(target) in operators.PARTLY:
+        return _of_partly(node, sources)
     if target in EXPONENTIALS:
         return {} if signs.is_never_positive(sources[0]) or _is_bounded(node) else _all(sources, "in an exponent")
     if target in PERIODIC:
@@ -94,13 +99,27 @@ def _why_sensitive(node: fx.Node, signs: Signs) -> dict[fx.Node, str]:
     return {}
 
 
-def _queries_and_keys(attention: fx.Node) -> list[fx.Node]:
-    """What an attention, or its backward, takes the exponent of the product of."""
-    if not isinstance(attention.target, torch._ops.OpOverload):  # flex_attention: (query, key, value, …)
-        return [a for a in attention.args[:2] if isinstance(a, fx.Node) and _is_float(a)]
-    names = [a.name for a in attention.target._schema.arguments]
-    given = dict(zip(names, attention.args, strict=False)) | dict(attention.kwargs)
-    return [a for a in (given.get("query"), given.get("key")) if isinstance(a, fx.Node)]
+def _hands_on(node: fx.Node) -> bool:
+    """Whether an error of what `node` reads is one of the same size of what it gives."""
+    return fusible.is_pointwise(node) or operators.moves(node.target) or node.target is operator.getitem
+
+
+def _of_partly(node: fx.Node, sources: list[fx.Node]) -> dict[fx.Node, str]:
+    """The inputs of an attention, or of another operator that bears rounding of some inputs, that must be exact."""
+    exact = [a for a in sources if a not in operators.bearing(node)]
+    if not operators.is_attention(node.target):
+        return _all(exact, f"read by {_name(node)} as more than a value")
+    given = operators.arguments(node)
+    exponent = (given.get("query"), given.get("key"))
+    return {a: QUERY_OR_KEY if a in exponent else BIAS for a in exact}
+
+
+def _called(node: fx.Node) -> str:
+    """The name of an operator that nobody knows; of one that torch wraps, its own."""
+    for a in node.args[:1]:
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and operators.is_operator(a):
+            return operators.shown(a)
+    return operators.shown(node.target)
 
 
 def _taken_off(node: fx.Node) -> list[fx.Node]:
@@ -155,9 +174,9 @@ def _makes_integers(node: fx.Node) -> bool:
     made = [v.dtype for v in vals if isinstance(v, torch.Tensor)]
     if node.target is aten.view.dtype and value(node.args[0]).dtype in FP8_DTYPES:  # type: ignore[arg-type]
         return False  # a payload as bytes
-    return any(not d.is_floating_point and d != torch.bool and not d.is_complex for d in made) and not any(
-        word in str(node.target) for word in ("attention", "fp8.", "empty", "full", "inductor_")
-    )
+    if operators.name_of(node.target) in operators.CREATIONS or operators.shown(node.target).startswith("fp8."):
+        return False
+    return any(not d.is_floating_point and d != torch.bool and not d.is_complex for d in made)
 
 
 def _is_zero(arg: Any) -> bool:

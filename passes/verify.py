@@ -8,6 +8,7 @@
 - FP8 data is read only by fp8.scaled_mm, fp8.dequantize and regions (or passes through views, concatenations, graph
   outputs; or travels to other ranks as bytes)
 - the groups of a grouped matmul are int32 numbers, one for each matrix of its right operand, and its scales are rows'
+- operators that demand strides find their inputs as they came (`passes/stride_demands.py`)
 - data meets the scale it was made with, or arrived with, in the granularity it was made in, and the scale has the shape
   of that; data from other ranks meets a scale of the amaxes that travelled with it
 
@@ -28,6 +29,7 @@ from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
 from fp8compile.passes.collectives import AS_BYTES, CARRIERS
 from fp8compile.passes.compilation import VIEWS, aten, divides, same_sizes, value
 from fp8compile.passes.graph_text import graph_text
+from fp8compile.passes.stride_demands import Broken, check_strides
 
 TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default, aten.reshape.default}
 HELD = {*FP8_DTYPES, torch.uint8}
@@ -46,8 +48,9 @@ def _type(node: Any) -> tuple[str, list[str]] | None:
     return (str(val.dtype), [str(s) for s in val.shape]) if isinstance(val, torch.Tensor) else None
 
 
-def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None) -> None:
-    """Check all rules of this module after `stage`; raises `VerificationError`."""
+def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None, broken: Broken = ()) -> None:
+    """Check all rules of this module after `stage`; raises `VerificationError`. `broken`: demands of strides that were
+    not met before."""
     try:
         graph.lint()
     except RuntimeError as error:
@@ -57,6 +60,7 @@ def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None) -> Non
         why = _broken_rule(node, expected)
         if why:
             raise VerificationError(f"after {stage}: %{node.name}: {why}\n{excerpt(graph, node)}")
+    check_strides(graph, stage, broken)
     if outputs is not None and signature(graph) != outputs:
         raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
 

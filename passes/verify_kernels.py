@@ -25,6 +25,7 @@ from fp8compile.kernels.spec import Part, Region, number_of
 from fp8compile.passes.compilation import VIEWS, aten, hint, is_tensor, value
 from fp8compile.passes.lower_regions import LAUNCH
 from fp8compile.passes.region_graph import spec_of
+from fp8compile.passes.stride_demands import Broken
 from fp8compile.passes.verify import excerpt, verify
 
 SHOWS = {*VIEWS, aten.reshape.default, operator.getitem}
@@ -53,9 +54,12 @@ def _owner(node: fx.Node) -> fx.Node:
     return node
 
 
-def verify_kernels(graph: fx.Graph, stage: str, outputs: Outputs) -> None:
-    """Check all rules of this module after `stage`; raises `VerificationError`. `outputs`: of the graph before it."""
-    verify(graph, stage)
+def verify_kernels(graph: fx.Graph, stage: str, outputs: Outputs, broken: Broken = ()) -> None:
+    """Check all rules of this module after `stage`; raises `VerificationError`.
+
+    outputs, broken: of the graph before the first step; what a compiler has laid out otherwise it brings in order.
+    """
+    verify(graph, stage, broken=broken)
     tried: dict[Any, str] = {}
     for node in graph.nodes:
         why = _broken_rule(node, tried)

@@ -12,9 +12,12 @@ from typing import Any
 
 import networkx as nx
 
+from fp8compile.passes import operators
+
 LINE = re.compile(r"^%(?P<name>\S+): (?P<type>.*?) = (?P<op>[^(\[]+)(?P<rest>.*)$")
 VIEWS = ("view", "_unsafe_view", "permute", "t", "transpose", "squeeze", "unsqueeze", "expand", "alias", "detach")
 MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "convolution", "convolution_backward")
+ATTENTIONS = {name.removeprefix("aten::").replace("::", ".") for name in operators.ATTENTIONS}
 LIMIT = 1500  # nodes that are drawn: the first ones of a longer graph
 
 
@@ -57,7 +60,7 @@ def kind(op: str) -> str:
     """The colour of a node: matmul, fp8 matmul, cast, region, input, other."""
     if op == "fp8.scaled_mm":
         return "fp8"
-    if op in MATMULS or "attention" in op:
+    if op in MATMULS or op in ATTENTIONS:
         return "matmul"
     if op == "fp8.region" or op.startswith("triton_kernel"):
         return "region"
