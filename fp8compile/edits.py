@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fp8compile.errors import OptionError, unknown_name
+from fp8compile.errors import OptionError, shown, unknown_name
 from fp8compile.formats import parse_format, parse_granularity
 from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan
 from fp8compile.plan_json import read_plans
@@ -74,7 +74,9 @@ def load(value: Any) -> Edits:
         return _edits(f"plan {str(value)!r}", read_plans(value))
     plans = [value] if isinstance(value, Plan) else getattr(value, "plans", value)
     if not isinstance(plans, (list, tuple)) or not all(isinstance(p, Plan) for p in plans):
-        raise OptionError(f"option 'plan' is a path, a Plan or an Explanation, and not {value!r}")
+        raise OptionError(f"option 'plan' is a path, a Plan or an Explanation, and not {shown(value)}")
+    if not plans:
+        raise OptionError(f"option 'plan' holds no plan, and is {shown(value)}: nothing had been compiled")
     return _edits("the given plan", plans)
 
 

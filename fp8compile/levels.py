@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp8compile.errors import unknown_name
+from fp8compile.errors import inside, unknown_name
 
 
 @dataclass(frozen=True)
@@ -56,5 +56,6 @@ def with_level(options: Mapping[str, Any]) -> dict[str, Any]:
     if name is None:
         return given
     if not isinstance(name, str) or name not in LEVELS:
-        raise unknown_name("level", name, LEVELS)
+        with inside("option 'level'"):
+            raise unknown_name("level", name, LEVELS)
     return {**LEVELS[name].options, **given}

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8compile.errors import OptionError, unknown_name
+from fp8compile.errors import OptionError, inside, unknown_name
 
 GROUP = 128
 BYTES_OF_SIDE = 8
@@ -112,11 +112,18 @@ def parse_state_format(value: StateFormat | str) -> StateFormat:
     """The `StateFormat` called `value`; raises `OptionError` with the nearest valid name."""
     if isinstance(value, StateFormat):
         return value
-    code, *flags = str(value).split("/")
-    for flag in flags:
-        if flag not in FLAGS:
-            raise unknown_name("flag of a state format", flag, FLAGS)
-    return StateFormat(code, **dict.fromkeys(flags, True))
+    code, *flags = value.split("/") if isinstance(value, str) else (None,)
+    if code not in CODES or not {*flags} <= {*FLAGS}:
+        raise unknown_name("state format", value, FORMAT_NAMES)
+    with inside(f"state format {value!r}"):
+        return StateFormat(code, **dict.fromkeys(flags, True))
+
+
+def _format_names() -> list[str]:
+    """Every name that `parse_state_format` reads, but for those with flags in another order."""
+    minifloats = [f"{code}{linear}" for code in MINIFLOATS for linear in ("", "/linear")]
+    return [*(f"{code}{flag}" for code in ("log", *minifloats) for flag in ("", "/stochastic")), "float32"]
 
 
 FLOAT32 = StateFormat("float32")
+FORMAT_NAMES = _format_names()
