@@ -28,6 +28,7 @@ from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan
 from fp8compile.plan_json import read_plans
 from fp8compile.recipe import Cast, Delayed, Role
 
+FP8_FORMS = ("e4m3", "e5m2")
 REASON = "the plan says so"
 SCHEDULED = "schedule: "  # begins the reasons of rows that an automatic schedule moved; they are kept
 Key: TypeAlias = tuple[str, str, int]  # module path, role, occurrence
@@ -251,6 +252,11 @@ def saved_form(edits: Edits | None, key: SavedKey) -> str | None:
     return forms.pop() if forms else None
 
 
+def wants_fp8(edits: Edits | None) -> bool:
+    """Whether a plan wants any saved tensor in FP8."""
+    return edits is not None and any(form.startswith(FP8_FORMS) for _, form in edits.saved)
+
+
 def _saved_forms(plan: Plan, name: str) -> Iterable[tuple[SavedKey, str]]:
     seen: Counter[SavedKey] = Counter()
     for row in plan.saved:
@@ -266,7 +272,7 @@ def _check_form(form: str, dtype: str, where: str) -> None:
         return
     name, _, granularity = form.partition(" ")
     try:
-        if name not in ("e4m3", "e5m2"):
+        if name not in FP8_FORMS:
             raise unknown_name("form", form, [dtype, "e4m3 group(128)", "e5m2 group(128)", "e4m3 row", "e4m3 tensor"])
         parse_granularity(granularity)
     except OptionError as error:

@@ -37,7 +37,8 @@ class Options:
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
     save: how activations are kept for backward: "fp8" (payload and scales in groups of up to 128 features),
         "fp8_with_qk" (queries and keys of attention too, which are in an exponent), "bf16" (as they are), or a mapping
-        of module path patterns to these, the first that matches deciding, else "fp8".
+        of module path patterns to these, the first that matches deciding. What it does not name is kept in "fp8" in
+        graphs with a matmul in FP8, and as it is in all others.
     save_min_bytes: what is smaller is kept as it is.
     activation_budget: what may be kept for backward, in bytes (int), or as a share (float, 0.0 to 1.0) of what is kept
         where nothing is computed again or rounded. Below what `save` gives, matmuls and attention run again; above it,
@@ -66,7 +67,7 @@ class Options:
     chunk_loss: str | bool | int = "auto"
     fold_masks: bool = True
     executor: str = "inductor"
-    save: tuple[tuple[str, str], ...] = (("*", "fp8"),)
+    save: tuple[tuple[str, str], ...] = ()
     save_min_bytes: int = 2**20
     activation_budget: float | int | None = None
     wire: str = "exact"
@@ -106,8 +107,8 @@ class Options:
         return matching(self.skip, path)
 
     def saves(self, path: str) -> tuple[str, str]:
-        """The first pattern of `save` that names the module `path`, and its form."""
-        return next(((pattern, form) for pattern, form in self.save if _names(pattern, path)), ("*", "fp8"))
+        """The first pattern of `save` that names the module `path`, and its form; "" and the default if none does."""
+        return next(((pattern, form) for pattern, form in self.save if _names(pattern, path)), ("", "fp8"))
 
 
 def matching(given: Sequence[str], path: str) -> str | None:
