@@ -41,7 +41,7 @@ LEVELS: dict[str, Level] = {
         {
             "recipe": "mixed",
             "operations": ["linear", "batched", "convolution"],
-            "save": "fp8",
+            "save": "auto",
             "states": {"first": "log", "second": "log/stochastic", "parameters": "split"},
         },
         "as O2",

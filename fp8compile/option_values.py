@@ -22,6 +22,7 @@ from fp8compile.state_recipe import StateRecipe
 EXECUTORS = ("inductor", "eager")
 KERNELS = ("generated", "inductor")
 SAVED_FORMS = ("fp8", "fp8_with_qk", "bf16")
+AUTO = "auto"  # option `save`: no pattern names anything
 WIRES = ("exact", "fp8", "bf16")
 SELECTIONS = ("profitable", "all")
 OPERATIONS = ("linear", "batched", "convolution")
@@ -96,13 +97,15 @@ def _chunks(name: str, value: Any) -> str | bool | int:
 
 
 def _forms(name: str, value: Any) -> tuple[tuple[str, str], ...]:
-    given = dict(value) if isinstance(value, Mapping) else {"*": value}
+    if isinstance(value, str) and value == AUTO:
+        return ()
+    given, valid = (value, SAVED_FORMS) if isinstance(value, Mapping) else ({"*": value}, (AUTO, *SAVED_FORMS))
     for pattern, form in given.items():
         if not isinstance(pattern, str) or not pattern:
             raise _wrong(name, "maps module path patterns (strings)", pattern)
         with inside(f"option {name!r}"):
             if not isinstance(form, str) or form not in SAVED_FORMS:
-                raise unknown_name("form of saved activations", form, SAVED_FORMS)
+                raise unknown_name("form of saved activations", form, valid)
     return tuple(given.items())
 
 

@@ -35,10 +35,10 @@ class Options:
     fold_masks: an attention mask that no input takes part in, and that is causal or lets everything through, is not
         made; attention is told instead.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
-    save: how activations are kept for backward: "fp8" (payload and scales in groups of up to 128 features),
+    save: how activations are kept for backward: "auto", "fp8" (payload and scales in groups of up to 128 features),
         "fp8_with_qk" (queries and keys of attention too, which are in an exponent), "bf16" (as they are), or a mapping
-        of module path patterns to these, the first that matches deciding. What it does not name is kept in "fp8" in
-        graphs with a matmul in FP8, and as it is in all others.
+        of module path patterns to these, the first that matches deciding. "auto", and what no
+        pattern names: "fp8" in graphs with a matmul in FP8, as it is in all others.
     save_min_bytes: what is smaller is kept as it is.
     activation_budget: what may be kept for backward, in bytes (int), or as a share (float, 0.0 to 1.0) of what is kept
         where nothing is computed again or rounded. Below what `save` gives, matmuls and attention run again; above it,

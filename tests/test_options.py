@@ -188,7 +188,8 @@ def test_nothing_converted_warns_with_the_main_reasons():
     (message,) = [str(w.message) for w in caught if w.category is Fp8Warning]
     assert message == (
         "fp8: NOTHING was converted in a graph with 23 matmuls: 12× skip='mlp'; "
-        "11× a CPU has no FP8 matmul units; select='all' emulates FP8."
+        "11× a CPU has no FP8 matmul units; select='all' emulates FP8. "
+        "What is saved for backward keeps its precision, so that nothing is rounded."
     )
 
 

@@ -84,6 +84,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "the cost model": {"select": "profitable"},
     "recipe": {"recipe": {"output": None, "grad_input": None, "grad_weight": None}},
     "operations": {"operations": "convolution"},
+    "auto": {"skip": "*", "save": "auto"},
     "a budget": {"skip": "*", "activation_budget": 1.0},
     "a small budget": {"skip": "*", "activation_budget": 0.5},
     "bf16 by pattern": {"skip": "*", "save": {"up": "bf16"}},
@@ -192,8 +193,10 @@ def test_what_option_save_names_is_rounded_all_the_same(save: Any):
         assert {row.path.split(".")[0] for row in rounded} <= {"up", "norm"}
 
 
-def test_level_o3_names_it():
+def test_a_level_is_no_such_name():
     run(model(), skip="*", level="O3")
+    assert not [row for row in rows() if is_fp8(row)]
+    run(model(), level="O3")
     assert [row for row in rows() if is_fp8(row)]
 
 

@@ -171,7 +171,7 @@ def two_layers(m: Any, x: Tensor) -> Tensor:
 def test_the_first_pattern_that_names_a_module_decides() -> None:
     for save, expected in (
         ("fp8", {"up": True, "down": True}),
-        ({"up": "bf16"}, {"up": False, "down": True}),
+        ({"up": "bf16", "*": "fp8"}, {"up": False, "down": True}),
         ({"last": "fp8", "down": "bf16", "*": "fp8"}, {"up": True, "down": False}),
         ({"up": "fp8", "*": "bf16"}, {"up": True, "down": False}),
         ({"u?": "bf16", "d*": "fp8"}, {"up": False, "down": True}),
