@@ -1,11 +1,13 @@
 """The training loop of `train_lm.py`: one run, in BF16 or in FP8, from a seed to a `Run` of measured numbers."""
 
 import gc
+import io
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ from llama import Llama, LlamaConfig
 
 WARM_UP_STEPS = 5  # left out of tokens/s and peak memory: compilation, autotuning, growth of the allocator
 READ_LOSS_EVERY = 10  # steps; each reading waits for the device
+REDRAW_EVERY = 0.5  # seconds, of a progress bar on a terminal
+LINE_EVERY = 10.0  # seconds, of one that is written to a file
 LR_WARM_UP = 0.1  # of all steps
 FINAL_LR = 0.1  # of the peak rate, reached along a cosine
 WEIGHT_DECAY = 0.1
@@ -128,7 +132,7 @@ def train(job: Job, name: str) -> Run:
     clock, losses, matmuls = Clock(job.device), [], []
     clock.lap(0)
     starts = random_starts(job.corpus.train, size.steps, size.batch, size.seq, job.seed)
-    bar = tqdm(starts, desc=name, unit="step", mininterval=0.5)
+    bar = progress_bar(starts, name, sys.stderr)
     for finished, batch_starts in enumerate(bar, start=1):
         losses.append(trainer.update(batch_starts))
         if finished in (1, WARM_UP_STEPS, size.steps):
@@ -148,6 +152,28 @@ def train(job: Job, name: str) -> Run:
         peak_bytes=peak_bytes,
         matmuls=matmuls,
     )
+
+
+class Lines(io.TextIOBase):
+    """Text for `stream` in which each state of a progress bar is a line, not one that is drawn over the last."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        if line := text.strip():
+            self.stream.write(f"{line}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def progress_bar(steps: Sequence[Any] | Tensor, name: str, stream: TextIO) -> tqdm:
+    """The steps behind a progress bar; where nobody watches `stream`, a line every ten seconds."""
+    if stream.isatty():
+        return tqdm(steps, desc=name, unit="step", mininterval=REDRAW_EVERY, file=stream)
+    return tqdm(steps, desc=name, unit="step", mininterval=LINE_EVERY, file=Lines(stream), ncols=100)
 
 
 @torch.no_grad()

@@ -36,12 +36,14 @@ from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.optimizer_pipeline import OPTIMIZER, has_states, run_optimizer
 from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
 from fp8compile.passes.snapshot import Snapshot, copy_graph, restore_graph
+from fp8compile.past_dynamo import unwrapped
 from fp8compile.plan import Lowered, Plan
 from fp8compile.sources import source_digest
 
 Compiled = Callable[..., Any]
 
 
+@unwrapped
 def fp8(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -22,12 +22,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fp8compile.errors import OptionError, unknown_name
+from fp8compile.errors import OptionError, shown, unknown_name
 from fp8compile.formats import parse_format, parse_granularity
 from fp8compile.plan import BF16, FP8, Matmul, Operand, Plan
 from fp8compile.plan_json import read_plans
 from fp8compile.recipe import Cast, Delayed, Role
 
+FP8_FORMS = ("e4m3", "e5m2")
 REASON = "the plan says so"
 SCHEDULED = "schedule: "  # begins the reasons of rows that an automatic schedule moved; they are kept
 Key: TypeAlias = tuple[str, str, int]  # module path, role, occurrence
@@ -74,7 +75,9 @@ def load(value: Any) -> Edits:
         return _edits(f"plan {str(value)!r}", read_plans(value))
     plans = [value] if isinstance(value, Plan) else getattr(value, "plans", value)
     if not isinstance(plans, (list, tuple)) or not all(isinstance(p, Plan) for p in plans):
-        raise OptionError(f"option 'plan' is a path, a Plan or an Explanation, and not {value!r}")
+        raise OptionError(f"option 'plan' is a path, a Plan or an Explanation, and not {shown(value)}")
+    if not plans:
+        raise OptionError(f"option 'plan' holds no plan, and is {shown(value)}: nothing had been compiled")
     return _edits("the given plan", plans)
 
 
@@ -249,6 +252,11 @@ def saved_form(edits: Edits | None, key: SavedKey) -> str | None:
     return forms.pop() if forms else None
 
 
+def wants_fp8(edits: Edits | None) -> bool:
+    """Whether a plan wants any saved tensor in FP8."""
+    return edits is not None and any(form.startswith(FP8_FORMS) for _, form in edits.saved)
+
+
 def _saved_forms(plan: Plan, name: str) -> Iterable[tuple[SavedKey, str]]:
     seen: Counter[SavedKey] = Counter()
     for row in plan.saved:
@@ -264,7 +272,7 @@ def _check_form(form: str, dtype: str, where: str) -> None:
         return
     name, _, granularity = form.partition(" ")
     try:
-        if name not in ("e4m3", "e5m2"):
+        if name not in FP8_FORMS:
             raise unknown_name("form", form, [dtype, "e4m3 group(128)", "e5m2 group(128)", "e4m3 row", "e4m3 tensor"])
         parse_granularity(granularity)
     except OptionError as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class Fp8Error(Exception):
@@ -33,10 +34,28 @@ class Fp8Warning(UserWarning):
 MANY = 40  # names that nobody would read
 
 
+LONGEST = 200  # characters of a value that an error repeats
+
+
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> OptionError:
     """An `OptionError` for `name`, offering the nearest of the `valid` names, and all of them unless they are many."""
-    names = sorted(valid)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    known = f" Valid: {', '.join(names)}." if len(names) <= MANY else ""
-    return OptionError(f"unknown {kind} {name!r}.{hint}{known}")
+    names = {known.lower(): known for known in sorted(valid)}
+    near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.55)  # of two letters both
+    hint = f" Did you mean {names[near[0]]!r}?" if near else ""
+    known = f" Valid: {', '.join(names.values())}." if len(names) <= MANY else ""
+    return OptionError(f"unknown {kind} {shown(name)}.{hint}{known}")
+
+
+def shown(value: object) -> str:
+    """A value that was given, as an error repeats it: not all of a tensor or a plan."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+
+
+@contextlib.contextmanager
+def inside(where: str) -> Iterator[None]:
+    """An `OptionError` that is raised in here says where."""
+    try:
+        yield
+    except OptionError as error:
+        raise OptionError(f"{where}: {error}") from error.__cause__

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fp8compile.errors import OptionError, unknown_name
+from fp8compile.errors import OptionError, shown, unknown_name
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def parse_format(value: Format | str) -> Format:
     """The `Format` called `value` ("e4m3" or "e5m2")."""
     if isinstance(value, Format):
         return value
-    if value not in FORMATS:
+    if not isinstance(value, str) or value not in FORMATS:
         raise unknown_name("format", value, FORMATS)
     return FORMATS[value]
 
@@ -59,8 +59,10 @@ class Granularity:
     size: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise unknown_name("granularity", self.kind, GRANULARITY_NAMES)
+        if not isinstance(self.size, int) or isinstance(self.size, bool):
+            raise OptionError(f"granularity {self.kind!r}: its size is a number of elements, not {shown(self.size)}")
         if (self.kind in ("group", "block")) != (self.size > 0):
             raise OptionError(f"granularity {self.kind!r} with size {self.size}: only group and block have a size")
 
@@ -102,7 +104,7 @@ def parse_granularity(value: Granularity | str) -> Granularity:
     """The `Granularity` written as `value`: "tensor", "row", "group(128)", "block(128)"."""
     if isinstance(value, Granularity):
         return value
-    match = re.fullmatch(r"(tensor|row|group|block)(?:\((\d+)\))?", str(value).replace(" ", ""))
+    match = re.fullmatch(r"(tensor|row|group|block)(?:\((\d{1,9})\))?", str(value).replace(" ", ""))
     if match is None:
         raise unknown_name("granularity", value, GRANULARITY_NAMES)
     return Granularity(match[1], int(match[2] or 0))

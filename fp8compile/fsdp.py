@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from fp8compile.errors import OptionError, ShardingError, unknown_name
 from fp8compile.formats import ALIGNMENT, E4M3
-from fp8compile.options import matching, patterns
+from fp8compile.option_values import read_option
+from fp8compile.options import matching
 from fp8compile.passes.select_matmuls import FLOATS, HEADS
 from fp8compile.sharded_weight import ShardedWeight, local_part
 from fp8compile.weight_scales import WeightCast, WeightScales
@@ -64,11 +65,12 @@ def prepare_fsdp(
     """
     if granularity not in GRANULARITIES:
         raise unknown_name("granularity of a gathered weight", granularity, GRANULARITIES)
-    chosen = list(_chosen(model, patterns(skip), lm_head))
+    patterns = read_option("skip", skip)
+    chosen = list(_chosen(model, patterns, lm_head))
     if not chosen:
         raise OptionError(
             "prepare_fsdp has found no weight to gather as FP8: the model has no nn.Linear (outside of heads and of "
-            f"skip={list(patterns(skip))}) with sizes that are multiples of {ALIGNMENT}"
+            f"skip={list(patterns)}) with sizes that are multiples of {ALIGNMENT}"
         )
     scales = WeightScales(E4M3.name, granularity, power_of_two, keep_casts)
     made: dict[nn.Parameter, tuple[WeightCast, nn.Parameter]] = {}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp8compile.errors import OptionError
+from fp8compile.errors import OptionError, inside
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ LEVELS: dict[str, Level] = {
         {
             "recipe": "mixed",
             "operations": ["linear", "batched", "convolution"],
-            "save": "fp8",
+            "save": "auto",
             "states": {"first": "log", "second": "log/stochastic", "parameters": "split"},
         },
         "as O2",
@@ -56,7 +56,8 @@ def with_level(options: Mapping[str, Any]) -> dict[str, Any]:
     if name is None:
         return given
     if not isinstance(name, str) or name not in LEVELS:
-        raise _unknown(name)
+        with inside("option 'level'"):
+            raise _unknown(name)
     return {**LEVELS[name].options, **given}
 
 

@@ -6,7 +6,8 @@
 
 Everything else is torch's: which nodes each half needs, the two graphs, checkpointing with random numbers, the order of
 backward. These functions have no public name; they are imported here and nowhere else. A graph without FP8 casts in
-which nothing would be kept as FP8 is left to torch's own partitioner.
+which nothing would be kept as FP8 is left to torch's own partitioner; so is, unless option `save` or a plan asks for
+rounding, a graph without FP8 matmuls: its gradients are then those of BF16.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch._functorch import partitioners as torch_partitioners  # the parts of 
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's base: its uuid() keys the caches
 
-from fp8compile import devices, failures, nested, ops
+from fp8compile import devices, edits, failures, nested, ops
 from fp8compile.calling_line import warn_user
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
@@ -186,6 +187,7 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
         {n for n in returned if isinstance(n, fx.Node)},
         (halves.inputs - differentiable) | halves.static,
         halves.forward - halves.backward,
+        _is_in_fp8(gm) or edits.wants_fp8(options.plan),
     )
     device = devices.describe(device_of(gm.graph))
     if (device.has_fp8 or device.emulated) and options.save != KEEP_ALL:
@@ -194,6 +196,11 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
         halves.exact.update(sensitive)
         halves.forms.update(find_forms(gm.graph, known, options, sensitive))
     return halves
+
+
+def _is_in_fp8(gm: fx.GraphModule) -> bool:
+    """Whether any matmul of a graph, or of the regions that it calls, is in FP8."""
+    return any(n.target is ops.scaled_mm for body in nested.bodies(gm) for n in body.graph.nodes)
 
 
 def _save(

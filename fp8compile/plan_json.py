@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fp8compile.errors import OptionError
+from fp8compile.errors import OptionError, shown
 from fp8compile.json_rows import an_object, made, parsed, require
 from fp8compile.plan import (
     Group,
@@ -40,8 +40,8 @@ def read_plans(path: str | Path) -> list[Plan]:
         if not Path(path).exists():
             raise OptionError("there is no file of that name")
         return plans_from_json(Path(path).read_text())
-    except (OptionError, OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"plan {str(path)!r} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # of the file, of its text, or of what that says (`OptionError`)
+        raise OptionError(f"plan {shown(str(path))} cannot be read: {error}") from error
 
 
 def plans_from_json(text: str) -> list[Plan]:

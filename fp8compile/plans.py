@@ -190,7 +190,7 @@ def _warn(plans: list[Plan], options: Options) -> None:
     if candidates and not any(m.decision == "fp8" for m in matmuls):
         main = Counter(m.reason for m in candidates).most_common(3)
         listed = "; ".join(f"{count}× {reason}" for reason, count in main)
-        warn_user(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.")
+        warn_user(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.{_rounded(plans)}")
     for text in (READ_ROUNDED, CAST_AGAIN):
         found = [m for m in matmuls if text in m.reason]
         if found:
@@ -200,6 +200,17 @@ def _warn(plans: list[Plan], options: Options) -> None:
     kept = {row.path for plan in plans for row in plan.saved} | {m.path for m in matmuls}
     forms = [pattern for pattern, _ in options.save if pattern != "*"]
     _check_patterns("save", forms, "module with matmuls or saved activations", kept, kept)
+
+
+def _rounded(plans: list[Plan]) -> str:
+    """What of the saved activations of graphs without FP8 matmuls is rounded all the same, as a sentence."""
+    saved = [row for plan in plans for row in plan.saved]
+    if count := sum(row.form != row.dtype for row in saved):
+        return (
+            f" {count} of {len(saved)} tensors saved for backward are rounded to FP8 all the same, as option save or a "
+            "plan says; without that nothing is rounded."
+        )
+    return " What is saved for backward keeps its precision, so that nothing is rounded." if saved else ""
 
 
 def _check_patterns(option: str, patterns: Sequence[str], what: str, paths: set[str], shown_paths: set[str]) -> None:

@@ -29,11 +29,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp8compile.errors import OptionError, unknown_name
+from fp8compile.errors import OptionError, inside, shown, unknown_name
 from fp8compile.formats import (
     BLOCK128,
     E4M3,
     E5M2,
+    FORMATS,
     GROUP128,
     ROW,
     TENSOR,
@@ -42,6 +43,27 @@ from fp8compile.formats import (
     parse_format,
     parse_granularity,
 )
+
+ROLES = ("output", "grad_input", "grad_weight")
+LONGEST_HISTORY = 65536  # amaxes, which one kernel a cast reads each step
+WIDEST_MARGIN = 64  # powers of two; beyond, scales leave the range of FP32
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is True or False, not {shown(value)}")
+    return value
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_type(name: str, value: Any, kind: type, or_none: bool = False) -> None:
+    """Raise `OptionError` for a field that holds something else than the class made for it."""
+    if not isinstance(value, kind) and not (or_none and value is None):
+        valid = f"a {kind.__name__}{' or None' if or_none else ''}"
+        raise OptionError(f"{name} is {valid}, not {shown(value)} (names are read in a mapping: Recipe.parse)")
 
 
 @dataclass(frozen=True)
@@ -52,10 +74,16 @@ class Delayed:
     margin: int = 0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.history, int) and self.history > 0):
-            raise OptionError(f"delayed scaling: history must be a positive integer, not {self.history!r}")
-        if not isinstance(self.margin, int):
-            raise OptionError(f"delayed scaling: margin is an integer (a power of two), not {self.margin!r}")
+        if not (_is_int(self.history) and 0 < self.history <= LONGEST_HISTORY):
+            raise OptionError(
+                f"delayed scaling: history must be a positive integer, at most {LONGEST_HISTORY}, not "
+                f"{shown(self.history)}"
+            )
+        if not (_is_int(self.margin) and abs(self.margin) <= WIDEST_MARGIN):
+            raise OptionError(
+                f"delayed scaling: margin is an integer (a power of two) from {-WIDEST_MARGIN} to {WIDEST_MARGIN}, not "
+                f"{shown(self.margin)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -68,6 +96,12 @@ class Cast:
     delayed: Delayed | None = None
 
     def __post_init__(self) -> None:
+        _check_type("granularity", self.granularity, Granularity)
+        _check_type("format", self.format, Format)
+        if self.format not in FORMATS.values():
+            raise unknown_name("format", self.format.name, FORMATS)
+        _flag("power_of_two", self.power_of_two)
+        _check_type("delayed", self.delayed, Delayed, or_none=True)
         if self.delayed is not None and self.granularity != TENSOR:
             raise OptionError(f"delayed scaling keeps one amax a tensor; it cannot be used with {self.granularity}")
 
@@ -86,6 +120,9 @@ class Role:
     fast_accumulation: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            _check_type(name, getattr(self, name), Cast)
+        _flag("fast_accumulation", self.fast_accumulation)
         kinds = {self.left.granularity.kind, self.right.granularity.kind}
         fine = {self.left.granularity, self.right.granularity} <= {GROUP128, BLOCK128}
         if kinds <= {"tensor", "row"}:
@@ -110,6 +147,12 @@ class Recipe:
     grad_input: Role | None = Role()
     grad_weight: Role | None = Role()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise OptionError(f"a recipe's name is a string, not {shown(self.name)}")
+        for name in ROLES:
+            _check_type(name, getattr(self, name), Role, or_none=True)
+
     @staticmethod
     def named(name: str) -> Recipe:
         """The recipe called `name`; raises `OptionError` with the nearest valid name."""
@@ -127,7 +170,7 @@ class Recipe:
         if isinstance(value, Mapping):
             changes = {str(key): change for key, change in value.items()}
             return Recipe.parse(changes.pop("base", "mixed")).override(**changes)
-        raise OptionError(f"recipe must be a name, a Recipe or a mapping, not {type(value).__name__}")
+        raise OptionError(f"recipe must be a name, a Recipe or a mapping, not {shown(value)}")
 
     def override(self, **roles: Mapping[str, Any] | Role | None) -> Recipe:
         """This recipe with some roles changed.
@@ -141,7 +184,8 @@ class Recipe:
         for name, change in roles.items():
             if name not in ROLES:
                 raise unknown_name("role", name, ROLES)
-            changed[name] = _changed_role(getattr(self, name), change)
+            with inside(name):
+                changed[name] = _changed_role(getattr(self, name), change)
         return dataclasses.replace(self, name=f"{self.name}*" if changed else self.name, **changed)  # type: ignore[arg-type]
 
     @property
@@ -155,18 +199,16 @@ class Recipe:
         return getattr(self, name)
 
 
-ROLES = ("output", "grad_input", "grad_weight")
-
-
 def _changed_role(role: Role | None, change: Mapping[str, Any] | Role | None) -> Role | None:
     if change is None or isinstance(change, Role):
         return change
     if not isinstance(change, Mapping):
-        raise OptionError(f"a role is a Role, None (BF16) or a mapping of its fields, not {change!r}")
+        raise OptionError(f"a role is a Role, None (BF16) or a mapping of its fields, not {shown(change)}")
     fields: dict[str, Any] = {}
     for name, value in change.items():
         if name in ("left", "right"):
-            fields[name] = _changed_cast(getattr(role or Role(), name), value)
+            with inside(name):
+                fields[name] = _changed_cast(getattr(role or Role(), name), value)
         elif name == "fast_accumulation":
             fields[name] = _flag(name, value)
         else:
@@ -178,7 +220,7 @@ def _changed_cast(cast: Cast, change: Mapping[str, Any] | Cast) -> Cast:
     if isinstance(change, Cast):
         return change
     if not isinstance(change, Mapping):
-        raise OptionError(f"an operand is a Cast or a mapping of its fields, not {change!r}")
+        raise OptionError(f"an operand is a Cast or a mapping of its fields, not {shown(change)}")
     fields: dict[str, Any] = {}
     for name, value in change.items():
         if name == "granularity":
@@ -194,12 +236,6 @@ def _changed_cast(cast: Cast, change: Mapping[str, Any] | Cast) -> Cast:
     return dataclasses.replace(cast, **fields)
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} is True or False, not {value!r}")
-    return value
-
-
 def _delayed(value: Any) -> Delayed | None:
     """From True, None or False, a `Delayed`, or a mapping of its fields."""
     if isinstance(value, Mapping):
@@ -209,7 +245,7 @@ def _delayed(value: Any) -> Delayed | None:
         return Delayed(**value)
     if value is None or isinstance(value, (bool, Delayed)):
         return Delayed() if value is True else (value or None)
-    raise OptionError(f"delayed scaling is True, None, or a mapping of history and margin, not {value!r}")
+    raise OptionError(f"delayed scaling is True, None, or a mapping of history and margin, not {shown(value)}")
 
 
 def _recipes() -> dict[str, Recipe]:

@@ -6,11 +6,12 @@ options={"schedule": {"bf16_steps": 100, …}}       with some of them changed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fp8compile.errors import OptionError, unknown_name
+from fp8compile.errors import OptionError, shown, unknown_name
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,29 @@ class Schedule:
     edges: float = 3.0
     recompiles: int = 8
 
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _check(f.name, getattr(self, f.name), type(f.default))
+
     @staticmethod
     def parse(value: Any) -> Schedule | None:
         """Settings from "auto", a mapping of them, a `Schedule`, or None (no schedule). Raises `OptionError`."""
         if value is None or isinstance(value, Schedule):
             return value
-        if value == "auto":
+        if isinstance(value, str) and value == "auto":
             return Schedule()
         if not isinstance(value, Mapping):
-            raise OptionError(f"option 'schedule' is \"auto\" or a mapping of its settings, not {value!r}")
-        types = {f.name: type(getattr(Schedule, f.name)) for f in fields(Schedule)}
-        for name, given in value.items():
-            if name not in types:
-                raise unknown_name("setting of a schedule", name, types)
-            _check(name, given, types[name])
+            raise OptionError(f'it is "auto" or a mapping of its settings, not {shown(value)}')
+        names = [f.name for f in fields(Schedule)]
+        for name in value:
+            if name not in names:
+                raise unknown_name("setting of a schedule", name, names)
         return Schedule(**value)
 
 
 def _check(name: str, value: Any, kind: type) -> None:
     least = 1 if name in ("every", "patience") else 0
     wanted = "a number of dB" if kind is float else "a whole number"
-    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int) or not value >= least:
-        raise OptionError(f"schedule: {name} is {wanted} of at least {least}, not {value!r}")
+    is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    if not is_number or not least <= value < math.inf:
+        raise OptionError(f"schedule: {name} is {wanted} of at least {least}, not {shown(value)}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8compile.errors import OptionError, unknown_name
+from fp8compile.errors import OptionError, inside, unknown_name
 
 GROUP = 128
 BYTES_OF_SIDE = 8
@@ -113,10 +113,11 @@ def parse_state_format(value: StateFormat | str) -> StateFormat:
     """The `StateFormat` called `value`; raises `OptionError` with the nearest valid name."""
     if isinstance(value, StateFormat):
         return value
-    code, *flags = str(value).split("/")
-    if code not in CODES or not set(flags) <= set(FLAGS):
+    code, *flags = value.split("/") if isinstance(value, str) else (None,)
+    if code not in CODES or not {*flags} <= {*FLAGS}:
         raise unknown_name("state format", value, names())
-    return StateFormat(code, **dict.fromkeys(flags, True))
+    with inside(f"state format {value!r}"):
+        return StateFormat(code, **dict.fromkeys(flags, True))
 
 
 def names() -> list[str]:

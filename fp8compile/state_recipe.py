@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from fp8compile.errors import OptionError, unknown_name
+from fp8compile.errors import OptionError, inside, shown, unknown_name
 from fp8compile.state_formats import FLOAT32, GROUP, StateFormat, parse_state_format
 
 PARAMETERS = ("nearest", "stochastic", "split")
@@ -65,13 +65,22 @@ class StateRecipe:
         if isinstance(value, str):
             return StateRecipe(parse_state_format(value), parse_state_format(value))
         if value is not None and not isinstance(value, Mapping):
-            raise OptionError(f"a state recipe is a format's name, a StateRecipe or a mapping, not {value!r}")
+            raise OptionError(f"a state recipe is a format's name, a StateRecipe or a mapping, not {shown(value)}")
         given: dict[str, Any] = {}
         for name, entry in dict(value or {}).items():
             if name not in (names := [f.name for f in fields(StateRecipe)]):
                 raise unknown_name("field of a state recipe", name, names)
-            given[name] = _field(name, entry)
+            with inside(name):
+                given[name] = _field(name, entry)
         return StateRecipe(**given)
+
+    def __post_init__(self) -> None:
+        named = [("first", self.first), ("second", self.second), *self.formats]
+        for name, given in named:
+            if not isinstance(given, StateFormat):
+                raise OptionError(f"{name} is a StateFormat, not {shown(given)} (names: StateRecipe.parse reads them)")
+        _field("parameters", self.parameters)
+        _field("smallest", self.smallest)
 
     def decide(self, name: str, parameter: Tensor, state: Tensor) -> Decision:
         """What becomes of the state `name` of `parameter`, by their global shapes and dtypes."""
@@ -142,12 +151,14 @@ def _field(name: str, value: Any) -> Any:
         return parse_state_format(value)
     if name == "formats":
         if not isinstance(value, Mapping):
-            raise OptionError(f"formats maps names of states to formats, and is not {value!r}")
-        return tuple((str(state), parse_state_format(how)) for state, how in value.items())
+            raise OptionError(f"formats maps names of states to formats, and is not {shown(value)}")
+        if odd := [state for state in value if not isinstance(state, str) or not state]:
+            raise OptionError(f"formats maps names of states (strings), not {shown(odd[0])}")
+        return tuple((state, parse_state_format(how)) for state, how in value.items())
     if name == "parameters":
-        if value not in PARAMETERS:
+        if not isinstance(value, str) or value not in PARAMETERS:
             raise unknown_name("rounding of parameters", value, PARAMETERS)
         return value
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise OptionError(f"smallest is a number of elements, not {value!r}")
+        raise OptionError(f"smallest is a number of elements, not {shown(value)}")
     return value

@@ -29,6 +29,7 @@ from fp8compile.passes.sensitive import QUERY_OR_KEY
 GROUPS = (128, 64, 32, 16)
 SCALE_BYTES = 4
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+NOTHING_IN_FP8 = "no matmul of this graph is in FP8, so nothing is rounded (option save would round it)"
 REORDERED = {*VIEWS, aten.clone.default} - {aten.expand.default, aten.slice.Tensor, aten.select.int}
 
 
@@ -76,6 +77,7 @@ class Graph:
     outputs: set[fx.Node]  # what the forward half returns to the user
     held: set[fx.Node]  # inputs that somebody else keeps: parameters, data without gradients
     forward: set[fx.Node]  # what the forward half computes for its results
+    in_fp8: bool = True  # whether a matmul is: else only what `save` names is rounded
 
 
 def find_forms(graph: fx.Graph, known: Graph, options: Options, sensitive: dict[fx.Node, str]) -> dict[fx.Node, Form]:
@@ -98,6 +100,7 @@ def find_forms(graph: fx.Graph, known: Graph, options: Options, sensitive: dict[
             or ("" if node in feeding else "no matmul reads it: it is for the loss")
             or _of_source(node, forms)
             or _unfit(node, options.save_min_bytes)
+            or ("" if known.in_fp8 or _is_named(node, options) else NOTHING_IN_FP8)
         )
         forms[node] = as_it_is(value(node), why_not) if why_not else _as_fp8(node, known.forward)
     return forms
@@ -178,6 +181,11 @@ def memory_of(node: fx.Node) -> fx.Node:
 def _policy(node: fx.Node, options: Options) -> str:
     pattern, form = options.saves(module_path(made_at(node)))
     return f"save={{{pattern!r}: 'bf16'}}" if form == "bf16" else ""
+
+
+def _is_named(node: fx.Node, options: Options) -> bool:
+    """Whether option `save` says how `node` is kept, not its default."""
+    return options.saves(module_path(made_at(node)))[0] != ""
 
 
 def _unfit(node: fx.Node, least: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,22 @@ def test_the_docstring_shows_commands_and_what_they_print(name):
     text = importlib.import_module(name).__doc__
     assert re.search(rf"python examples/{name}\.py", text)
     assert re.search(r"FP8 against BF16: [+-]\d\.\d\d%", text)
+
+
+def test_a_progress_bar_in_a_file_is_a_line_now_and_then(monkeypatch):
+    import training
+
+    monkeypatch.setattr(training, "LINE_EVERY", 0.1)
+    text = io.StringIO()
+    start = time.perf_counter()
+    for _ in training.progress_bar(range(60), "fp8", text):
+        time.sleep(0.005)
+    *lines, last = text.getvalue().split("\n")
+    assert 2 <= len(lines) <= 3 + (time.perf_counter() - start) / 0.1
+    assert all(re.match(r"fp8: +\d+%\|", line) for line in lines)
+    assert "60/60" in lines[-1]
+    assert last == ""
+    assert "\r" not in text.getvalue()
 
 
 def test_packed_examples_do_not_see_each_other():

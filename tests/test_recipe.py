@@ -65,8 +65,8 @@ def test_a_recipe_is_given_by_name_object_or_mapping():
         ("xyz", r"unknown recipe 'xyz'\. Valid: blockwise, mixed"),
         ({"base": "mixd"}, r"unknown recipe 'mixd'\. Did you mean 'mixed'\?"),
         ({"base": "mixed", "ouput": None}, r"unknown role 'ouput'\. Did you mean 'output'\?"),
-        (17, "recipe must be a name, a Recipe or a mapping, not int"),
-        (None, "recipe must be a name, a Recipe or a mapping, not NoneType"),
+        (17, "recipe must be a name, a Recipe or a mapping, not 17"),
+        (None, "recipe must be a name, a Recipe or a mapping, not None"),
     ],
 )
 def test_a_bad_recipe_names_the_nearest(value, message):
@@ -122,8 +122,8 @@ def test_delayed_is_given_as_true_mapping_object_or_none(given, wanted):
         ({"left": {"format": "e4m4"}}, r"unknown format 'e4m4'\. Did you mean 'e4m3'\?"),
         ({"left": "e5m2"}, "an operand is a Cast or a mapping of its fields, not 'e5m2'"),
         ("bf16", r"a role is a Role, None \(BF16\) or a mapping of its fields, not 'bf16'"),
-        ({"right": {"delayed": {"history": 0}}}, "history must be a positive integer, not 0"),
-        ({"right": {"delayed": {"margin": 0.5}}}, r"margin is an integer \(a power of two\), not 0.5"),
+        ({"right": {"delayed": {"history": 0}}}, "history must be a positive integer, at most 65536, not 0"),
+        ({"right": {"delayed": {"margin": 0.5}}}, r"margin is an integer \(a power of two\) from -64 to 64, not 0.5"),
         ({"right": {"delayed": {"histroy": 4}}}, "histor"),
         ({"right": {"delayed": 16}}, "delayed"),
         ({"left": {"delayed": True}}, "delayed scaling keeps one amax a tensor; it cannot be used with row"),

@@ -28,11 +28,12 @@ from torch import fx
 
 from fp8compile import environment
 from fp8compile.calling_line import warn_user
+from fp8compile.errors import OptionError
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.graph_files import write_graph
 from fp8compile.insight.memory import Timeline
 from fp8compile.kernels import generated
-from fp8compile.options import dump_folder
+from fp8compile.option_values import read_option
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.region_graph import regions_of, spec_of
 from fp8compile.plan import Plan
@@ -202,7 +203,9 @@ def dump(path: str | Path) -> Iterator[Path]:
     `explain(model, …, options={"dump": path})` compile it aside. Warns if nothing was compiled. Raises `OptionError`
     where no folder can be made.
     """
-    root = Path(dump_folder(Path(path).absolute()))
+    if path is None:
+        raise OptionError("dump: give the path of a folder, not None")
+    root = Path(read_option("dump", path))
     before, environment.folder = environment.folder, str(root)
     count = len(list(root.glob("graph*")))
     try:

@@ -82,7 +82,8 @@ def summary(t: Totals) -> list[str]:
     if t.saved:
         again = f"; {t.recomputed} operators are computed again" if t.recomputed else ""
         change = f"{size(t.saved_before)} → {size(t.saved_after)}"
-        lines += _labelled("saved", f"{change} for backward in {t.saved} tensors, parameters left out{again}")
+        rounded = "" if t.fp8 or t.saved_after >= t.saved_before else "; rounded to FP8 though no matmul is in it"
+        lines += _labelled("saved", f"{change} for backward in {t.saved} tensors, parameters left out{again}{rounded}")
     if t.kernels:
         lines += _labelled("kernels", f"{t.kernels} generated, which read and write {size(t.moved)}")
     if t.transfers:

@@ -90,11 +90,23 @@ def test_only_saving_costs_little() -> None:
     """FP8 in what is kept and in nothing else."""
     model, x = blocks()
     expected = gradients(model, model, x)
-    options: dict[str, Any] = {"skip": "*", "strict": True}
+    options: dict[str, Any] = {"skip": "*", "strict": True, "save": "fp8"}
     with pytest.warns(fp8compile.Fp8Warning, match="NOTHING"):
         got = gradients(torch.compile(model, backend="fp8", options=options), model, x)
     assert any(row.form.startswith("e4m3") for row in fp8compile.last_compile().saved)
     assert min(sqnr(expected[name], got[name]) for name in expected) > 22
+
+
+def test_without_fp8_matmuls_nothing_is_rounded() -> None:
+    """Gradients are those of torch.compile, but for FP32 that generated kernels keep between operators."""
+    model, x = blocks()
+    expected = gradients(model, model, x)
+    usual = gradients(torch.compile(model), model, x)
+    torch.compiler.reset()
+    with pytest.warns(fp8compile.Fp8Warning, match="nothing is rounded"):
+        got = gradients(torch.compile(model, backend="fp8", options={"skip": "*", "strict": True}), model, x)
+    assert not any(row.form.startswith("e4m3") for row in fp8compile.last_compile().saved)
+    assert not [name for name in usual if sqnr(expected[name], got[name]) < sqnr(expected[name], usual[name]) - 3]
 
 
 @pytest.mark.parametrize("share", [0.08, 0.12, 0.3])

@@ -171,7 +171,7 @@ def two_layers(m: Any, x: Tensor) -> Tensor:
 def test_the_first_pattern_that_names_a_module_decides() -> None:
     for save, expected in (
         ("fp8", {"up": True, "down": True}),
-        ({"up": "bf16"}, {"up": False, "down": True}),
+        ({"up": "bf16", "*": "fp8"}, {"up": False, "down": True}),
         ({"last": "fp8", "down": "bf16", "*": "fp8"}, {"up": True, "down": False}),
         ({"up": "fp8", "*": "bf16"}, {"up": True, "down": False}),
         ({"u?": "bf16", "d*": "fp8"}, {"up": False, "down": True}),
@@ -195,8 +195,8 @@ def test_the_first_pattern_that_names_a_module_decides() -> None:
         ({"save": {"up": "fp16"}}, "fp8"),
         ({"save": {"": "fp8"}}, r"option 'save' maps module path patterns \(strings\), not ''"),
         ({"save": {3: "fp8"}}, r"option 'save' maps module path patterns \(strings\), not 3"),
-        ({"save_min_bytes": -1}, r"option 'save_min_bytes' is a number of bytes, not -1"),
-        ({"save_min_bytes": True}, r"option 'save_min_bytes' is a number of bytes, not True"),
+        ({"save_min_bytes": -1}, r"option 'save_min_bytes' is a number of bytes \(an int from 0\), not -1"),
+        ({"save_min_bytes": True}, r"option 'save_min_bytes' is a number of bytes \(an int from 0\), not True"),
         ({"saved": "fp8"}, "save"),
     ],
 )
@@ -607,7 +607,8 @@ SIZES = [(4, 16), (3, 32), (5, 8), (2, 7)]
 @pytest.mark.parametrize("name", ["block", "dropout", "attention"])
 def test_dynamic_sizes(name: str, way: str) -> None:
     model = build(MODELS[name])
-    options = {"executor": "eager", "strict": True, "select": "all", "save_min_bytes": 0, "skip": "*"}
+    fp8 = {"skip": "*", "save": "fp8", "save_min_bytes": 0}
+    options = {"executor": "eager", "strict": True, "select": "all", **fp8}
     run = torch.compile(model, backend="fp8", options=options, dynamic=True if way == "dynamic" else None)
 
     def sized(x: Tensor) -> Any:

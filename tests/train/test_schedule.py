@@ -426,7 +426,7 @@ def test_through_inductor():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("automatic", r"option 'schedule' is \"auto\" or a mapping"),
+        ("automatic", r"option 'schedule': it is \"auto\" or a mapping"),
         ({"evry": 3}, r"unknown setting of a schedule 'evry'\. Did you mean 'every'\?"),
         ({"every": 0}, "schedule: every is a whole number of at least 1, not 0"),
         ({"every": 1.5}, "schedule: every is a whole number"),

@@ -1,0 +1,59 @@
+"""Bad options past Dynamo, which wraps what a backend raises into a `BackendCompilerFailed` with a long traceback.
+
+    torch.compile(model, backend="fp8", options={"recpie": "mixed"})(x)
+    OptionError: unknown option 'recpie'. Did you mean 'recipe'? …
+
+torch.compile looks a backend up by its name without showing it the options, so the first call is the earliest at which
+they can be read. What passes Dynamo as it is, is a `ShortenTraceback`: the class by which backends of torch's own tell
+users that something of theirs must change (`TritonMissing`). It cuts Dynamo's frames out of the traceback as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+from torch._dynamo.exc import ShortenTraceback  # what Dynamo hands to the user as it is
+
+from fp8compile.errors import OptionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _OptionError(OptionError, ShortenTraceback):
+    """An `OptionError` for Dynamo to let through. first_useful_frame: where its traceback begins, Dynamo's cut away."""
+
+    def __init__(self, message: str, first_useful_frame: FrameType | None) -> None:
+        OptionError.__init__(self, message)
+        self.message, self.first_useful_frame = message, first_useful_frame
+
+    def __str__(self) -> str:
+        """Without the advice for debugging Dynamo that Dynamo appends to whatever is raised under it."""
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process it is the plain error: frames cannot be sent."""
+        return OptionError, (self.message,)
+
+
+# Its name is what a traceback shows: users are told one name, which fp8compile exports.
+_OptionError.__name__ = _OptionError.__qualname__ = OptionError.__name__
+_OptionError.__module__ = OptionError.__module__
+
+
+def unwrapped(backend: Callable[P, R]) -> Callable[P, R]:
+    """A backend of which bad options reach the user as `OptionError`, not wrapped by Dynamo."""
+
+    @functools.wraps(backend)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return backend(*args, **kwargs)
+        except OptionError as error:
+            below = error.__traceback__.tb_next if error.__traceback__ else None
+            raise _OptionError(str(error), inspect.currentframe()).with_traceback(below) from error.__cause__
+
+    return call

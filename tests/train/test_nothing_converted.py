@@ -1,0 +1,249 @@
+"""Where no matmul of a graph is in FP8, nothing of it is rounded unless option save or a plan asks for it: gradients
+are those of torch.compile, bit by bit. The warning says which of both it is."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_quantized import sqnr
+from models import ZOO
+from saving import Step, is_fp8, noise, rows, same_bits, step
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
+from torch.utils.checkpoint import checkpoint
+
+import fp8compile
+from fp8compile.errors import Fp8Warning
+from fp8compile.passes.saved_forms import NOTHING_IN_FP8
+
+# Kernels of Inductor: generated ones keep in FP32 what BF16 rounds between operators.
+EAGER = {"executor": "eager", "strict": True, "select": "all", "save_min_bytes": 0, "kernels": "inductor"}
+D, INNER = 64, 128
+
+
+def plain(gm: fx.GraphModule, inputs: Any) -> Any:
+    """torch.compile without anything of ours, the graphs that it hands to Inductor run node by node."""
+
+    def run_eagerly(half: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
+        return make_boxed_func(half.forward)
+
+    return compile_fx(gm, inputs, inner_compile=run_eagerly, config_patches={"fallback_random": True})
+
+
+class Mlp(nn.Module):
+    """Two residual blocks; `around` is applied to each: a checkpoint, for instance."""
+
+    def __init__(self, dropout: float = 0.0, around: Any = None, breaks: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.ModuleList(nn.LayerNorm(D) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(D, INNER) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(INNER, D) for _ in range(2))
+        self.dropout, self.breaks = dropout, breaks
+        self.around = around or (lambda run, *args: run(*args))
+
+    def block(self, n: int, x: Tensor) -> Tensor:
+        wide = F.dropout(F.gelu(self.up[n](self.norm[n](x))), self.dropout)
+        return x + self.down[n](wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.around(lambda x: self.block(0, x), x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.around(lambda x: self.block(1, x), x)
+
+
+def model(dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> Mlp:
+    torch.manual_seed(0)
+    return Mlp(**kwargs).to(dtype)
+
+
+def run(mlp: nn.Module, **options: Any) -> tuple[Step, list[str]]:
+    """A step compiled with `options` (none: by torch alone), and the warnings of ours."""
+    torch.compiler.reset()
+    fp8 = {"backend": "fp8", "options": EAGER | options} if options else {"backend": plain}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = step(mlp, torch.compile(mlp, **fp8), [noise(4, 32, D, dtype=next(mlp.parameters()).dtype)])
+    return found, [str(w.message) for w in caught if w.category is Fp8Warning]
+
+
+def under_checkpoint(function: Any, *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+# ---- the default rounds nothing -------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "skip": {"skip": "*"},
+    "the cost model": {"select": "profitable"},
+    "recipe": {"recipe": {"output": None, "grad_input": None, "grad_weight": None}},
+    "operations": {"operations": "convolution"},
+    "auto": {"skip": "*", "save": "auto"},
+    "a budget": {"skip": "*", "activation_budget": 1.0},
+    "a small budget": {"skip": "*", "activation_budget": 0.5},
+    "bf16 by pattern": {"skip": "*", "save": {"up": "bf16"}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_are_those_of_torch_compile(way: str, dtype: torch.dtype):
+    got, _ = run(model(dtype), **WAYS[way])
+    assert same_bits(got, run(model(dtype))[0])
+    assert rows()
+    assert not [row for row in rows() if is_fp8(row)]
+
+
+def test_generated_kernels_add_no_noise():
+    exact, _ = run(model(torch.float32), skip="*", kernels="generated")
+    assert same_bits(exact, run(model(torch.float32))[0])
+    wide, _ = run(model().float(), skip="*")
+    got, usual = run(model(), skip="*", kernels="generated")[0], run(model())[0]
+    # The same roundings to BF16 but those that they leave out; of few values the noise scatters.
+    assert not [name for name in usual if sqnr(wide[name], got[name]) < sqnr(wide[name], usual[name]) - 1.5]
+
+
+@pytest.mark.parametrize("kwargs", [{"dropout": 0.3}, {"around": under_checkpoint}, {"breaks": True}], ids=str)
+def test_so_they_are_with_dropout_checkpoints_and_graph_breaks(kwargs: dict[str, Any]):
+    assert same_bits(run(model(**kwargs), skip="*")[0], run(model(**kwargs))[0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit", "cnn", "tied_weights", "autocast"])
+def test_so_they_are_in_models_of_the_zoo(name: str):
+    found = []
+    for options in ({"backend": plain}, {"backend": "fp8", "options": EAGER | {"skip": "*", "fold_masks": False}}):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        case = ZOO[name]()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Fp8Warning)
+            case.loss(torch.compile(case.model, **options)(**case.inputs)).backward()
+        found.append({name: p.grad for name, p in case.model.named_parameters() if p.grad is not None})
+    assert same_bits(*found)
+
+
+def test_the_plan_says_why_a_value_keeps_its_precision():
+    run(model(), skip="*")
+    assert {row.reason for row in rows() if "up" in row.path} == {NOTHING_IN_FP8}
+
+
+def test_a_graph_whose_pass_fails_is_not_rounded_either(monkeypatch: pytest.MonkeyPatch):
+    from fp8compile.passes import pipeline
+
+    def broken(c: Any) -> None:
+        raise ValueError("a pass that fails")
+
+    monkeypatch.setattr(pipeline, "PIPELINE", (pipeline.Pass("broken", broken, ""), *pipeline.PIPELINE))
+    got, (warning,) = run(model(), strict=False)
+    assert "This graph is compiled without FP8" in warning
+    assert same_bits(got, run(model())[0])
+
+
+# ---- where FP8 matmuls are, and where it is asked for ---------------------------------------------------------------
+
+
+def test_one_matmul_in_fp8_is_enough_to_round():
+    run(model(), skip=["up", "down.0"])
+    assert [row for row in rows() if is_fp8(row) and "0" in row.path]
+
+
+def test_each_graph_decides_by_itself():
+    run(model(breaks=True), skip=["up.0", "down.0"])
+    first, second = fp8compile.compiles()
+    assert {m.decision for m in first.matmuls} == {"bf16"}
+    assert not [row for row in first.saved if is_fp8(row)]
+    assert {m.decision for m in second.matmuls} == {"fp8"}
+    assert [row for row in second.saved if is_fp8(row)]
+
+
+def test_a_graph_counts_the_regions_that_it_calls():
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.last = model(), nn.Linear(D, D, dtype=torch.bfloat16)
+            self.region = torch.compiler.nested_compile_region(lambda x: self.mlp.block(0, x))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(F.gelu(self.region(F.gelu(x * x))))
+
+    torch.manual_seed(0)
+    run(Nested(), skip=["last"])
+    decisions = [{m.decision for m in plan.matmuls} for plan in fp8compile.compiles()]
+    assert decisions == [{"fp8", "bf16"}]
+    assert [row for row in rows() if is_fp8(row)]
+
+
+@pytest.mark.parametrize("save", ["fp8", {"*": "fp8"}, {"up": "fp8", "norm": "fp8"}], ids=str)
+def test_what_option_save_names_is_rounded_all_the_same(save: Any):
+    got, (warning,) = run(model(), skip="*", save=save)
+    rounded = [row for row in rows() if is_fp8(row)]
+    assert rounded
+    assert (
+        f" {len(rounded)} of {len(fp8compile.last_compile().saved)} tensors saved for backward are rounded" in warning
+    )
+    assert "as option save or a plan says; without that nothing is rounded." in warning
+    assert not same_bits(got, run(model())[0])
+    if isinstance(save, dict) and "*" not in save:
+        assert {row.path.split(".")[0] for row in rounded} <= {"up", "norm"}
+
+
+def test_a_level_is_no_such_name():
+    run(model(), skip="*", level="O3")
+    assert not [row for row in rows() if is_fp8(row)]
+    run(model(), level="O3")
+    assert [row for row in rows() if is_fp8(row)]
+
+
+def test_a_plan_names_it():
+    run(model())
+    run(model(), select="all")
+    plan = fp8compile.compiles()[-1]
+    kept = replace(plan, matmuls=[replace(m, decision="bf16", left=None, right=None) for m in plan.matmuls], saved=[])
+    run(model(), plan=kept)
+    assert not [row for row in rows() if is_fp8(row)]
+    run(model(), skip="*", save="fp8")
+    rounding = replace(kept, saved=fp8compile.compiles()[-1].saved)
+    run(model(), plan=rounding)
+    assert [row for row in rows() if is_fp8(row)]
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+
+def test_the_warning_says_that_nothing_is_rounded():
+    _, (warning,) = run(model(), skip="*")
+    assert warning == (
+        "fp8: NOTHING was converted in a graph with 12 matmuls: 12× skip='*'. What is saved for backward keeps its "
+        "precision, so that nothing is rounded."
+    )
+
+
+def test_of_inference_it_says_nothing_of_what_is_saved():
+    with torch.no_grad(), pytest.warns(Fp8Warning) as caught:
+        torch.compile(model(), backend="fp8", options=EAGER | {"skip": "*"})(noise(4, 32, D))
+    assert [str(w.message) for w in caught if w.category is Fp8Warning] == [
+        "fp8: NOTHING was converted in a graph with 4 matmuls: 4× skip='*'."
+    ]
+
+
+def test_a_table_says_whether_it_is_rounded():
+    run(model(), skip="*", save="fp8")
+    assert "rounded to FP8 though no matmul is in it" in str(fp8compile.last_compile())
+    run(model(), skip="*")
+    assert "though no matmul" not in str(fp8compile.last_compile())
+    run(model(), select="all")
+    assert "though no matmul" not in str(fp8compile.last_compile())
+
+
+def test_masks_are_told_all_the_same():
+    case = ZOO["gpt2"]()
+    compiled = torch.compile(case.model, backend="fp8", options=EAGER | {"skip": "*"})
+    with pytest.warns(Fp8Warning, match="NOTHING was converted"):
+        compiled(**case.inputs)
+    assert fp8compile.compiles()[-1].masks
