@@ -23,7 +23,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import delayed, devices, failures, hooks, nested, optimizers, plans, scheduled
+from fp8compile import compiled_calls, delayed, devices, failures, hooks, nested, optimizers, plans, scheduled
 from fp8compile.compilations import current_frame
 from fp8compile.errors import OptionError
 from fp8compile.insight.baseline import DumpingPartitioner
@@ -54,6 +54,7 @@ def fp8(
     Raises `OptionError` for bad options. A graph that a pass cannot handle is compiled in its own precision with an
     `Fp8Warning`, unless `strict`.
     """
+    compiled_calls.asked(fp8)
     parsed = Options.parse(options, mode)
     attention_strides.run(gm)
     namespace = ""
@@ -65,9 +66,13 @@ def fp8(
     known = tuple(_inputs(gm, example_inputs))
     if parsed.schedule is not None and opt is None:
         compile_again = functools.partial(_compile, known=known, namespace=namespace)
-        return scheduled.Scheduled(gm, example_inputs, parsed, compile_again)
+        versions = scheduled.Scheduled(gm, example_inputs, parsed, compile_again)
+        return compiled_calls.counted(versions, [versions.plan])
     states = optimizers.plan_of(opt, gm, example_inputs, parsed) if opt is not None else None
-    return _compile(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)[0]
+    return compiled_calls.counted(*_compile(gm, example_inputs, parsed, known=known, namespace=namespace, states=states))
+
+
+compiled_calls.watch(fp8)
 
 
 def _compile(

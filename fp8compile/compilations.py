@@ -79,6 +79,10 @@ class Compilations:
         self.calls[-1].plans.extend(plans)
         self.calls[-1].frames += [frame] if frame is not None else []
 
+    def add_call(self, plan: Plan) -> None:
+        """A call that compiled nothing; `plan` says why."""
+        self.calls.append(Call([plan]))
+
     def last(self) -> list[Plan]:
         """Of the last call that compiled matmuls; where none has, of the last of an optimizer, or at all."""
         for wanted in (_has_matmuls, _has_optimizer, lambda plan: True):
@@ -89,8 +93,8 @@ class Compilations:
 
 
 def _has_matmuls(plan: Plan) -> bool:
-    return bool(plan.matmuls or plan.failure)
+    return bool(plan.matmuls or (plan.failure and plan.graph != "optimizer"))
 
 
 def _has_optimizer(plan: Plan) -> bool:
-    return bool(plan.states or plan.updates)
+    return bool(plan.states or plan.updates or plan.failure)

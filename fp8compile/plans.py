@@ -53,13 +53,20 @@ def last_compile() -> Explanation:
     """What `explain` tells, of what was compiled last, without compiling again; also where a cache had it.
 
     All graphs that the last call of a compiled function made (graph breaks make several), one without matmuls left out;
-    graphs which that call found compiled are not in it. An optimizer that was compiled after a model does not hide it:
-    where graphs with matmuls have been compiled, it is of those. `compiles()` has everything. Raises `LookupError`
-    before the first.
+    graphs which that call found compiled are not in it. If torch compiled nothing of it, that is what is told (`failure`
+    says why). An optimizer that was compiled after a model does not hide it: where graphs with matmuls have been
+    compiled, it is of those. `compiles()` has everything. Raises `LookupError` before the first, and after
+    `torch.compiler.reset()`.
     """
     if found := _compiled.last():
         return Explanation(found)
     raise LookupError("nothing has been compiled with backend='fp8' yet: call the compiled model once")
+
+
+def nothing_compiled(plan: Plan) -> None:
+    """A call of a compiled function reached no graph, as `plan` says."""
+    _compiled.add_call(plan)
+    logger.info("%s", plan.failure)
 
 
 def compiles() -> list[Plan]:
