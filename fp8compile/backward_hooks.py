@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo import compiled_autograd  # says whether hooks may be traced: while they are, for this backend
-from torch._dynamo.variables import BackwardHookVariable  # where Dynamo asks that
+from torch._dynamo.variables import BackwardHookVariable, TensorVariable, TupleVariable  # where Dynamo asks that
+from torch._dynamo.variables.builder import wrap_fx_proxy  # a node of the graph, as Dynamo has it
 from torch._guards import detect_fake_mode  # of the graph's inputs
 from torch.fx.experimental._backward_state import BackwardState  # names hooks and modules
 from torch.utils.hooks import BackwardHook
@@ -35,18 +36,38 @@ BEFORE, AFTER, ALONE = "before", "after", "alone"
 
 def trace_hooks(is_ours: Callable[[Any], bool]) -> None:
     """Let Dynamo trace backward hooks where the backend `is_ours`."""
-    create = BackwardHookVariable.create
+    create, setup = BackwardHookVariable.create, BackwardHookVariable._setup_hook
 
-    def traced(tx: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_traced(tx: Any, *args: Any, **kwargs: Any) -> Any:
         if compiled_autograd.compiled_autograd_enabled or not is_ours(tx.output.compiler_fn):
             return create(tx, *args, **kwargs)
         compiled_autograd.compiled_autograd_enabled = True
         try:
-            return create(tx, *args, **kwargs)
+            hooks = create(tx, *args, **kwargs)
         finally:
             compiled_autograd.compiled_autograd_enabled = False
+        hooks.proxy.node.meta["example_value"] = PlacedHooks(None, (), ())
+        return hooks
 
-    BackwardHookVariable.create = staticmethod(traced)
+    def setup_traced(self: Any, tx: Any, name: str, args: Any) -> Any:
+        if isinstance(self.proxy.node.meta["example_value"], PlacedHooks) and not isinstance(args, TensorVariable):
+            return _setup_placed(self, tx, name, args)
+        return setup(self, tx, name, args)
+
+    BackwardHookVariable.create = staticmethod(create_traced)
+    BackwardHookVariable._setup_hook = setup_traced  # type: ignore[method-assign]
+
+
+def _setup_placed(hooks: Any, tx: Any, name: str, args: Any) -> Any:
+    """Trace hooks on the tensors among several values; of anything but a tuple torch takes no notice either."""
+    if type(args) is not TupleVariable:
+        return args
+    places = [i for i, x in enumerate(args.items) if isinstance(x, TensorVariable)]
+    tensors = tuple(args.items[i].as_proxy() for i in places)
+    call = (hooks.as_proxy(), name, tensors, tuple(places), len(args.items))
+    found = wrap_fx_proxy(tx, tx.output.create_proxy("call_method", "setup_placed", call, {}))
+    new = dict(zip(places, found.unpack_var_sequence(tx), strict=True))
+    return TupleVariable([new.get(i, x) for i, x in enumerate(args.items)])
 
 
 def insert(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Sequence[Any], Callable[..., Any]]:
@@ -57,17 +78,24 @@ def insert(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Sequence[Any], Ca
     index = next((i for i, x in enumerate(inputs) if isinstance(x, BackwardState)), None)
     if index is None:
         return inputs, _as_it_is
-    state = list(gm.graph.find_nodes(op="placeholder"))[index]
-    for node in list(state.users):
-        names = inspect.getclosurevars(node.target).nonlocals  # type: ignore[arg-type]  # Dynamo's, for these hooks
-        node.target = GraphHooks
-        node.args = (state, names["module_name"], names["user_hooks_name"], names["user_pre_hooks_name"])
     mode = detect_fake_mode([x for x in inputs if isinstance(x, Tensor)])
     carrier = torch.empty(0)
     fake = mode.from_tensor(carrier) if mode is not None else carrier
-    state.meta["example_value"] = fake
-    gm.recompile()
+    for part in gm.modules():  # a checkpointed region is a graph of its own
+        if isinstance(part, fx.GraphModule):
+            _insert(part, fake)
     return [fake if i == index else x for i, x in enumerate(inputs)], lambda compiled: _carrying(compiled, index)
+
+
+def _insert(gm: fx.GraphModule, carrier: Tensor) -> None:
+    for node in gm.graph.nodes:
+        if isinstance(node.meta.get("example_value"), BackwardState):
+            node.meta["example_value"] = carrier
+        elif node.op == "call_function" and getattr(node.target, "__name__", "") == "_in_graph_bw_hooks":
+            names = inspect.getclosurevars(node.target).nonlocals
+            node.target = GraphHooks
+            node.args = (*node.args, names["module_name"], names["user_hooks_name"], names["user_pre_hooks_name"])
+    gm.recompile()
 
 
 def _as_it_is(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,8 +113,19 @@ def _carrying(compiled: Callable[..., Any], index: int) -> Callable[..., Any]:
     return run
 
 
-class GraphHooks(BackwardHook):
-    """torch's own, whose hooks are the operator: it knows which gradients belong to which inputs and outputs."""
+class PlacedHooks(BackwardHook):
+    """torch's own, for the tensors among values of other types."""
+
+    def setup_placed(
+        self, name: str, tensors: Sequence[Tensor], places: Sequence[int], length: int
+    ) -> tuple[Tensor | None, ...]:
+        """`setup_input_hook` or `setup_output_hook`, by name, of so many values with tensors in these places."""
+        found = getattr(self, name)(_spread(tensors, places, length))
+        return tuple(found[i] for i in places)
+
+
+class GraphHooks(PlacedHooks):
+    """Those whose hooks are the operator: it knows which gradients belong to which inputs and outputs."""
 
     def __init__(self, state: Tensor, module: str, hooks: str, pre_hooks: str):
         super().__init__(None, (self._after,), (self._before,))
