@@ -23,7 +23,20 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import backward_hooks, compiled_calls, delayed, devices, failures, hooks, nested, optimizers, plans, scheduled
+from fp8compile import (
+    backward_hooks,
+    compiled_calls,
+    delayed,
+    devices,
+    failures,
+    hooks,
+    nested,
+    optimizers,
+    plans,
+    recurrent_modules,
+    scheduled,
+    trainers,
+)
 from fp8compile.compilations import current_frame
 from fp8compile.errors import OptionError
 from fp8compile.insight.baseline import DumpingPartitioner
@@ -60,6 +73,8 @@ def fp8(
     attention_strides.run(gm)
     namespace = ""
     opt = optimizers.traced_optimizer(gm, example_inputs)
+    if opt is None:
+        trainers.warn_of_fused_optimizer()
     if parsed.recipe.is_delayed or (parsed.schedule is not None and opt is None):
         _guard_identity(gm, example_inputs)
     if parsed.recipe.is_delayed:
@@ -84,6 +99,7 @@ def _is_fp8(backend: Any) -> bool:
 
 compiled_calls.watch(fp8)
 backward_hooks.trace_hooks(_is_fp8)
+recurrent_modules.call_between_graphs(_is_fp8)
 
 
 def _compile(

@@ -70,6 +70,7 @@ class Compilations:
 
     plans: list[Plan] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    nothing: list[Plan] = field(default_factory=list)  # of calls that compiled nothing, which say why
 
     def add(self, plans: Sequence[Plan], frame: Frame | None) -> None:
         """The plans of one graph."""
@@ -81,6 +82,7 @@ class Compilations:
 
     def add_call(self, plan: Plan) -> None:
         """A call that compiled nothing; `plan` says why."""
+        self.nothing.append(plan)
         self.calls.append(Call([plan]))
 
     def last(self) -> list[Plan]:

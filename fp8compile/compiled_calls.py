@@ -21,7 +21,10 @@ from typing import Any
 
 import torch
 from torch._dynamo import config as dynamo_config  # lets the steps of optimizers read numbers from tensors
-from torch._dynamo import eval_frame  # which function is called, whether by choice eagerly; whom reset() tells
+from torch._dynamo import (
+    eval_frame,  # which function is called, whether by choice eagerly; whom reset() tells
+    trace_rules,  # which code Dynamo does not take up by itself
+)
 from torch._dynamo.utils import counters  # what Dynamo gave up, and why
 from torch.optim import Optimizer
 
@@ -135,10 +138,12 @@ class Call:
     def __exit__(self, *_: Any) -> None:
         if self.undo is not None:
             self.undo()
-        if self.calls.is_known or sys.exc_info()[1] is not self.error:  # torch does not say that a call raised
+        if self.calls.is_known:
             return
         why = [text for text, count in _reasons().items() if count > self.reasons.get(text, 0)]
         found = self._verdict(why)
+        if sys.exc_info()[1] is not self.error:  # torch does not say that a call raised
+            return
         if found is not None:
             plans.nothing_compiled(found)
             warn_user(f"fp8: {found.failure}")
@@ -153,12 +158,21 @@ class Call:
         if _runs.graphs > self.before.graphs or _runs.asked > self.before.asked:
             return no_graph.without_matmuls(name, why) if self.optimizer is None else None
         if counters["frames"]["total"] == self.frames:
-            earlier = _given_up.get(code) if code is not None and _is_on() else None
-            return no_graph.plan(name, self.optimizer, earlier, is_earlier=True) if earlier else None
+            return self._untried(name, code) if _is_on() else None
         why = no_graph.unwanted(why, self.optimizer)
         if why and code is not None:
             _given_up[code] = why
         return no_graph.plan(name, self.optimizer, why) if why else None
+
+    def _untried(self, name: str, code: CodeType | None) -> Plan | None:
+        """What is to be said where Dynamo did not even try."""
+        if code is not None and code in _given_up:
+            return no_graph.plan(name, self.optimizer, _given_up[code], is_earlier=True)
+        module = getattr(self.function, "__self__", None)
+        by_itself = getattr(self.function, "__name__", "") == "_call_impl"  # module.compile()
+        if by_itself and isinstance(module, torch.nn.Module) and trace_rules.check(module.forward):
+            return no_graph.in_place(name)
+        return None
 
 
 class _Reset:

@@ -11,12 +11,13 @@ from fp8compile.plan import Plan
 # Beginnings of what Dynamo says where a user left something out by choice.
 BY_CHOICE = ("Skip calling `torch.compiler.disable()`d function", "Call to `torch._dynamo.graph_break()`")
 RECURRENT = (
-    "nn.LSTM, nn.GRU and nn.RNN run in torch's own kernels, which know no FP8: compile the rest of the model. (GRU and "
-    "RNN can be traced step by step with torch._dynamo.config.allow_rnn = True, which takes long for long sequences.)"
+    "These know no FP8: nothing is gained by compiling one alone. (GRU and RNN can be traced step by step with "
+    "torch._dynamo.config.allow_rnn = True, which takes long for long sequences.)"
 )
 HOOKS = "Remove the hooks, or register them on modules whose class is your own: the forward of these is compiled."
 NUMBERS = "Keep numbers that it computes in tensors, without .item()."
 CURES = (
+    ("Recurrent module is called between graphs", RECURRENT),
     ("Attempted to wrap RNN, GRU, or LSTM", RECURRENT),
     ("Module-level backwards hooks", HOOKS),
     ("Unsupported Tensor.item()", NUMBERS),
@@ -24,8 +25,8 @@ CURES = (
 ELSE = 'TORCH_LOGS="graph_breaks" shows the lines.'
 AGAIN = "Call torch.compiler.reset() before you compile it, or compile it first."
 FUSED = (
-    "fused=True runs torch's own kernel, which torch.compile does not see into. Make the optimizer with foreach=True or "
-    "fused=False; if it has made a step already, call torch.compiler.reset() before the next"
+    "fused=True runs torch's own kernel, which torch.compile does not see into. Make the optimizer with foreach=True "
+    "or fused=False; if it has made a step already, call torch.compiler.reset() before the next"
 )
 DISABLED = "torch lets nobody compile this step: leave it uncompiled"
 
@@ -42,9 +43,18 @@ def plan(name: str, optimizer: Optimizer | None, why: Sequence[str], is_earlier:
     return Plan("none", failure=" ".join([text, *cures]))
 
 
+def in_place(name: str) -> Plan:
+    """The plan of a call of one of torch's own modules after `module.compile()`."""
+    return Plan(
+        "none",
+        failure=f"nothing of {name} was compiled, so nothing of it runs in FP8: module.compile() takes up modules of your "
+        "own classes, and not torch's. Use torch.compile(module, …), or compile what it is a part of.",
+    )
+
+
 def without_matmuls(name: str, why: Sequence[str]) -> Plan | None:
     """The plan of a call whose graphs have no matmul because of modules that Dynamo is known to leave; or None."""
-    known = [text for text in why if any(text.startswith(start) for start, _ in CURES[:2])]
+    known = [text for text in why if any(text.startswith(start) for start, _ in CURES[:3])]
     if not known:
         return None
     text = f"no matmul of {name} was compiled, so nothing of it runs in FP8. torch left modules: {_told(known)}."

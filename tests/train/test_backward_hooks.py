@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -172,7 +171,9 @@ def test_hooks_see_what_they_see_in_eager(how: str, site: Callable[..., None], n
 
 def test_global_hooks() -> None:
     found, expected = [], []
-    for m, seen, call in ((mine := model(), found, mine.compile(backend="fp8", options=EXACT)), (model(), expected, 0)):
+    mine, theirs = model(), model()
+    mine.compile(backend="fp8", options=EXACT)
+    for m, seen in ((mine, found), (theirs, expected)):
         handles = [
             register_module_full_backward_hook(noting(seen, "after")),
             register_module_full_backward_pre_hook(noting(seen, "before")),
@@ -221,7 +222,11 @@ def test_checkpointed() -> None:
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("options", [{"recipe": {"base": "tensorwise", "output": {"left": {"delayed": True}}}}, {"schedule": "auto"}, {"save": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"recipe": {"base": "tensorwise", "output": {"left": {"delayed": True}}}}, {"schedule": "auto"}, {"save": "fp8"}],
+    ids=str,
+)
 def test_other_options(options: dict[str, Any]) -> None:
     mine, seen = model(), []
     both_on_torchs_own(mine, seen)
