@@ -45,6 +45,7 @@ class Runs:
 
 
 _runs = Runs()
+_steps: list[Calls] = []  # of optimizers, that are running
 _given_up: dict[CodeType, Sequence[str]] = {}  # code that Dynamo takes up no more, and why
 
 
@@ -65,6 +66,11 @@ def counted(compiled: Compiled, made: Sequence[Plan]) -> Compiled:
 
     run.__dict__.update(vars(compiled) if isinstance(compiled, FunctionType) else {})
     return run
+
+
+def step_is_told() -> bool:
+    """Whether a step is running of which it was said already that nothing of it is compiled."""
+    return any(calls.is_told for calls in _steps)
 
 
 def reset() -> None:
@@ -104,6 +110,7 @@ class Calls:
 
     is_known: bool = False
     is_optimizer: bool = False
+    is_told: bool = False  # that it reached none
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
         """The context of one call."""
@@ -128,6 +135,7 @@ class Call:
         self.calls.is_optimizer = self.optimizer is not None
         if self.optimizer is not None:  # a step that reads a number from a tensor is one graph all the same
             self.undo = _reading_numbers()
+            _steps.append(self.calls)
         if not self.calls.is_known:
             eval_frame.cached_backends.setdefault(id(reset), _Reset)  # type: ignore[arg-type]
             self.before = Runs(**vars(_runs))
@@ -138,6 +146,7 @@ class Call:
     def __exit__(self, *_: Any) -> None:
         if self.undo is not None:
             self.undo()
+            _steps.pop()
         if self.calls.is_known:
             return
         why = [text for text, count in _reasons().items() if count > self.reasons.get(text, 0)]
@@ -147,6 +156,7 @@ class Call:
         if found is not None:
             plans.nothing_compiled(found)
             warn_user(f"fp8: {found.failure}")
+            self.calls.is_told = True
         self.calls.is_known = found is not None or _runs != self.before
         self.function = self.optimizer = None
 

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 from fp8compile.plan import Plan
 
 # Beginnings of what Dynamo says where a user left something out by choice.
-BY_CHOICE = ("Skip calling `torch.compiler.disable()`d function", "Call to `torch._dynamo.graph_break()`")
+BREAK = "Call to `torch._dynamo.graph_break()`"
+BY_CHOICE = ("Skip calling `torch.compiler.disable()`d function", BREAK)
 RECURRENT = (
     "These know no FP8: nothing is gained by compiling one alone. (GRU and RNN can be traced step by step with "
     "torch._dynamo.config.allow_rnn = True, which takes long for long sequences.)"
@@ -47,8 +48,8 @@ def in_place(name: str) -> Plan:
     """The plan of a call of one of torch's own modules after `module.compile()`."""
     return Plan(
         "none",
-        failure=f"nothing of {name} was compiled, so nothing of it runs in FP8: module.compile() takes up modules of your "
-        "own classes, and not torch's. Use torch.compile(module, …), or compile what it is a part of.",
+        failure=f"nothing of {name} was compiled, so nothing of it runs in FP8: module.compile() takes up modules of "
+        "your own classes, and not torch's. Use torch.compile(module, …), or compile what it is a part of.",
     )
 
 
@@ -63,7 +64,7 @@ def without_matmuls(name: str, why: Sequence[str]) -> Plan | None:
 
 def unwanted(why: Sequence[str], optimizer: Optimizer | None) -> list[str]:
     """What Dynamo gave up without anybody's having asked for that. In a step it is torch that disables functions."""
-    return [text for text in why if optimizer is not None or not text.startswith(BY_CHOICE)]
+    return [text for text in why if not text.startswith(BY_CHOICE if optimizer is None else BREAK)]
 
 
 def _of_step(optimizer: Optimizer, why: Sequence[str]) -> str:
