@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -293,3 +294,55 @@ def test_other_backends_are_as_they_were() -> None:
     torch.compile(mine, backend=other)(batches(1)[0]).sum().backward()
     assert len(graphs) == 2
     assert len(seen) == 1
+
+
+def test_hooks_that_come_and_go() -> None:
+    """Dynamo sees them where a module had one when it was compiled."""
+    mine, seen = model(), []
+    compiled = torch.compile(mine, backend="fp8", options=EXACT)
+
+    def names() -> list[str]:
+        seen.clear()
+        run(mine, compiled, batches(1))
+        return [call[0] for call in seen]
+
+    first = mine.middle.register_full_backward_hook(noting(seen, "first"))
+    assert names() == ["first"]
+    second = mine.middle.register_full_backward_hook(noting(seen, "second"))
+    assert names() == ["first", "second"]
+    first.remove()
+    assert names() == ["second"]
+    second.remove()
+    assert names() == []
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+
+    def method(self, *_: Any) -> None:
+        self.calls += 1
+
+    def of(self, _: str, *__: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("kind", ["an object", "a method", "a partial function", "a lambda"])
+def test_kinds_of_hooks(kind: str) -> None:
+    counter = Counter()
+    hooks = {
+        "an object": counter,
+        "a method": counter.method,
+        "a partial function": functools.partial(counter.of, "name"),
+        "a lambda": lambda *_: counter.method(),
+    }
+    mine = model()
+    mine.middle.register_full_backward_hook(hooks[kind])
+    compiled = torch.compile(mine, backend="fp8", options=EXACT)
+    for i in range(3):
+        run(mine, compiled, batches(1))
+        assert counter.calls == i + 1
+    assert len(fp8compile.compiles()) == 1
