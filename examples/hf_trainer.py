@@ -4,6 +4,7 @@
 
 Trainer takes a backend by its name, without options, and accelerate decides which names there are: `register_backend`
 makes one, here for options that suit a CPU. Trainer compiles the model that it trains, and evaluates it uncompiled.
+Its optimizer it steps uncompiled, so states stay plain, which a warning says of the fused default.
 8-bit optimizer states go through Trainer and its checkpoints too: `Trainer(…, optimizers=(opt, None))` after
 
     opt = fp8compile.prepare_optimizer(torch.optim.AdamW(model.parameters()))

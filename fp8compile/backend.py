@@ -23,7 +23,20 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import delayed, devices, failures, hooks, nested, optimizers, plans, scheduled
+from fp8compile import (
+    backward_hooks,
+    compiled_calls,
+    delayed,
+    devices,
+    failures,
+    hooks,
+    nested,
+    optimizers,
+    plans,
+    recurrent_modules,
+    scheduled,
+    trainers,
+)
 from fp8compile.compilations import current_frame
 from fp8compile.errors import OptionError
 from fp8compile.insight.baseline import DumpingPartitioner
@@ -56,10 +69,14 @@ def fp8(
     Raises `OptionError` for bad options. A graph that a pass cannot handle is compiled in its own precision with an
     `Fp8Warning`, unless `strict`.
     """
+    compiled_calls.asked(fp8)
     parsed = Options.parse(options, mode)
+    example_inputs, with_hooks = backward_hooks.insert(gm, example_inputs)
     attention_strides.run(gm)
     namespace = ""
     opt = optimizers.traced_optimizer(gm, example_inputs)
+    if opt is None:
+        trainers.warn_of_fused_optimizer()
     if parsed.recipe.is_delayed or (parsed.schedule is not None and opt is None):
         _guard_identity(gm, example_inputs)
     if parsed.recipe.is_delayed:
@@ -67,9 +84,24 @@ def fp8(
     known = tuple(_inputs(gm, example_inputs))
     if parsed.schedule is not None and opt is None:
         compile_again = functools.partial(_compile, known=known, namespace=namespace)
-        return scheduled.Scheduled(gm, example_inputs, parsed, compile_again)
+        versions = scheduled.Scheduled(gm, example_inputs, parsed, compile_again)
+        return compiled_calls.counted(with_hooks(versions), [versions.plan])
     states = optimizers.plan_of(opt, gm, example_inputs, parsed) if opt is not None else None
-    return _compile(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)[0]
+    compiled, made = _compile(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)
+    return compiled_calls.counted(with_hooks(compiled), made)
+
+
+def _is_fp8(backend: Any) -> bool:
+    """Whether a backend, as Dynamo holds it, is this one beneath torch's wrappers and options."""
+    while backend is not None and backend is not fp8:
+        beneath = (getattr(backend, name, None) for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"))
+        backend = next((x for x in beneath if x is not None), None)
+    return backend is fp8
+
+
+compiled_calls.watch(fp8)
+backward_hooks.trace_hooks(_is_fp8)
+recurrent_modules.call_between_graphs(_is_fp8)
 
 
 def _compile(

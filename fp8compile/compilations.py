@@ -70,6 +70,7 @@ class Compilations:
 
     plans: list[Plan] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    nothing: list[Plan] = field(default_factory=list)  # of calls that compiled nothing, which say why
 
     def add(self, plans: Sequence[Plan], frame: Frame | None) -> None:
         """The plans of one graph."""
@@ -78,6 +79,11 @@ class Compilations:
             self.calls.append(Call())
         self.calls[-1].plans.extend(plans)
         self.calls[-1].frames += [frame] if frame is not None else []
+
+    def add_call(self, plan: Plan) -> None:
+        """A call that compiled nothing; `plan` says why."""
+        self.nothing.append(plan)
+        self.calls.append(Call([plan]))
 
     def last(self) -> list[Plan]:
         """Of the last call that compiled matmuls; where none has, of the last of an optimizer, or at all."""
@@ -89,8 +95,8 @@ class Compilations:
 
 
 def _has_matmuls(plan: Plan) -> bool:
-    return bool(plan.matmuls or plan.failure)
+    return bool(plan.matmuls or (plan.failure and plan.graph != "optimizer"))
 
 
 def _has_optimizer(plan: Plan) -> bool:
-    return bool(plan.states or plan.updates)
+    return bool(plan.states or plan.updates or plan.failure)

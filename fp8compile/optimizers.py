@@ -19,7 +19,7 @@ from torch._dynamo.pgo import auto_dynamic, get_code_state  # what it takes for 
 from torch._dynamo.source import AttrSource  # a part of what has a source
 from torch.optim import Optimizer
 
-from fp8compile import optim, unscaling
+from fp8compile import compiled_calls, optim, unscaling
 from fp8compile.calling_line import warn_user
 from fp8compile.compilations import translator
 from fp8compile.options import Options
@@ -44,7 +44,7 @@ def traced_optimizer(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Optim
     near = [getattr(x, "__self__", x) for x in frame.values()]
     inputs = {id(x) for x in (*example_inputs, *gm.__dict__.get("_buffers", {}).values(), *gm.__dict__.values())}
     found = next((x for x in near if isinstance(x, Optimizer) and inputs & _state_ids(x)), None)
-    if found is None and _is_part_of_a_step(root):
+    if found is None and _is_part_of_a_step(root) and not compiled_calls.step_is_told():
         _say(
             f"{root.f_code.co_name} of {root.f_globals['__name__']} is compiled by itself, not the step of an "
             "optimizer: its states stay as they are. Dynamo traces no step of this class as a whole any more after one "

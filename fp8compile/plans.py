@@ -40,11 +40,14 @@ _matched: set[str] = set()  # skip patterns that have matched, or of which was s
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[Plan]]:
-    """Plans of what is compiled in this context go to the list it gives, and not to `compiles()`."""
+    """Plans of what is compiled in this context go to the list it gives, and not to `compiles()`.
+
+    At the end it also gets those of calls that compiled nothing."""
     global _compiled
     before, _compiled = _compiled, Compilations()
     try:
-        yield _compiled.plans
+        yield (found := _compiled).plans
+        found.plans.extend(found.nothing)
     finally:
         _compiled = before
 
@@ -53,13 +56,19 @@ def last_compile() -> Explanation:
     """What `explain` tells, of what was compiled last, without compiling again; also where a cache had it.
 
     All graphs that the last call of a compiled function made (graph breaks make several), one without matmuls left out;
-    graphs which that call found compiled are not in it. An optimizer that was compiled after a model does not hide it:
-    where graphs with matmuls have been compiled, it is of those. `compiles()` has everything. Raises `LookupError`
-    before the first.
+    graphs which that call found compiled are not in it. If torch compiled nothing of it, `failure` says why.
+    An optimizer that was compiled after a model does not hide it: where graphs with matmuls have been compiled, it is
+    of those. `compiles()` has everything. Raises `LookupError` before the first, and after `torch.compiler.reset()`.
     """
     if found := _compiled.last():
         return Explanation(found)
     raise LookupError("nothing has been compiled with backend='fp8' yet: call the compiled model once")
+
+
+def nothing_compiled(plan: Plan) -> None:
+    """A call of a compiled function reached no graph, as `plan` says."""
+    _compiled.add_call(plan)
+    logger.info("%s", plan.failure)
 
 
 def compiles() -> list[Plan]:
@@ -71,6 +80,7 @@ def reset() -> None:
     """Forget all plans."""
     _compiled.plans.clear()
     _compiled.calls.clear()
+    _compiled.nothing.clear()
     _matched.clear()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import _dynamo
 
+from fp8compile import compiled_calls
 from fp8compile.backend import fp8
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
@@ -34,7 +35,9 @@ def register_backend(name: str = "fp8", **options: Any) -> str:
     if not name.isidentifier() or name != name.lower():
         raise OptionError(f"a backend's name is an identifier in lower case, and is not {name!r}")
     if name not in _registered and name not in _dynamo.list_backends(exclude_tags=()):
-        _dynamo.register_backend(functools.partial(fp8, options=options), name)
+        backend = functools.partial(fp8, options=options)
+        compiled_calls.watch(backend)
+        _dynamo.register_backend(backend, name)
         _registered[name] = options
     if _registered.get(name) != options:
         raise OptionError(f"a backend called {name!r} exists already: give these options another name")

@@ -37,10 +37,12 @@ def function_aside(target: Callable[..., Any]) -> Callable[..., Any]:
 
 def backend_aside() -> Callable[..., Any]:
     """The backend as an object of its own: a function after a graph break, known to Dynamo, is compiled again."""
+    from fp8compile import compiled_calls
     from fp8compile.backend import fp8  # here, so that looking at plans imports no compiler
 
     aside: Any = functools.partial(fp8)
     aside.__name__ = "fp8"  # what errors call it
+    compiled_calls.watch(aside)  # of a call that reaches no graph it is told why
     return aside
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fp8compile import optim, plans
+from fp8compile import no_graph, optim, plans
 from fp8compile.errors import Fp8Error
 from fp8compile.failures import first_line
 from fp8compile.insight.aside import backend_aside, function_aside, recompiling
@@ -38,10 +38,11 @@ def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
     """What `torch.compile(opt.step, backend="fp8", options=options)` makes of `opt`: states, groups, updates.
 
     Before its first step: of the states that it will have. Updates are those of parameters that require gradients, all
-    on one device. Raises `Fp8Error` where only a real step can tell the states; where it can tell no update, its row
-    says so.
+    on one device. Of a fused optimizer nothing is compiled, as `failure` says. Raises `Fp8Error` where only a real step
+    can tell the states; where it can tell no update, its row says so.
     """
-    optim.refuse_fused(opt)
+    if any(group.get("fused") for group in opt.param_groups):
+        return no_graph.plan(f"{type(opt).__name__}.step", opt, ())
     _refuse_arguments(opt)
     recipe = optim.recipe_of(opt) if optim.is_prepared(opt) else Options.parse(options).states
     known = any(opt.state.get(p) for group in opt.param_groups for p in group["params"])
@@ -92,6 +93,8 @@ def _updates(twin: Optimizer, options: Mapping[str, Any]) -> list[MergedUpdate]:
             return [_unknown(twin, error)]
     if updates := [update for plan in found for update in plan.updates]:
         return updates
+    if untraced := [plan.failure for plan in found if plan.failure]:
+        return [_row(twin, f"not merged: {untraced[0]}")]
     failures = [half.failure for plan in found for half in plan.halves.values() if half.failure]
     return [_row(twin, f"not merged: a pass failed: {failures[0]}" if failures else PLAIN)]
 
