@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gc
 import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,12 @@ from columns import Row
 from field_bounds import Comparison, Reference
 from field_models import BY_NAME
 from field_models.task import Batch, FieldModel, Task
-from measuring import GIB, intervals, machine, peak_gib
+from measuring import GIB, intervals, peak_gib
 from peers import BASELINE, System, compile_arguments, ours
 from processes import Case
 from torch import Tensor, nn
 from torch._dynamo.utils import counters  # of graphs; breaks make several
+from torch._inductor import config as inductor_config
 from turns import Turns
 
 import fp8compile
@@ -133,14 +135,26 @@ class Training:
 
 def measure(case: Case, turns: Turns, gpu: str) -> dict[str, Any]:
     """All figures of a system on a row, in a process of its own that has GPU number `gpu`."""
-    if case.device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    prepare_process(case, gpu)
     turns.join()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", fp8compile.Fp8Warning)
         figures = trained(BY_NAME[case.model], system_of(case), case, turns)
     said = [str(w.message).splitlines()[0] for w in told if issubclass(w.category, fp8compile.Fp8Warning)]
-    return {**figures, "warnings": list(dict.fromkeys(said))[:5], "gpu": machine()["device"]}
+    return {
+        **figures,
+        "warnings": list(dict.fromkeys(said))[:5],
+        "gpu": torch.cuda.get_device_name() if case.device == "cuda" else "none",
+    }
+
+
+def prepare_process(case: Case, gpu: str) -> None:
+    """Give the process its GPU, and to its threads and its compilers' workers their share of the cores."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    torch.set_num_threads(threads)
+    inductor_config.compile_threads = threads  # its own variable is read where torch is imported
+    if case.device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
 
 def system_of(case: Case) -> System:
@@ -165,21 +179,36 @@ def trained(row: FieldModel, system: System, case: Case, turns: Turns) -> dict[s
 
 
 def eager(row: FieldModel, task: Task, system: System, case: Case, figures: dict[str, Any]) -> list[Reference] | None:
-    """The references, and for BF16's own system what they get right; None where eager needs more memory."""
-    try:
-        wanted = references(row, task, case.device)
-    except torch.OutOfMemoryError:
-        figures["note"] = "not compared: BF16 eager runs out of memory"
-        return None
-    finally:
-        free(case.device)
-    if system is BASELINE:
+    """The references, and for BF16's own system what they get right; None where eager needs more than the row's memory.
+
+    FP32 needs twice as much. Where that is too much, BF16 compile beside BF16 eager says what BF16 gets right.
+    """
+    with at_most(row.gib, case.device):
         try:
-            figures["bf16_decibels"] = bf16_beside_exact(row, wanted, case.device, case.tiny).decibels
+            wanted = references(row, task, case.device)
         except torch.OutOfMemoryError:
-            figures["bf16_decibels"] = {}  # BF16 compile beside BF16 eager says it as well
+            figures["note"] = f"not compared: BF16 eager takes more than {row.gib:.0f} GiB"
+            wanted = None
+        task.model.zero_grad(set_to_none=True)
         free(case.device)
+        if system is BASELINE and wanted is not None:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                figures["bf16_decibels"] = bf16_beside_exact(row, wanted, case.device, case.tiny).decibels
+    free(case.device)
     return wanted
+
+
+@contextlib.contextmanager
+def at_most(gib: float, device: str) -> Iterator[None]:
+    """Let this process have no more GPU memory, as others are on the same GPU."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / torch.cuda.get_device_properties().total_memory))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def free(device: str) -> None:
@@ -242,7 +271,7 @@ def plan_figures() -> dict[str, Any]:
     plans = [plan for plan in fp8compile.compiles() if plan.graph == "training"]
     of_all = totals(plans)
     return {
-        "matmuls": of_all.matmuls, "fp8_matmuls": of_all.fp8, "fp8_share": of_all.share,
+        "plans": len(plans), "matmuls": of_all.matmuls, "fp8_matmuls": of_all.fp8, "fp8_share": of_all.share,
         "failures": list(totals(fp8compile.compiles()).failures)[:3], "left": of_all.left,
     }  # fmt: skip
 

@@ -28,7 +28,7 @@ def shortfalls(baseline: Row, ours: Row) -> Iterator[tuple[str, str]]:
         yield "wrong", wrong
     for failure in ours.get("failures") or ():
         yield "fell back to BF16", failure
-    if not ours.get("matmuls"):
+    if not ours.get("plans"):
         yield "nothing compiled", "; ".join(ours.get("warnings") or ()) or "no graph was seen, and nothing said so"
     yield from _slow(baseline, ours)
     yield from _large(baseline, ours)

@@ -254,7 +254,7 @@ def test_a_whole_training_has_all_figures(tmp_path: Path) -> None:
 GOOD: dict[str, Any] = {
     "ms": 10.0, "host_ms": 2.0, "first_peak_gib": 9.0, "peak_gib": 8.0, "backward_peak_gib": 7.0,
     "update_peak_gib": 9.0, "cold_seconds": 30.0, "model_seconds": 20.0, "optimizer_seconds": 10.0, "graphs": 1,
-    "parameters": 1e6, "matmuls": 30, "fp8_matmuls": 20, "fp8_share": 0.8, "worst": 12.0, "median": 20.0,
+    "parameters": 1e6, "plans": 1, "matmuls": 30, "fp8_matmuls": 20, "fp8_share": 0.8, "worst": 12.0, "median": 20.0,
     "worst_name": "w", "wrong": [],
 }  # fmt: skip
 
@@ -278,7 +278,7 @@ def test_shortfalls_have_causes() -> None:
         ("first step 2.0×", "model 20 → 20 s, optimizer 10 → 40 s")
     ]
     assert falls_short(wrong=["loss off by 5 %"]) == [("wrong", "loss off by 5 %")]
-    assert falls_short(matmuls=0) == [("nothing compiled", "no graph was seen, and nothing said so")]
+    assert falls_short(plans=0) == [("nothing compiled", "no graph was seen, and nothing said so")]
 
 
 def test_what_bf16_cannot_do_is_no_shortfall_and_a_crash_is() -> None:
