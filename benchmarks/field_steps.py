@@ -91,14 +91,14 @@ def compared(row: FieldModel, task: Task, run: Any, wanted: list[Reference], dev
 
 
 def bf16_beside_exact(row: FieldModel, wanted: list[Reference], device: str, small: bool) -> Comparison:
-    """What BF16 eager itself gets right: its gradients beside those of FP32, each as the reference of the other."""
+    """What BF16 eager itself gets right: how far the gradients of FP32 eager are from its own."""
     task = row.built(device, small, dropout=False)
     found = Comparison()
     for reference, exact in zip(wanted, references(row, task, device, exact=True), strict=True):
         for name, parameter in task.model.named_parameters():
-            gradient = reference.gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.float().to(parameter.device)
-        found.add(task.model, torch.tensor(reference.loss), exact)
+            gradient = exact.gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        found.add(task.model, torch.tensor(exact.loss), reference)
     return found
 
 

@@ -78,6 +78,7 @@ def test_the_bound_follows_what_bf16_gets_right() -> None:
     assert least(50.0, many) == pytest.approx(10.0, abs=0.01)
     assert least(40.0, many) == pytest.approx(10.0, abs=0.01)
     assert least(20.0, many) == pytest.approx(-10.0, abs=0.01)
+    assert least(0.0, many) == pytest.approx(-36.0, abs=0.01)
     assert least(50.0, 2) == pytest.approx(10.0 - 10 * math.log10(3))
     assert least(-math.inf, many) == -math.inf
     assert conditioning({"a": 40.0, "b": 20.0}, {"a": 30.0}) == {"a": 30.0, "b": 20.0}
