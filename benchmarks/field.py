@@ -131,7 +131,8 @@ def settled(rows: list[Row]) -> list[Row]:
     baseline, ours = rows
     bf16, got = comparison_of(baseline), comparison_of(ours)
     right = field_bounds.conditioning(baseline.get("bf16_decibels") or {}, bf16.decibels if bf16 else {})
-    wrong = [] if got is None else field_bounds.wrongs(got, right)
+    error = max(baseline.get("bf16_loss_error") or 0.0, bf16.loss_error if bf16 else 0.0)
+    wrong = [] if got is None else field_bounds.wrongs(got, right, error)
     return [replace(baseline, figures=short(baseline)), replace(ours, figures={**short(ours), "wrong": wrong})]
 
 

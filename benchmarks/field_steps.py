@@ -102,12 +102,24 @@ def bf16_beside_exact(row: FieldModel, wanted: list[Reference], device: str, sma
     return found
 
 
-def small_gradients(row: FieldModel, system: System) -> tuple[Comparison, dict[str, float]]:
+def small_gradients(row: FieldModel, system: System) -> tuple[Comparison, Comparison]:
     """A small row on a CPU: a system's gradients beside BF16 eager's, and what that gets right itself."""
     task = row.built("cpu", small=True, dropout=False)
     wanted = references(row, task, "cpu")
     exact = bf16_beside_exact(row, wanted, "cpu", small=True)
-    return compared(row, task, compiled(system, task, "cpu"), wanted, "cpu"), exact.decibels
+    return compared(row, task, compiled(system, task, "cpu"), wanted, "cpu"), exact
+
+
+def torch_can(row: FieldModel) -> bool:
+    """Whether torch.compile itself can trace and train a small row, with a backend that does nothing of its own."""
+    torch.compiler.reset()
+    task = row.built("cpu", small=True, dropout=False)
+    run: Any = torch.compile(task.model, backend="aot_eager")
+    try:
+        backward(row, task, run, task.batches[0], "cpu")
+    except Exception:
+        return False
+    return True
 
 
 # ---- a whole training -----------------------------------------------------------------------------------------------
@@ -193,7 +205,8 @@ def eager(row: FieldModel, task: Task, system: System, case: Case, figures: dict
         free(case.device)
         if system is BASELINE and wanted is not None:
             with contextlib.suppress(torch.OutOfMemoryError):
-                figures["bf16_decibels"] = bf16_beside_exact(row, wanted, case.device, case.tiny).decibels
+                exact = bf16_beside_exact(row, wanted, case.device, case.tiny)
+                figures |= {"bf16_decibels": exact.decibels, "bf16_loss_error": exact.loss_error}
     free(case.device)
     return wanted
 

@@ -29,7 +29,7 @@ from field_bounds import Comparison, Reference, conditioning, least, sqnr, too_l
 from field_jobs import Jobs
 from field_models import BY_NAME, MODELS
 from field_models.task import FieldModel, Task
-from field_steps import OURS, measure, small_gradients
+from field_steps import OURS, measure, small_gradients, torch_can
 from peers import BASELINE, LeftOutError
 from processes import Case, Clock
 from turns import Turns
@@ -44,11 +44,16 @@ QUICK = ("Llama · block by block", "MLP · rows that change", "Two towers")
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.field) for name in BY_NAME]
 )
 def test_small_row_is_right(name: str) -> None:
+    row = BY_NAME[name]
     try:
-        got, bf16 = small_gradients(BY_NAME[name], OURS)
+        got, bf16 = small_gradients(row, OURS)
     except LeftOutError as why:
         pytest.skip(str(why))
-    assert wrongs(got, bf16) == []
+    except Exception:
+        if torch_can(row):
+            raise
+        pytest.skip("torch.compile cannot train it either")
+    assert wrongs(got, bf16.decibels, bf16.loss_error) == []
 
 
 def test_rows_are_many_and_of_every_kind() -> None:
@@ -138,6 +143,8 @@ def test_missing_gradients_and_losses_are_wrong(linear: Any) -> None:
     layer.bias.grad = reference.gradients["bias"]
     assert wrongs(compared(layer, reference, 1.05 * reference.loss), {}) == ["loss off by 5.0 %"]
     assert wrongs(compared(layer, reference, math.nan), {}) == ["loss off by inf %"]
+    assert wrongs(compared(layer, reference, 1.05 * reference.loss), {}, bf16_loss_error=0.002) == []
+    assert wrongs(compared(layer, reference, 1.5 * reference.loss), {}, bf16_loss_error=1.0) == ["loss off by 50.0 %"]
 
 
 # ---- a GPU in turns -------------------------------------------------------------------------------------------------
