@@ -12,8 +12,9 @@ ms          median time of a step; for that the process has its GPU alone (turns
 first, peak GiB allocated at most during the first steps, optimizer included, and during later ones
 cold        seconds of compiling and running the first step, optimizer included
 in FP8      share of the FLOPs of matmuls that the plan has in FP8
-worst       dB of the gradient furthest from BF16 eager of the same weights and batch; median: of all gradients
-            (field_bounds.py says which are right, and why). BF16's row has those of BF16 `torch.compile` itself.
+worst       dB of the gradient furthest from BF16 eager of the same weights and batch; median: of all, both without
+            those that BF16 itself gets wrong (field_bounds.py says which are right, and why). BF16's row has those of
+            BF16 `torch.compile`.
 
 Rows that --json has are skipped, and every row is added as soon as it is there: a run that is over goes on in the next.
 A row that crashes or takes longer than --limit is a row that says so.
@@ -24,8 +25,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,17 +135,24 @@ def settled(rows: list[Row]) -> list[Row]:
     right = field_bounds.conditioning(baseline.get("bf16_decibels") or {}, bf16.decibels if bf16 else {})
     error = max(baseline.get("bf16_loss_error") or 0.0, bf16.loss_error if bf16 else 0.0)
     wrong = [] if got is None else field_bounds.wrongs(got, right, error)
-    return [replace(baseline, figures=short(baseline)), replace(ours, figures={**short(ours), "wrong": wrong})]
+    ours = replace(ours, figures={**short(ours, right), "wrong": wrong})
+    return [replace(baseline, figures=short(baseline, right)), ours]
 
 
-def short(row: Row) -> dict[str, Any]:
-    """The figures without those of each gradient."""
+def short(row: Row, right: Mapping[str, float]) -> dict[str, Any]:
+    """The figures without those of each gradient; `right`: what BF16 gets right of each.
+
+    Of gradients that BF16 gets wrong itself, dB say nothing: they are judged (field_bounds.py), and left out here.
+    """
     figures = {k: v for k, v in row.figures.items() if k not in ("decibels", "elements", "bf16_decibels")}
-    decibels = {name: db for name, db in (row.get("decibels") or {}).items() if db < 200.0}  # equal ones have no dB
+    all_of_them = row.get("decibels") or {}
+    telling = {name: db for name, db in all_of_them.items() if right.get(name, 0.0) >= field_bounds.TELLING}
+    figures |= {"gradients": len(all_of_them), "telling": len(telling)} if all_of_them else {}
+    decibels = {name: db for name, db in telling.items() if db < math.inf}
     if decibels:
         name = min(decibels, key=lambda name: decibels[name])
-        figures |= {"worst": max(decibels[name], -200.0), "worst_name": name}
-        figures |= {"median": field_bounds.median(decibels.values()), "gradients": len(row.get("decibels"))}
+        worst, median = max(decibels[name], -200.0), field_bounds.median(decibels.values())
+        figures |= {"worst": worst, "worst_name": name, "median": median}
     return figures
 
 

@@ -14,7 +14,7 @@ from columns import MISSING, Row, markdown
 SPEED, SPREAD, COLD = 0.98, 1.005, 1.6  # peaks are equal within what allocators round
 HOST = 0.95  # a step that takes this share of its time to be queued waits for the host
 HEAD = ["row", "parameters", "ms", "speed", "first steps, GiB", "later, GiB", "first step, s", "FP8 of FLOPs",
-        "worst dB", "median dB", "BF16 compile: worst, median", ""]  # fmt: skip
+        "worst dB", "median dB (of)", "BF16 compile: worst, median", ""]  # fmt: skip
 
 
 def shortfalls(baseline: Row, ours: Row) -> Iterator[tuple[str, str]]:
@@ -93,8 +93,8 @@ def line(baseline: Row, ours: Row) -> list[str]:
         change(baseline, ours, "first_peak_gib", ".2f"), change(baseline, ours, "peak_gib", ".2f"),
         f"{change(baseline, ours, 'cold_seconds', '.0f')} ({1 / cold:.1f}×)",
         f"{ours.get('fp8_share'):.0%} ({ours.get('fp8_matmuls')} of {ours.get('matmuls')})",
-        decibels(ours, "worst") + (f" {ours.get('worst_name')}" if ours.get("worst_name") else ""), decibels(ours,
-                                                                                                             "median"),
+        f"{decibels(ours, 'worst')} {ours.get('worst_name', '')}".strip(),
+        f"{decibels(ours, 'median')} ({ours.get('telling')} of {ours.get('gradients')})",
         f"{decibels(baseline, 'worst')}, {decibels(baseline, 'median')}", ours.note,
     ]  # fmt: skip
 

@@ -243,6 +243,7 @@ def test_a_whole_training_has_all_figures(tmp_path: Path) -> None:
     # the generator's 3 layers, whose input needs no gradient: 8; the discriminator's on real pictures: 8, on fakes: 9
     assert (ours.get("fp8_matmuls"), ours.get("matmuls")) == (25, 25)
     assert 10 < ours.get("worst") <= ours.get("median")
+    assert ours.get("telling") == ours.get("gradients") == 12
     assert {
         "ms",
         "host_ms",
@@ -263,7 +264,7 @@ GOOD: dict[str, Any] = {
     "ms": 10.0, "host_ms": 2.0, "first_peak_gib": 9.0, "peak_gib": 8.0, "backward_peak_gib": 7.0,
     "update_peak_gib": 9.0, "cold_seconds": 30.0, "model_seconds": 20.0, "optimizer_seconds": 10.0, "graphs": 1,
     "parameters": 1e6, "plans": 1, "matmuls": 30, "fp8_matmuls": 20, "fp8_share": 0.8, "worst": 12.0, "median": 20.0,
-    "worst_name": "w", "wrong": [],
+    "worst_name": "w", "telling": 20, "gradients": 21, "wrong": [],
 }  # fmt: skip
 
 
@@ -295,12 +296,22 @@ def test_what_bf16_cannot_do_is_no_shortfall_and_a_crash_is() -> None:
     assert list(field_tables.shortfalls(Row("m", BASELINE.name, "failed"), crash)) == []
 
 
+def test_gradients_that_bf16_gets_wrong_are_no_figures() -> None:
+    found = {"decibels": {"a": 12.0, "b": 20.0, "c": -20.0, "d": math.inf}, "ms": 1.0}
+    right = {"a": 45.0, "b": 40.0, "c": 3.0, "d": 50.0}
+    assert field.short(Row("m", OURS.name, "", found), right) == {
+        "ms": 1.0, "gradients": 4, "telling": 3, "worst": 12.0, "worst_name": "a", "median": 16.0
+    }  # fmt: skip
+
+
 def test_tables_of_rows() -> None:
     run = {"machine": {"device": "a GPU"}, "when": "2026-01-01"}
     good = [Row("m", BASELINE.name, "", GOOD), Row("m", OURS.name, "", {**GOOD, "ms": 8.0})]
     crash = [Row("n", BASELINE.name, "", GOOD), Row("n", OURS.name, "failed: E: a|b")]
     made = {"m": (run, good), "n": (run, crash)}
-    figures = "10.0 → 8.0 | 1.25× | 9.00 → 9.00 | 8.00 → 8.00 | 30 → 30 (1.0×) | 80% (20 of 30) | 12.0 w | 20.0"
+    figures = (
+        "10.0 → 8.0 | 1.25× | 9.00 → 9.00 | 8.00 → 8.00 | 30 → 30 (1.0×) | 80% (20 of 30) | 12.0 w | 20.0 (20 of 21)"
+    )
     assert f"| m | 1 M | {figures} | 12.0, 20.0 |  |" in field_tables.lines(made)
     head, line = "| row | what | cause |\n| --- | --- | --- |\n", "| n | crash | failed: E: a\\|b |\n"
     assert field_tables.short(made) == f"1 of 2 rows fall short of nothing.\n\n{head}{line}"
