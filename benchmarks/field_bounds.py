@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 COARSER = 30.0  # dB
-ENOUGH = 10.0  # dB
+ENOUGH = 8.0  # dB
 NOISE = 6.0  # dB
 TELLING = 25.0  # dB; a gradient of which BF16 gets less right is mostly rounding
 LOSS, LOSS_AT_MOST = 0.02, 0.2

@@ -89,13 +89,13 @@ def clicks(rows: int, sizes: list[int], dense: int) -> list[Batch]:
 def dlrm(is_small: bool, dtype: torch.dtype) -> Task:
     sizes = [50] * 4 if is_small else [100_000] * 26
     model = DLRM(sizes, 16, 13, 32) if is_small else DLRM(sizes, 128, 13, 1024)
-    return Task(model.to(dtype), clicks(24 if is_small else 16384, sizes, 13), clicked)
+    return Task(model.to(dtype), clicks(200 if is_small else 16384, sizes, 13), clicked)
 
 
 def deep_fm(is_small: bool, dtype: torch.dtype) -> Task:
     sizes = [50] * 4 if is_small else [100_000] * 39
     model = DeepFM(sizes, 16, 32) if is_small else DeepFM(sizes, 16, 1024)
-    return Task(model.to(dtype), clicks(24 if is_small else 16384, sizes, 13), clicked)
+    return Task(model.to(dtype), clicks(200 if is_small else 16384, sizes, 13), clicked)
 
 
 def two_towers(is_small: bool, dtype: torch.dtype) -> Task:
