@@ -18,8 +18,8 @@ class Row:
     note: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def get(self, key: str) -> Any:
-        return self.figures.get(key)
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.figures.get(key, default)
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,16 @@ def prepare(system: System, model: nn.Module, device: str) -> Any:
         convert(model, system.recipe, device)
     if system.compile is None:
         return model
-    arguments: dict[str, Any] = dict(system.compile)
-    if device == "cpu":
-        arguments = (
-            {**arguments, "options": {**arguments["options"], **ON_CPU}} if system.ours else {"backend": "eager"}
-        )
-    compiled: Any = torch.compile(model, **arguments)
+    compiled: Any = torch.compile(model, **compile_arguments(system, device))
     return compiled
+
+
+def compile_arguments(system: System, device: str) -> dict[str, Any]:
+    """What torch.compile is given."""
+    arguments: dict[str, Any] = dict(system.compile or {})
+    if device != "cpu":
+        return arguments
+    return {**arguments, "options": {**arguments["options"], **ON_CPU}} if system.ours else {"backend": "eager"}
 
 
 def convert(model: nn.Module, recipe: str, device: str) -> None:

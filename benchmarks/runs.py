@@ -48,7 +48,8 @@ class Benchmark:
 
     cases: the systems of each model; baseline: the one with which others are compared, if any is; axes: figures of the
     picture, across and up, with their labels; imports: modules that models need, imported once for all; again: measures
-    in another process, with warm caches; alone: each system has a process of its own.
+    in another process, with warm caches; alone: each system has a process of its own; failures: tables show models of
+    which the baseline has no figures.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Benchmark:
     imports: Sequence[str] = ()
     again: Measure | None = None
     alone: bool = True
+    failures: bool = False
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ A page has a place for each table:
     <!-- figures: train_step -->                every figure of every system, a table a model
     <!-- figures: train_step summary -->        a line a model: speed-up and peak memory beside the baseline
     <!-- figures: compile_time passes -->       a line a pass: milliseconds
+    <!-- figures: field rows -->                a line a row of the field suite
+    <!-- figures: field short -->               which of them fall short of what, with the cause
     <!-- end of figures -->                     after each of them
 
 A model's table is of the last run that measured the baseline on it; systems of other runs are never put beside it, and
@@ -24,6 +26,8 @@ from typing import Any
 
 import block
 import compile_time
+import field
+import field_tables
 import matmul
 import runs
 import train_step
@@ -31,7 +35,10 @@ from columns import MISSING, Row, baseline_of, cells, markdown, ratio
 from runs import Benchmark
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = {b.name: b for b in (train_step.BENCHMARK, block.BENCHMARK, compile_time.BENCHMARK, matmul.BENCHMARK)}
+BENCHMARKS = {
+    b.name: b
+    for b in (train_step.BENCHMARK, block.BENCHMARK, compile_time.BENCHMARK, matmul.BENCHMARK, field.BENCHMARK)
+}
 PLACE = re.compile(r"(<!-- figures: (\w+) ?(\w*) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NO_TIME = ("left out: ", "stopped ")  # notes that say nothing of a system
 Run = dict[str, Any]
@@ -80,7 +87,8 @@ def latest(benchmark: Benchmark, results: Path) -> Measured:
     for run in runs.load(path)["runs"]:
         for model in benchmark.cases:
             rows = [row for row in run["rows"] if row.model == model and not row.note.startswith(NO_TIME)]
-            if any(row.figures and row.system == (benchmark.baseline or row.system) for row in rows):
+            shown = [row for row in rows if row.figures or benchmark.failures]
+            if any(row.system == (benchmark.baseline or row.system) for row in shown):
                 found[model] = run, rows
     return {model: found[model] for model in benchmark.cases if model in found}
 
@@ -135,7 +143,17 @@ def passes(benchmark: Benchmark, measured: Measured) -> str:
     return "\n" + markdown(["pass", *(f"{model}, ms" for model in times)], lines) + "\n" + origin(measured)
 
 
-FORMS = {"": tables, "summary": summary, "passes": passes}
+def rows(benchmark: Benchmark, measured: Measured) -> str:
+    """A line a row of the field suite."""
+    return "\n" + field_tables.lines(measured) + "\n" + origin(measured)
+
+
+def short_rows(benchmark: Benchmark, measured: Measured) -> str:
+    """Those that fall short."""
+    return "\n" + field_tables.short(measured) + "\n"
+
+
+FORMS = {"": tables, "summary": summary, "passes": passes, "rows": rows, "short": short_rows}
 
 
 def origin(measured: Measured) -> str:

@@ -140,7 +140,8 @@ class Builder:
         kwargs = {k: a if k == "alpha" else self._argument(a, access, shape) for k, a in node.kwargs.items()}
         if target in fusible.EQUALITIES:
             args = [self._as_stored(i, a) for i, a in zip(args, node.args, strict=True)]
-        return self.values.rounded(rule(self.values, *args, **kwargs), value(node).dtype)
+        # A mask times a mask, or one chosen by another, is a mask: rules compute in numbers
+        return self.values.converted(rule(self.values, *args, **kwargs), value(node).dtype)
 
     def _argument(self, arg: Any, access: Access, shape: list[Size]) -> Any:
         if isinstance(arg, fx.Node):

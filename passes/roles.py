@@ -243,6 +243,8 @@ def _is_updated_weight(node: fx.Node) -> bool:
     """Whether `node` is a weight plus something of its shape that a matmul made, as a low-rank update is."""
     while len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
+    if not is_tensor(node):  # attention, or another operator of several outputs, which is no sum
+        return False
     shape = value(node).shape
     terms = [i for i in node.all_input_nodes if is_tensor(i) and same_sizes(value(i).shape, shape)]
     return node.target is aten.add.Tensor and len(terms) == 2 and not all(map(_has_matmul, terms))

@@ -407,6 +407,29 @@ def test_a_value_that_is_equal_to_a_stored_maximum_is_still_equal() -> None:
     assert "eq" in formed.operators()[0]
 
 
+BOOLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda a, b: a * b,
+    "sum": lambda a, b: a + b,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "choice": lambda a, b: torch.where(a, b, ~b),
+    "number": lambda a, b: a * True,
+    "comparison": lambda a, b: a > b,
+}
+
+
+@pytest.mark.parametrize("name", BOOLS)
+def test_what_is_computed_of_bools_is_bool(name: str) -> None:
+    """A mask times a mask is a mask: it chooses, it is part of other masks, and it is stored as one."""
+
+    def run(x: Tensor, y: Tensor) -> Any:
+        made = BOOLS[name](x > 0, y > 0)
+        chosen = torch.where(made, x, y * 2)
+        return *cast(chosen), *cast(torch.where(made & (x < 1), y, x)), made
+
+    Formed(run, noise(R, C), noise(R, C, seed=3))
+
+
 def test_a_sink_that_waits_for_another_has_a_region_of_its_own() -> None:
     """A norm over each head loads its statistics, which are made of the first region's result."""
 
@@ -567,6 +590,11 @@ class _Program:
 
     def value_heads(self, x: Tensor) -> Tensor:
         return self.value_norm(x.view(x.shape[0], 4, -1)).view(x.shape)
+
+    def value_masked(self, x: Tensor) -> Tensor:
+        y = self.pick()
+        mask = self.generator.choice(list(BOOLS.values()))(x > 0, y > self.row)
+        return torch.where(mask, x, y) * mask
 
     def value_matmul(self, x: Tensor) -> Tensor:
         return x @ self.weight

@@ -189,6 +189,32 @@ def test_learned_queries_for_a_batch_of_any_size() -> None:
     assert fp8compile.last_compile().converted
 
 
+class Queries(nn.Module):
+    """Learned queries that attend to each other before they see the input, as those of a detector do."""
+
+    def __init__(self, attention: bool) -> None:
+        super().__init__()
+        self.queries, self.attention = nn.Parameter(noise(1, 2, 16, 32)), attention
+        self.qkv, self.out = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(32)
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(self.queries) for layer in self.qkv)
+        made = F.scaled_dot_product_attention(q, k, v) if self.attention else torch.cummax(q * k + v, -1)[0]
+        return self.out(made) + self.norm(x)
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_what_an_operator_with_several_outputs_makes_of_weights_is_no_weight(attention: bool) -> None:
+    model, x = Queries(attention), noise(4, 2, 16, 32)
+    out = compiled(model)(x)
+    assert sqnr(model(x), out) > LEAST
+    out.float().square().mean().backward()
+    roles = {r.path: r.role for r in fp8compile.last_compile().matmuls if r.role in ("output", "other")}
+    assert roles == {"qkv.0": "other", "qkv.1": "other", "qkv.2": "other", "out": "output"}
+
+
 def test_a_low_rank_update_of_a_weight_is_a_weight() -> None:
     class Lora(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,28 @@
+"""A row of the field suite on a GPU: measured in processes of its own, timed alone, added to a file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import field
+from field_steps import OURS
+from peers import BASELINE
+
+pytestmark = pytest.mark.gpu
+
+
+def test_rows_are_measured_and_right(tmp_path: Path) -> None:
+    file = tmp_path / "field.json"
+    rows = field.main(["--only", "GAN,Distillation", "--jobs", "2", "--json", str(file)])
+    assert [row.system for row in rows] == [BASELINE.name, OURS.name] * 2
+    for row in rows:
+        assert row.note == ""
+        assert row.get("ms") > 0
+        assert row.get("first_peak_gib") >= row.get("peak_gib") > 0
+    assert [row.get("wrong") for row in rows[1::2]] == [[], []]
+    assert field.measured(file) == {"GAN", "Distillation"}
