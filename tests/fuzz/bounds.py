@@ -33,7 +33,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .stepping import Step
@@ -103,7 +102,9 @@ def wrong(references: References, steps: dict[str, Step]) -> dict[str, str]:
         for name, x in step.items():
             plain = references.plain[name]
             if x.shape != plain.shape or x.dtype != plain.dtype:
-                found[f"{way} {name}"] = f"{way}: {name} is {x.dtype}{list(x.shape)}, not {plain.dtype}{list(plain.shape)}"
+                found[f"{way} {name}"] = (
+                    f"{way}: {name} is {x.dtype}{list(x.shape)}, not {plain.dtype}{list(plain.shape)}"
+                )
             elif plain.isfinite().all() and not x.isfinite().all():
                 bad = int((~x.isfinite()).sum())
                 found[f"{way} {name}"] = f"{way}: {name} has {bad} of {x.numel()} numbers that are not finite"

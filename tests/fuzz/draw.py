@@ -17,7 +17,19 @@ LENGTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 49, 64, 65, 100, 129)
 MOST_ROWS, MOST_STEPS = 400, 6
 LAYERS = ("linear", "gate", "mixture", "mlp", "lora", "low_rank_weight", "attention", "tokens")
 RECIPES = ("mixed", "mixed", "mixed", "rowwise", "tensorwise", "rowwise_with_gw_hp", "blockwise")
-LOSSES = ("square", "square", "cross_entropy", "cross_entropy", "smoothed", "ignoring", "mse", "bce", "sum", "cosine", "l1")
+LOSSES = (
+    "square",
+    "square",
+    "cross_entropy",
+    "cross_entropy",
+    "smoothed",
+    "ignoring",
+    "mse",
+    "bce",
+    "sum",
+    "cosine",
+    "l1",
+)
 VIEWS = ("plain", "plain", "plain", "plain", "transposed", "first", "half", "strided", "flat", "expanded")
 
 

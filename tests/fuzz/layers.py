@@ -106,9 +106,7 @@ def norm(w: Writer, p: Params, x: list[Value]) -> tuple[str, int]:
     return f"{w.module(made.get(how, f'nn.RMSNorm({n}, eps=1e-5)'))}({name})", n
 
 
-@kind(
-    lambda r, s: {"out": any_width(r, s), "size": r.choice((1, 3, 5)), "depthwise": r.random() < 0.4}, sequence=True
-)
+@kind(lambda r, s: {"out": any_width(r, s), "size": r.choice((1, 3, 5)), "depthwise": r.random() < 0.4}, sequence=True)
 def conv1d(w: Writer, p: Params, x: list[Value]) -> tuple[str, int]:
     k, size = x[0].width, p["size"]
     n = k if p["depthwise"] else p["out"]

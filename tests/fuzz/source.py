@@ -1,9 +1,9 @@
 """A spec as Python source: a module of its own, which is what runs, and what a person reads.
 
-    Model         the nn.Module: forward(inputs) -> outputs, or (loss, *outputs)
-    inputs(seed)  its inputs on a CPU; floating-point ones in FP32
-    loss(…)       the loss of the outputs, where forward does not compute it
-    OPTIONS, PRECISION
+Model         the nn.Module: forward(inputs) -> outputs, or (loss, *outputs)
+inputs(seed)  its inputs on a CPU; floating-point ones in FP32
+loss(…)       the loss of the outputs, where forward does not compute it
+OPTIONS, PRECISION
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def source(spec: Spec, title: str = "") -> str:
     w.line(f"return {f'{total}, ' if spec.loss_inside else ''}{', '.join(names)}{'' if spec.loss_inside else ','}")
     inputs = {**w.inputs, **losses.targets}
     forward = [*w.inputs, *targets]
-    function = (
-        f"def loss(outputs, {', '.join(losses.targets) or '**_'}):\n    {', '.join(names)}, = outputs\n    return {total}"
-    )
+    function = f"def loss(outputs, {', '.join(losses.targets) or '**_'}):\n    {', '.join(names)}, = outputs\n    return {total}"
     return HEAD.format(
         title=title or f"The model of seed {spec.seed}.",
         options=dict(spec.options),
@@ -126,7 +124,11 @@ def _loss_of(losses: Losses, number: int, output: Output, shape: tuple[int, ...]
     rows = math.prod(shape[:-1])
     wide = f"{out}.float()" if output.upcast else out
     how = "square" if n == 1 and output.loss in ("cross_entropy", "smoothed", "ignoring", "cosine") else output.loss
-    plain = {"square": f"{wide}.square().mean()", "sum": f"{wide}.sum() * {rows**-0.5:.6f}", "l1": f"{wide}.abs().mean()"}
+    plain = {
+        "square": f"{wide}.square().mean()",
+        "sum": f"{wide}.sum() * {rows**-0.5:.6f}",
+        "l1": f"{wide}.abs().mean()",
+    }
     if how in plain:
         losses.terms.append(plain[how])
     elif how in ("cross_entropy", "smoothed", "ignoring"):
