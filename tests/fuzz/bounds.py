@@ -1,7 +1,7 @@
 """How far two steps of one model may lie apart, tensor by tensor, and why.
 
-All is noise over signal, Σ(x − reference)² / Σ reference². In any step, a tensor's error is that of its roundings, carried
-through the model. How a model carries errors (its conditioning) is measured on eager PyTorch:
+All is noise over signal, Σ(x − reference)² / Σ reference². In any step, a tensor's error is that of its roundings,
+carried through the model. How a model carries errors (its conditioning) is measured on eager PyTorch:
 
     b    BF16 eager against FP64: 16-bit roundings (FP32's, in an FP32 model)
     r    eager with FP8's roundings against FP64 (`rounded.py`), the mean of some draws
@@ -92,33 +92,36 @@ class References:
 
 
 def wrong(references: References, steps: dict[str, Step]) -> dict[str, str]:
-    """What is wrong with `steps` (by the way in which each ran): a sentence for each (way, tensor)."""
+    """What is wrong with `steps` (by the way in which each ran): a sentence for each way, tensor and comparison."""
     found: dict[str, str] = {}
-    base = steps.get("inductor")
+    base = steps.get("inductor", {})
     for way, step in steps.items():
-        if step.keys() != references.plain.keys():
-            found[way] = f"{way}: has {sorted(step.keys() ^ references.plain.keys())} or lacks them"
-            continue
-        for name, x in step.items():
-            plain = references.plain[name]
-            if x.shape != plain.shape or x.dtype != plain.dtype:
-                found[f"{way} {name}"] = (
-                    f"{way}: {name} is {x.dtype}{list(x.shape)}, not {plain.dtype}{list(plain.shape)}"
-                )
-            elif plain.isfinite().all() and not x.isfinite().all():
-                bad = int((~x.isfinite()).sum())
-                found[f"{way} {name}"] = f"{way}: {name} has {bad} of {x.numel()} numbers that are not finite"
-            elif plain.isfinite().all() and references.is_compared(name):
-                got, limit = noise(references.exact[name], x), references.against_exact(name)
-                if got > limit:
-                    b, r = references.of(name)
-                    found[f"{way} {name}"] = (
-                        f"{way}: {name} {decibels(got)}, needs {decibels(limit)} (BF16 {decibels(b)}, rounded {decibels(r)})"
-                    )
-                if base is not None and way != "inductor" and base.keys() == step.keys():
-                    apart, limit = noise(base[name], x), references.between(name)
-                    if apart > limit:
-                        found[f"{way} {name} apart"] = (
-                            f"{way}: {name} is {decibels(apart)} from inductor's, needs {decibels(limit)}"
-                        )
+        different = step.keys() ^ references.plain.keys()
+        if different:
+            found[way] = f"{way}: {', '.join(sorted(different))} missing, or there and not in eager PyTorch"
+        for name in sorted(step.keys() & references.plain.keys()):
+            complaint = _by_itself(references, name, step[name])
+            if complaint:
+                found[f"{way} {name}"] = f"{way}: {name} {complaint}"
+            elif way != "inductor" and name in base and references.is_compared(name):
+                apart, limit = noise(base[name], step[name]), references.between(name)
+                if apart > limit:
+                    text = f"{name} is {decibels(apart)} from inductor's, needs {decibels(limit)}"
+                    found[f"{way} {name} apart"] = f"{way}: {text}"
     return found
+
+
+def _by_itself(references: References, name: str, x: Tensor) -> str:
+    """What is wrong with a tensor beside eager PyTorch's; "" if nothing."""
+    plain = references.plain[name]
+    if x.shape != plain.shape or x.dtype != plain.dtype:
+        return f"is {x.dtype}{list(x.shape)}, not {plain.dtype}{list(plain.shape)}"
+    if not plain.isfinite().all():
+        return ""
+    if not x.isfinite().all():
+        return f"has {int((~x.isfinite()).sum())} of {x.numel()} numbers that are not finite"
+    got, limit = noise(references.exact[name], x), references.against_exact(name)
+    if not references.is_compared(name) or got <= limit:
+        return ""
+    b, r = map(decibels, references.of(name))
+    return f"{decibels(got)}, needs {decibels(limit)} (eager: {b}, with FP8's roundings {r})"

@@ -28,7 +28,6 @@ LOSSES = (
     "bce",
     "sum",
     "cosine",
-    "l1",
 )
 VIEWS = ("plain", "plain", "plain", "plain", "transposed", "first", "half", "strided", "flat", "expanded")
 

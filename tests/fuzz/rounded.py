@@ -1,7 +1,7 @@
 """Eager PyTorch with FP8's roundings: every matmul's operands, forward and backward, and every saved activation.
 
 Nothing here comes from fp8compile. More is rounded than any recipe rounds (matmuls that stay BF16, values that are
-kept as they are): its error is what a recipe's error is measured by, tensor by tensor, the model's conditioning included.
+kept as they are). Its error is what a recipe's is measured by, tensor by tensor, the model's conditioning included.
 """
 
 from __future__ import annotations

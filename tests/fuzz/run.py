@@ -5,13 +5,14 @@
     python -m tests.fuzz --seed 17 --models 1 --show                        one model: its source, and what is wrong
     python -m tests.fuzz --script runs/fuzz/seed17.py                       a shrunk one again
 
-One line of JSON a model goes to --out; a run that finds the file leaves out the seeds that are in it. What fails is shrunk,
-each manner of failing once, and written beside it. The exit status is 1 if anything failed.
+One line of JSON a model goes to --out; a run that finds the file leaves out the seeds that are in it. What fails is
+shrunk, each manner of failing once, and written beside it. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -40,7 +41,7 @@ MODELS_A_PROCESS = 200  # then a new one takes over: compilers keep what they ha
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as the command line says; returns the exit status."""
     a = _parse(arguments)
-    settings = Settings(a.device, a.kernels or ("cuda" if a.device == "cuda" else "reference"), False, a.new_kernels)
+    settings = Settings(a.device, a.kernels or ("cuda" if a.device == "cuda" else "reference"), a.share)
     if a.script:
         spec, settings = _from_script(a.script)
         return _report_one(spec, settings, show=False)
@@ -75,7 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--new-kernels", type=int, help="most kernels to compile for one model; others run as reference"
     )
-    parser.add_argument("--compiled-every", type=int, default=0, help="every so manieth model by Inductor as well")
+    parser.add_argument("--compiled-every", type=int, default=0, help="one of so many models by Inductor as well")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
     parser.add_argument("--shrink", type=int, default=5, help="most failures to shrink (0: none)")
@@ -220,10 +221,8 @@ class Worker:
 
     def stop(self) -> None:
         """End the process."""
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionError):
             self.pipe.send(None)
-        except (BrokenPipeError, ConnectionError):
-            pass
         self.process.join(5)
         if self.process.is_alive():
             self.process.kill()
@@ -277,18 +276,17 @@ def _shrink_some(failures: Sequence[Verdict], settings: Settings, most: int, com
                 worker.ask(spec, compiled)
                 return worker.answer()
 
-            spec, found = shrink(draw(verdict.seed), ask)
-            if not found.is_failure:
-                print(f"seed {verdict.seed} did not fail again", flush=True)
-                continue
-            way = next(
-                (WAYS[w] for w in reversed(WAYS) for r in found.reasons if r.startswith(f"{w}:")), WAYS["generated"]
-            )
-            path = folder / f"seed{verdict.seed}.py"
-            path.write_text(script(spec, found, replace(settings, compiled=compiled), way))
-            print(
-                f"seed {verdict.seed} shrunk to {len(spec.steps)} steps, {spec.lead}: {path}\n  {found.reasons[0]}",
-                flush=True,
-            )
+            print(_shrunk(verdict.seed, ask, replace(settings, compiled=compiled), folder), flush=True)
     finally:
         worker.stop()
+
+
+def _shrunk(seed: int, ask: Callable[[Spec], Verdict], settings: Settings, folder: Path) -> str:
+    """Shrink the model of `seed` and write it as a script; what to tell about it."""
+    spec, found = shrink(draw(seed), ask)
+    if not found.is_failure:
+        return f"seed {seed} did not fail again"
+    ways = [w for w in reversed(WAYS) if any(reason.startswith(f"{w}:") for reason in found.reasons)]
+    path = folder / f"seed{seed}.py"
+    path.write_text(script(spec, found, settings, WAYS[ways[0] if ways else "generated"]))
+    return f"seed {seed}: {len(spec.steps)} steps of {list(spec.lead)} rows are left: {path}\n  {found.reasons[0]}"

@@ -71,7 +71,8 @@ def source(spec: Spec, title: str = "") -> str:
     w.line(f"return {f'{total}, ' if spec.loss_inside else ''}{', '.join(names)}{'' if spec.loss_inside else ','}")
     inputs = {**w.inputs, **losses.targets}
     forward = [*w.inputs, *targets]
-    function = f"def loss(outputs, {', '.join(losses.targets) or '**_'}):\n    {', '.join(names)}, = outputs\n    return {total}"
+    arguments = ", ".join(["outputs", *losses.targets, "**_"])
+    function = f"def loss({arguments}):\n    ({', '.join(names)},) = outputs\n    return {total}"
     return HEAD.format(
         title=title or f"The model of seed {spec.seed}.",
         options=dict(spec.options),
@@ -127,7 +128,6 @@ def _loss_of(losses: Losses, number: int, output: Output, shape: tuple[int, ...]
     plain = {
         "square": f"{wide}.square().mean()",
         "sum": f"{wide}.sum() * {rows**-0.5:.6f}",
-        "l1": f"{wide}.abs().mean()",
     }
     if how in plain:
         losses.terms.append(plain[how])

@@ -1,7 +1,7 @@
 """A random model as plain data: steps over a pool of tensors, which `source.py` writes as Python.
 
-Every tensor of the pool has the shape [*lead, width], where lead is (batch,) or (batch, length). Each step takes tensors
-of any width, so that a spec stays valid whatever is removed from it: that is what makes shrinking easy.
+Every tensor of the pool has the shape [*lead, width], where lead is (batch,) or (batch, length). Each step takes
+tensors of any width, so that a spec stays valid whatever is removed from it: that is what makes shrinking easy.
 """
 
 from __future__ import annotations

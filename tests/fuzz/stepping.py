@@ -20,7 +20,7 @@ from fp8compile import plans
 
 Step = dict[str, Tensor]  # outputs as "output N", the loss, gradients and buffers by name
 
-# name -> options. Run node by node, "inductor" runs the casts' references, "generated" the regions that would be kernels.
+# name -> options. Node by node, "inductor" runs references of casts, and "generated" regions: as they are, or kernels.
 WAYS: dict[str, dict[str, str]] = {
     "inductor": {"executor": "eager", "kernels": "inductor"},
     "generated": {"executor": "eager", "kernels": "generated"},

@@ -5,13 +5,14 @@
 how           what runs
 "reference"   the meaning of the region in plain torch: what a CPU runs
 "interpreter" the kernel, in Triton's interpreter, where it has few enough programs
-"cuda"        the kernel, on a GPU: all, or as many new ones in a model as are given (compiling takes longest by far)
+"cuda"        the kernel, on a GPU: all, or a share of them
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -36,10 +37,11 @@ class Watch:
 
     target: str
     byte: int
-    most: int | None = None  # new kernels that may be compiled
+    share: float = 1.0  # of the kernels that this process has not compiled: compiling takes longest by far
+    seed: int = 0  # of the model
     complaints: list[str] = dataclasses.field(default_factory=list)
     launched: int = 0
-    fresh: set[str] = dataclasses.field(default_factory=set)
+    fresh: int = 0  # kernels that were compiled
 
     def run(self, region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Launch a kernel in poisoned memory; its buffers. Complaints about them are noted."""
@@ -73,13 +75,13 @@ class Watch:
         if self.target == "interpreter":
             return schedule.programs <= MOST_PROGRAMS
         name = generated.kernel_name(dataclasses.replace(region, origins=()), schedule)
-        if self.most is None or name in self.fresh or name in _KNOWN:
+        if name in _KNOWN:
             return True
-        if len(self.fresh) < self.most:
-            self.fresh.add(name)
+        chosen = random.Random(f"{name} {self.seed}").random() < self.share
+        if chosen:
             _KNOWN.add(name)
-            return True
-        return False
+            self.fresh += 1
+        return chosen
 
 
 _KNOWN: set[str] = set()  # kernels that this process has compiled
@@ -90,9 +92,9 @@ def _name(region: Region) -> str:
 
 
 @contextlib.contextmanager
-def watched(how: str, byte: int, most: int | None = None) -> Iterator[Watch]:
+def watched(how: str, byte: int, share: float = 1.0, seed: int = 0) -> Iterator[Watch]:
     """Run regions as `how` says, in memory full of `byte`; yields what there is to complain about."""
-    watch = Watch(how, byte, most)
+    watch = Watch(how, byte, share, seed)
     reference = region_reference.run
 
     def run(region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Sequence[int], *_: Any) -> Any:
