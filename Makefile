@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types test-cpu test-gpu accept format clean
+.PHONY: help train test lint types test-cpu test-gpu fuzz accept format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ test-cpu: $(STAMP)dev ## the tests alone, two at a time (ARGS="-k name")
 
 test-gpu: ## every GPU test, with the python on the path; prints what failed
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
+
+fuzz: ## random models, with the python on the path (ARGS="--models 5000 --device cuda --jobs 32"; docs/fuzzing.md)
+	$(PYTHON) -m tests.fuzz $(ARGS)
 
 accept: $(STAMP)dev ## renew the golden graphs and the outputs in the docs, after reading their differences
 	FP8COMPILE_ACCEPT=1 $(BIN)/python -m pytest tests/graph tests/test_docs.py $(ARGS)

@@ -45,6 +45,7 @@ class Verdict:
     status: str = OK
     reasons: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    cpu: float = 0.0  # seconds of this process alone
     matmuls: int = 0  # in FP8
     kernels: int = 0  # that were launched and compared
     new: int = 0  # kernels that this process had not compiled
@@ -59,7 +60,7 @@ class Verdict:
 
 def judge(spec: Spec, settings: Settings) -> Verdict:
     """Run the model of `spec` in all ways, and compare."""
-    started = time.perf_counter()
+    started, processed = time.perf_counter(), time.process_time()
     verdict = Verdict(spec.seed, kinds=[step.kind for step in spec.steps])
     with imported(source(spec)) as module, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -71,7 +72,7 @@ def judge(spec: Spec, settings: Settings) -> Verdict:
         else:
             _compare(subject, references, spec, settings, verdict)
     _forget()
-    verdict.seconds = time.perf_counter() - started
+    verdict.seconds, verdict.cpu = time.perf_counter() - started, time.process_time() - processed
     return verdict
 
 
