@@ -120,8 +120,8 @@ def summary(verdicts: Sequence[Verdict], seconds: float, jobs: int) -> str:
     reasons = Counter(v.reasons[0].split(":")[1][:60] for v in verdicts if v.status == SKIPPED)
     return "\n".join([
         f"{len(verdicts)} models: " + ", ".join(f"{n} {name}" for name, n in states.most_common()),
-        f"{seconds:.0f} s in {jobs} processes; {statistics.mean(v.cpu for v in verdicts):.2f} s of a core and {statistics.mean(times):.2f} s (median "
-        f"{statistics.median(times):.2f}, 95 % {times[int(0.95 * (len(times) - 1))]:.2f}), most {times[-1]:.1f}",
+        f"{seconds:.0f} s in {jobs} processes; a model takes {statistics.mean(v.cpu for v in verdicts):.2f} s of a core, "
+        f"{statistics.mean(times):.2f} s on the clock (median {statistics.median(times):.2f}, most {times[-1]:.1f})",
         f"{sum(v.matmuls for v in verdicts)} matmuls in FP8, {sum(v.compared for v in verdicts)} tensors compared, "
         f"{sum(v.kernels for v in verdicts)} kernels launched, {sum(v.new for v in verdicts)} compiled",
         "steps: " + ", ".join(f"{name} {n}" for name, n in kinds.most_common()),

@@ -23,6 +23,7 @@ def test_random_models(tmp_path: Path) -> None:
     jobs = max(1, min(16, (os.cpu_count() or 1) - 1))
     command = [sys.executable, "-m", "tests.fuzz", "--device", "cuda", "--models", str(MODELS), "--jobs", str(jobs)]
     command += ["--share", "0.67", "--compiled-every", "20", "--seconds", str(SECONDS), "--out", str(out)]
+    command += ["--shrink", "0"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [*command, "--shrink", "0"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
