@@ -28,8 +28,7 @@ OK, WRONG, RAISES, SKIPPED = "ok", "wrong", "raises", "skipped"
 
 @dataclass(frozen=True)
 class Settings:
-    """How models are run. kernels: see `watching.py`; share: of kernels;
-    compiled: Inductor's executors as well."""
+    """How models are run. kernels: see `watching.py`; compiled: by Inductor as well; share: of kernels on a GPU."""
 
     device: str = "cpu"
     kernels: str = "reference"

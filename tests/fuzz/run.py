@@ -41,7 +41,8 @@ MODELS_A_PROCESS = 200  # then a new one takes over: compilers keep what they ha
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as the command line says; returns the exit status."""
     a = _parse(arguments)
-    settings = Settings(a.device, a.kernels or ("cuda" if a.device == "cuda" else "reference"), a.share)
+    kernels = a.kernels or ("cuda" if a.device == "cuda" else "reference")
+    settings = Settings(a.device, kernels, share=a.share)
     if a.script:
         spec, settings = _from_script(a.script)
         return _report_one(spec, settings, show=False)
@@ -74,7 +75,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kernels", choices=("reference", "interpreter", "cuda"), help="how generated kernels run")
     parser.add_argument(
-        "--new-kernels", type=int, help="most kernels to compile for one model; others run as reference"
+        "--share", type=float, default=1.0, help="of kernels to compile on a GPU; others run as reference"
     )
     parser.add_argument("--compiled-every", type=int, default=0, help="one of so many models by Inductor as well")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
@@ -120,8 +121,8 @@ def summary(verdicts: Sequence[Verdict], seconds: float, jobs: int) -> str:
     reasons = Counter(v.reasons[0].split(":")[1][:60] for v in verdicts if v.status == SKIPPED)
     return "\n".join([
         f"{len(verdicts)} models: " + ", ".join(f"{n} {name}" for name, n in states.most_common()),
-        f"{seconds:.0f} s in {jobs} processes; a model takes {statistics.mean(v.cpu for v in verdicts):.2f} s of a core, "
-        f"{statistics.mean(times):.2f} s on the clock (median {statistics.median(times):.2f}, most {times[-1]:.1f})",
+        f"{seconds:.0f} s in {jobs} processes; a model takes {statistics.mean(v.cpu for v in verdicts):.2f} s of a "
+        f"core, {statistics.mean(times):.2f} s on the clock (most {times[-1]:.1f})",
         f"{sum(v.matmuls for v in verdicts)} matmuls in FP8, {sum(v.compared for v in verdicts)} tensors compared, "
         f"{sum(v.kernels for v in verdicts)} kernels launched, {sum(v.new for v in verdicts)} compiled",
         "steps: " + ", ".join(f"{name} {n}" for name, n in kinds.most_common()),

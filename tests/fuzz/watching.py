@@ -103,10 +103,8 @@ def watched(how: str, byte: int, share: float = 1.0, seed: int = 0) -> Iterator[
         return reference(region, schedule, inputs, sizes)
 
     with contextlib.ExitStack() as stack:
-        if how == "cuda":
-            stack.enter_context(mock.patch.object(generated, "launch", run))
-        else:
-            stack.enter_context(mock.patch.object(region_reference, "run", run))
+        for module, name in ((generated, "launch"), (region_reference, "run")):  # on a GPU, on a CPU
+            stack.enter_context(mock.patch.object(module, name, run))
         stack.enter_context(poison.poisoned_allocations(byte))
         yield watch
         if torch.cuda.is_available():
