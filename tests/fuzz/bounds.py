@@ -111,6 +111,17 @@ def wrong(references: References, steps: dict[str, Step]) -> dict[str, str]:
     return found
 
 
+def closest(references: References, steps: dict[str, Step]) -> float:
+    """Which share of its bound the worst tensor takes: how much room the bounds leave."""
+    base = steps.get("inductor", {})
+    shares = [0.0]
+    for step in steps.values():
+        for name in filter(references.is_compared, step.keys() & base.keys() & references.exact.keys()):
+            shares.append(noise(references.exact[name], step[name]) / references.against_exact(name))
+            shares.append(noise(base[name], step[name]) / references.between(name))
+    return max(shares)
+
+
 def _by_itself(references: References, name: str, x: Tensor) -> str:
     """What is wrong with a tensor beside eager PyTorch's; "" if nothing."""
     plain = references.plain[name]

@@ -14,7 +14,7 @@ import fp8compile
 from fp8compile import delayed, plans
 
 from . import poison
-from .bounds import References, wrong
+from .bounds import References, closest, wrong
 from .rounded import rounding
 from .source import source
 from .spec import Spec
@@ -49,6 +49,7 @@ class Verdict:
     kernels: int = 0  # that were launched and compared
     new: int = 0  # kernels that this process had not compiled
     compared: int = 0  # tensors
+    closest: float = 0.0  # the share of its bound that the worst tensor takes
     kinds: list[str] = field(default_factory=list)
 
     @property
@@ -104,6 +105,7 @@ def _compare(subject: Subject, references: References, spec: Spec, settings: Set
             found = {key: text for key, text in found.items() if key in again}
         if found:
             found = _ours(subject, references, found)
+    verdict.closest = closest(references, steps)
     verdict.kernels, verdict.new = watch.launched, watch.fresh
     verdict.compared = sum(references.is_compared(name) for name in references.exact)
     verdict.reasons = [*dict.fromkeys(watch.complaints), *found.values()]

@@ -74,9 +74,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kernels", choices=("reference", "interpreter", "cuda"), help="how generated kernels run")
-    parser.add_argument(
-        "--share", type=float, default=1.0, help="of kernels to compile on a GPU; others run as reference"
-    )
+    parser.add_argument("--share", type=float, default=1.0, help="of a GPU's kernels that are compiled")
     parser.add_argument("--compiled-every", type=int, default=0, help="one of so many models by Inductor as well")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
@@ -125,9 +123,15 @@ def summary(verdicts: Sequence[Verdict], seconds: float, jobs: int) -> str:
         f"core, {statistics.mean(times):.2f} s on the clock (most {times[-1]:.1f})",
         f"{sum(v.matmuls for v in verdicts)} matmuls in FP8, {sum(v.compared for v in verdicts)} tensors compared, "
         f"{sum(v.kernels for v in verdicts)} kernels launched, {sum(v.new for v in verdicts)} compiled",
+        "share of its bound that a model's worst tensor takes: median "
+        f"{statistics.median(v.closest for v in verdicts):.3f}, 99 % {_quantile([v.closest for v in verdicts], 0.99):.3f}",
         "steps: " + ", ".join(f"{name} {n}" for name, n in kinds.most_common()),
         *(f"skipped {n}: {reason}" for reason, n in reasons.most_common(5)),
     ])  # fmt: skip
+
+
+def _quantile(numbers: Sequence[float], share: float) -> float:
+    return sorted(numbers)[int(share * (len(numbers) - 1))]
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
