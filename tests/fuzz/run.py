@@ -113,7 +113,7 @@ def summary(verdicts: Sequence[Verdict], seconds: float, jobs: int) -> str:
     """What came of a run, in some lines."""
     if not verdicts:
         return "no models"
-    times = sorted(v.seconds for v in verdicts)
+    times, closest = sorted(v.seconds for v in verdicts), [v.closest for v in verdicts]
     states = Counter(v.status for v in verdicts)
     kinds = Counter(kind for v in verdicts for kind in v.kinds)
     reasons = Counter(v.reasons[0].split(":")[1][:60] for v in verdicts if v.status == SKIPPED)
@@ -124,7 +124,7 @@ def summary(verdicts: Sequence[Verdict], seconds: float, jobs: int) -> str:
         f"{sum(v.matmuls for v in verdicts)} matmuls in FP8, {sum(v.compared for v in verdicts)} tensors compared, "
         f"{sum(v.kernels for v in verdicts)} kernels launched, {sum(v.new for v in verdicts)} compiled",
         "share of its bound that a model's worst tensor takes: median "
-        f"{statistics.median(v.closest for v in verdicts):.3f}, 99 % {_quantile([v.closest for v in verdicts], 0.99):.3f}",
+        f"{statistics.median(closest):.3f}, 99 % {_quantile(closest, 0.99):.3f}",
         "steps: " + ", ".join(f"{name} {n}" for name, n in kinds.most_common()),
         *(f"skipped {n}: {reason}" for reason, n in reasons.most_common(5)),
     ])  # fmt: skip
