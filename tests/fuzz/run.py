@@ -201,7 +201,7 @@ class Worker:
 
     def ask(self, spec: Spec, compiled: bool) -> None:
         """Hand over a model."""
-        if self.done >= MODELS_A_PROCESS:
+        if self.done >= MODELS_A_PROCESS or not self.process.is_alive():
             self.stop()
             self._start()
         self.spec = spec

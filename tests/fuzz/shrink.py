@@ -164,11 +164,11 @@ def main(device):
     import copy
 
     torch.manual_seed({seed})
-    model = Model().to(device)
+    model = Model()
     for p in model.parameters():
         if p.dim() == 1:
-            p.data.add_(0.1 * torch.randn(p.shape, device=device))
-    model = model.bfloat16() if PRECISION == "bf16" else model
+            p.data.add_(0.1 * torch.randn(p.shape))
+    model = model.to(device, torch.bfloat16 if PRECISION == "bf16" else torch.float32)
     ours = copy.deepcopy(model)
     expected = step(model, model, device)
     if device == "cuda":  # memory that nobody has written holds nan

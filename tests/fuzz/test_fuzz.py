@@ -160,6 +160,17 @@ def test_a_shrunk_model_is_a_script_that_runs(tmp_path: Path) -> None:
     assert "0 of 16 not finite" in done.stdout
 
 
+def test_what_torch_compile_has_wrong_is_not_ours() -> None:
+    """Eager counts the rows of a checkpointed BatchNorm twice, compiled code once."""
+    steps = (Step("linear", (0,), {"out": 8, "bias": True}), Step("norm", (1,), {"how": "batch", "groups": 1}, True))
+    spec = Spec(batch=32, steps=steps, outputs=(Output(2),), options={"select": "all"})
+    with imported(source(spec)) as module:
+        subject = Subject(module, "cpu", 0)
+        eager, traced = subject.eager(0), subject.traced(0)
+        assert noise(eager["layer2.running_mean"], traced["layer2.running_mean"]) > 0.1
+    assert judge(spec, Settings()).status == OK
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +183,20 @@ def test_the_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "1 models, 1 known" in printed
     assert "2 models: 2 ok" in printed
+
+
+def test_a_process_that_dies_is_a_failure_and_replaced() -> None:
+    worker = run.Worker(0, Settings())
+    try:
+        worker.ask(draw(13), compiled=False)
+        worker.process.kill()
+        verdict = worker.answer()
+        assert verdict.is_failure
+        assert verdict.reasons == ["process: died with -9"]
+        worker.ask(draw(13), compiled=False)
+        assert worker.answer().status == OK
+    finally:
+        worker.stop()
 
 
 def test_a_summary_tells_what_was_skipped() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzz import poison
 
 pytestmark = pytest.mark.gpu
 
@@ -38,9 +39,6 @@ def test_random_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("byte", [0xFF, 0x7E])
 def test_memory_of_the_allocator_is_poisoned(byte: int) -> None:
-    sys.path.insert(0, str(ROOT / "tests"))
-    from fuzz import poison
-
     poison.fill_cached_memory(byte)
     for size in (1 << 9, 1 << 14, 1 << 20, 1 << 23):
         fresh = torch.empty(size, dtype=torch.uint8, device="cuda")
