@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types test-cpu test-gpu field accept format clean
+.PHONY: help train test lint types test-cpu test-gpu field fuzz accept format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ test-gpu: ## every GPU test, with the python on the path; prints what failed
 
 field: $(STAMP)dev $(STAMP)field ## gradients of small versions of all rows of the field suite (ARGS="-k T5")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_field.py -m "field or not field" -n 2 --dist worksteal $(ARGS)
+
+fuzz: ## random models, with the python on the path (ARGS="--models 5000 --device cuda --jobs 32"; docs/fuzzing.md)
+	$(PYTHON) -m tests.fuzz $(ARGS)
 
 accept: $(STAMP)dev ## renew the golden graphs and the outputs in the docs, after reading their differences
 	FP8COMPILE_ACCEPT=1 $(BIN)/python -m pytest tests/graph tests/test_docs.py $(ARGS)

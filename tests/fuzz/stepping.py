@@ -1,0 +1,106 @@
+"""One training step of a random model: eager in any precision, or compiled in one of several ways."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import inspect
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile import plans
+
+Step = dict[str, Tensor]  # outputs as "output N", the loss, gradients and buffers by name
+
+# name -> options. Node by node, "inductor" runs references of casts, and "generated" regions: as they are, or kernels.
+WAYS: dict[str, dict[str, str]] = {
+    "inductor": {"executor": "eager", "kernels": "inductor"},
+    "generated": {"executor": "eager", "kernels": "generated"},
+    "inductor, compiled": {"executor": "inductor", "kernels": "inductor"},
+    "generated, compiled": {"executor": "inductor", "kernels": "generated"},
+}
+
+
+@contextlib.contextmanager
+def imported(text: str) -> Iterator[ModuleType]:
+    """The module whose source is `text`, from a file: tracebacks and the compiler's reports show its lines."""
+    with tempfile.TemporaryDirectory(prefix="fp8compile-fuzz-") as folder:
+        path = Path(folder) / "fuzzed_model.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("fuzzed_model", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules["fuzzed_model"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        try:
+            yield module
+        finally:
+            del sys.modules["fuzzed_model"]
+
+
+class Subject:
+    """A random model on a device, with a step of it in any precision."""
+
+    def __init__(self, module: ModuleType, device: str, seed: int) -> None:
+        self.module, self.device = module, device
+        self.precision: str = module.PRECISION
+        torch.manual_seed(seed)
+        model: nn.Module = module.Model()
+        for p in model.parameters():
+            if p.dim() == 1:  # biases and norms start as all zeros, or all ones
+                p.data.add_(0.1 * torch.randn(p.shape))
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        self.model = model.to(device, dtype)
+        self.names = list(inspect.signature(module.Model.forward).parameters)[1:]
+
+    def eager(self, data: int, exact: bool = False) -> Step:
+        """A step of PyTorch's own, in the model's precision or, `exact`, in FP64."""
+        model = copy.deepcopy(self.model)
+        model = model.double() if exact else model
+        return self.step(model, model, data)
+
+    def compiled(self, way: str, options: dict[str, Any]) -> Callable[[int], Step]:
+        """A function of a data seed that makes steps by the backend."""
+        torch.compiler.reset()
+        plans.reset()
+        model = copy.deepcopy(self.model)
+        run = torch.compile(model, backend="fp8", options={"strict": True, **options, **WAYS[way]})
+        return lambda data: self.step(model, run, data)
+
+    def traced(self, data: int) -> Step:
+        """A step by torch.compile without us."""
+        torch.compiler.reset()
+        model = copy.deepcopy(self.model)
+        return self.step(model, torch.compile(model, backend="aot_eager"), data)
+
+    def step(self, model: nn.Module, run: Callable[..., Any], data: int) -> Step:
+        """Forward and backward of `run`, which is `model` in some form."""
+        model.zero_grad(set_to_none=True)
+        dtype = next(model.parameters()).dtype
+        given = {name: self._placed(x, dtype) for name, x in self.module.inputs(data).items()}
+        x = given["x"].requires_grad_(self.module.INPUT_GRAD and given["x"].is_floating_point())
+        outer = {name: x for name, x in given.items() if name not in self.names}
+        narrow = self.precision == "autocast" and dtype != torch.float64
+        with torch.autocast(self.device, torch.bfloat16, enabled=narrow):
+            outputs = run(**{name: given[name] for name in self.names})
+            loss = outputs[0] if self.module.LOSS_INSIDE else self.module.loss(outputs, **outer)
+        if loss.requires_grad:
+            loss.backward()
+        found = {f"output {n}": o.detach().clone() for n, o in enumerate(outputs)} | {"loss": loss.detach().clone()}
+        found |= {"input": x.grad.clone()} if x.grad is not None else {}
+        found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return found | {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
+
+    def _placed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        # what BF16 rounds, FP64 gets rounded as well
+        if x.is_floating_point() and self.precision == "bf16":
+            x = x.bfloat16()
+        return x.to(self.device, dtype if x.is_floating_point() else x.dtype)

@@ -1,0 +1,211 @@
+"""The fuzzer: some of its models on every run, and that it finds what is planted and makes it small."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+import torch
+
+from fp8compile.kernels import reference
+from fp8compile.kernels.expressions import EXPRESSIONS
+from fp8compile.kernels.spec import Part
+from fuzz import run
+from fuzz.bounds import noise
+from fuzz.draw import draw
+from fuzz.judge import OK, SKIPPED, Settings, Verdict, judge
+from fuzz.shrink import manner, script, shrink, simpler_ones
+from fuzz.source import source
+from fuzz.spec import Output, Spec, Step, from_json
+from fuzz.stepping import WAYS, Subject, imported
+from fuzz.writer import KINDS
+
+SEEDS, INTERPRETED = 24, (1, 14, 30, 34, 41)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_models(seed: int) -> None:
+    verdict = judge(draw(seed), Settings())
+    assert verdict.status == OK, (seed, verdict.reasons)
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("seed", INTERPRETED)
+def test_random_models_with_interpreted_kernels(seed: int) -> None:
+    interpreter.prepare()
+    verdict = judge(draw(seed), Settings(kernels="interpreter"))
+    assert verdict.status == OK, (seed, verdict.reasons)
+    assert verdict.kernels or not verdict.matmuls
+
+
+# ---- what is drawn --------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_makes_the_same_model_again() -> None:
+    assert draw(7) == draw(7)
+    assert source(draw(7)) == source(draw(7))
+    assert len({source(draw(seed)) for seed in range(50)}) == 50
+
+
+def test_specs_survive_being_written() -> None:
+    for seed in range(50):
+        assert from_json(draw(seed).to_json()) == draw(seed)
+
+
+def test_every_kind_size_and_option_is_drawn() -> None:
+    specs = [draw(seed) for seed in range(1500)]
+    assert {step.kind for spec in specs for step in spec.steps} == set(KINDS)
+    assert {1, 2, 3, 7, 17} <= {spec.batch for spec in specs}
+    assert {1, 2, 8, 17, 24, 100, 129, 136, 200} <= {spec.width for spec in specs}
+    assert {"bf16", "autocast", "fp32"} == {spec.precision for spec in specs}
+    assert {"all", "profitable"} == {spec.options["select"] for spec in specs}
+    assert any(spec.rows >= 1000 for spec in specs)
+    assert any(step.checkpoint for spec in specs for step in spec.steps)
+    assert any(step.frozen for spec in specs for step in spec.steps)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_kind_takes_any_width(kind: str) -> None:
+    """So that a spec stays valid whatever is taken away from it."""
+    for width, length, batch in ((1, 3, 1), (17, 1, 2), (8, 4, 3)):
+        base = Spec(width=width, length=length, batch=batch, precision="fp32")
+        for seed in range(4):
+            inputs = (0, 1)[: KINDS[kind].arity]
+            first = Step("linear", (0,), {"out": 5, "bias": True})
+            step = Step(kind, tuple(reversed(inputs)), KINDS[kind].draw(random.Random(seed), base))
+            spec = replace(base, steps=(first, step), outputs=(replace(base.outputs[0], value=2),))
+            with imported(source(spec)) as module, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = Subject(module, "cpu", 0).eager(0)
+            assert found["loss"].isfinite(), (kind, width, length, step.params)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_simpler_model_is_a_model(seed: int) -> None:
+    for spec in simpler_ones(draw(seed)):
+        with imported(source(spec)) as module, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Subject(module, "cpu", 0).eager(0)
+
+
+# ---- what is planted is found ---------------------------------------------------------------------------------------
+
+
+def _no_padding(patch: pytest.MonkeyPatch) -> None:
+    """Zeros behind the only row or column are not written."""
+    patch.setattr(Part, "stored_extent", lambda self, store: self.extents[store.value])
+
+
+def _wrong_sum(patch: pytest.MonkeyPatch) -> None:
+    """A region's sums count their second summand an eighth too much."""
+    patch.setitem(EXPRESSIONS, "add", replace(EXPRESSIONS["add"], torch=lambda x, y: x + 1.125 * y))
+
+
+def _half_of_rows(patch: pytest.MonkeyPatch) -> None:
+    """Matmuls take half of the scales of rows, whoever made the payloads."""
+    right = reference.scaled_mm
+
+    def wrong(a: Any, scale_a: Any, granularity_a: str, *rest: Any) -> Any:
+        return right(a, scale_a * (0.5 if granularity_a == "row" else 1), granularity_a, *rest)
+
+    patch.setattr(reference, "scaled_mm", wrong)
+
+
+PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "no padding": (_no_padding, "generated not finite"),
+    "wrong sum": (_wrong_sum, "generated apart"),
+    "half of rows": (_half_of_rows, "inductor off"),
+}
+
+
+def _first_failure() -> tuple[Spec, Verdict]:
+    for seed in range(20):
+        verdict = judge(draw(seed), Settings())
+        if verdict.is_failure:
+            return draw(seed), verdict
+    raise AssertionError("nothing was found")
+
+
+@pytest.mark.parametrize("name", list(PLANTED))
+def test_what_is_planted_is_found_and_made_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, expected = PLANTED[name]
+    with monkeypatch.context() as patch:
+        plant(patch)
+        spec, _ = _first_failure()
+        small, verdict = shrink(spec, lambda s: judge(s, Settings()), most=20)
+        assert expected in manner(verdict), verdict.reasons
+        assert len(small.steps) <= 2
+    assert judge(small, Settings()).status == OK  # without what was planted
+
+
+def test_a_shrunk_model_is_a_script_that_runs(tmp_path: Path) -> None:
+    step = Step("linear", (0,), {"out": 1, "bias": True})
+    spec = Spec(steps=(step,), outputs=(Output(1),), options={"select": "all"})
+    text = script(spec, Verdict(0, reasons=["generated: an example"]), Settings(), WAYS["generated"])
+    path = tmp_path / "seed0.py"
+    path.write_text(text)
+    done = subprocess.run([sys.executable, path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "layer1.weight: " in done.stdout
+    assert "0 of 16 not finite" in done.stdout
+
+
+def test_what_torch_compile_has_wrong_is_not_ours() -> None:
+    """Eager counts the rows of a checkpointed BatchNorm twice, compiled code once."""
+    steps = (Step("linear", (0,), {"out": 8, "bias": True}), Step("norm", (1,), {"how": "batch", "groups": 1}, True))
+    spec = Spec(batch=32, steps=steps, outputs=(Output(2),), options={"select": "all"})
+    with imported(source(spec)) as module:
+        subject = Subject(module, "cpu", 0)
+        eager, traced = subject.eager(0), subject.traced(0)
+        assert noise(eager["layer2.running_mean"], traced["layer2.running_mean"]) > 0.1
+    assert judge(spec, Settings()).status == OK
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "models.jsonl"
+    known = Verdict(0, seconds=1.0, kinds=["linear"])
+    out.write_text(json.dumps(vars(known)) + "\n")
+    assert run.main(["--models", "2", "--out", str(out), "--shrink", "0"]) == 0
+    assert [json.loads(line)["seed"] for line in out.read_text().splitlines()] == [0, 1]
+    printed = capsys.readouterr().out
+    assert "1 models, 1 known" in printed
+    assert "2 models: 2 ok" in printed
+
+
+def test_a_process_that_dies_is_a_failure_and_replaced() -> None:
+    worker = run.Worker(0, Settings())
+    try:
+        worker.ask(draw(13), compiled=False)
+        worker.process.kill()
+        verdict = worker.answer()
+        assert verdict.is_failure
+        assert verdict.reasons == ["process: died with -9"]
+        worker.ask(draw(13), compiled=False)
+        assert worker.answer().status == OK
+    finally:
+        worker.stop()
+
+
+def test_a_summary_tells_what_was_skipped() -> None:
+    verdicts: list[Any] = [Verdict(0, SKIPPED, ["eager: RuntimeError: no"]), Verdict(1, OK, seconds=2.0)]
+    assert "1 skipped" in run.summary(verdicts, 3.0, 1)
+    assert "skipped 1:  RuntimeError" in run.summary(verdicts, 3.0, 1)
+
+
+def test_noise_is_infinite_where_numbers_are_not_finite() -> None:
+    assert noise(torch.ones(2), torch.tensor([1.0, float("nan")])) == float("inf")
+    assert noise(torch.zeros(2), torch.ones(2)) == float("inf")
+    assert noise(torch.ones(4), torch.full((4,), 1.1)) == pytest.approx(0.01, rel=1e-5)
