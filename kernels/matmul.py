@@ -38,6 +38,9 @@ def scaled_mm(
     offs: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.scaled_mm`; batches run one after the other, groups in one launch."""
+    if not a.shape[-1]:  # a sum of nothing, which no kernel takes
+        out = a.new_zeros(*a.shape[:-1], b.shape[-2], dtype=out_dtype)
+        return out if bias is None else out + bias
     if offs is not None:
         return _grouped(a, scale_a, b, scale_b, offs, out_dtype, fast_accumulation)
     if a.dim() == 2:
@@ -107,12 +110,13 @@ def _rows_in_cublas() -> bool:
 
 
 def _aligned(scale: Tensor) -> Tensor:
-    """cuBLAS refuses a scale that does not start at a multiple of 16 bytes, as one of a stack of scales may not."""
+    """Return `scale` where it starts at a multiple of 16 bytes, as cuBLAS wants it, else a copy."""
     return scale if scale.data_ptr() % 16 == 0 else scale.clone()
 
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:
-    return scale.reshape(-1, 1).expand(rows, 1).contiguous()
+    """One scale a row. Those of a matrix in a batch need not start at a multiple of 16 bytes."""
+    return _aligned(scale.reshape(-1, 1).expand(rows, 1).contiguous())
 
 
 def _blockwise(

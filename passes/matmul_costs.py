@@ -99,7 +99,8 @@ class Costs:
             kernels += reads
         alone = work * m * n * k / d.bf16
         merged, start = self._merged(site), min(d.start * 1e-3, alone)
-        summed = (1 - 1 / merged) * m * n * value(site.node).element_size() if site.role == "grad_input" else 0.0
+        sums = site.role == "grad_input" and merged > 1  # alone it is added to nothing; a convolution's has no tensor
+        summed = (1 - 1 / merged) * m * n * value(site.node).element_size() if sums else 0.0
         bf16 = alone + start + summed / (d.casts * 1e9)
         casts = moved / (d.casts * 1e9) + kernels / self._siblings(site) * d.launch * 1e-3
         return bf16, work * m * np_ * kp / rate + start / merged + casts

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from models import ZOO
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -542,3 +543,16 @@ def test_symbolic_sizes_are_padded_as_the_batch_needs():
     (row,) = [r for r in fp8compile.last_compile().matmuls if r.role == "grad_weight"]
     assert isinstance(row.k, str)
     assert row.padded == (f"K {row.k} to a multiple of 16",)
+
+
+@pytest.mark.parametrize("device", ["H100", "H200"])
+@pytest.mark.parametrize("recipe", ["mixed", "rowwise", "blockwise"])
+def test_costs_of_convolutions(monkeypatch, recipe, device):
+    """A convolution's gradients come three at a time, and none is ever added to another."""
+    monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE[device])
+    case = ZOO["cnn"]()
+    options = {"executor": "eager", "strict": True, "recipe": recipe, "kernels": "inductor"}
+    with pytest.warns(Fp8Warning, match="NOTHING was converted"):
+        case.loss(torch.compile(case.model, backend="fp8", options=options)(**case.inputs)).backward()
+    times = [row.milliseconds_fp8 for row in fp8compile.last_compile().matmuls if row.kind == "convolution"]
+    assert times
