@@ -186,8 +186,8 @@ def _borders(graph: fx.Graph, halves: Halves, saved: set[fx.Node]) -> frozenset[
 def narrow_places(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
     """Values of the forward half that are, where they are computed, all that later ones are computed from.
 
-    What cannot be kept (a checkpoint runs it again) is no such place. Parameters, and what is computed of such alone, do
-    not count.
+    What cannot be kept (a checkpoint runs it again) is no such place. Nor are parameters, and what is computed of such
+    alone.
     """
     nodes = [n for n in graph.nodes if n in halves.forward]
     place = {n: i for i, n in enumerate(nodes)}
