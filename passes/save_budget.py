@@ -29,7 +29,7 @@ from fp8compile import ops
 from fp8compile.devices import TABLE, Device
 from fp8compile.passes import fusible, operators
 from fp8compile.passes.compilation import is_tensor, value
-from fp8compile.passes.plan_saved import Halves, Prices, may_be_computed_again, plan_saved, saved_bytes
+from fp8compile.passes.plan_saved import Halves, Prices, may_be_computed_again, may_be_kept, plan_saved, saved_bytes
 from fp8compile.passes.reach import find_far
 from fp8compile.passes.roles import GROUPED
 from fp8compile.passes.saved_forms import as_it_is, count, is_random, made_at, memory_of
@@ -186,7 +186,8 @@ def _borders(graph: fx.Graph, halves: Halves, saved: set[fx.Node]) -> frozenset[
 def narrow_places(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
     """Values of the forward half that are, where they are computed, all that later ones are computed from.
 
-    Parameters, and what is computed of such alone, do not count.
+    What cannot be kept (a checkpoint runs it again) is no such place. Nor are parameters, and what is computed of such
+    alone.
     """
     nodes = [n for n in graph.nodes if n in halves.forward]
     place = {n: i for i, n in enumerate(nodes)}
@@ -200,7 +201,7 @@ def narrow_places(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
         alive = {n for n in alive if last[n] > i}
         if node in varying and last[node] > i:
             alive.add(node)
-        if alive == {node} and is_tensor(node) and node not in halves.inputs:
+        if alive == {node} and is_tensor(node) and node not in halves.inputs and may_be_kept(node, halves):
             found.append(node)
     return found
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import ZOO, Case
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.errors import Fp8Warning, OptionError
@@ -158,3 +159,33 @@ def test_a_recurrent_cell_from_zeros_within_a_small_budget() -> None:
         assert fp8compile.last_compile().converted
         for name, a in expected.items():
             assert (a - got[name]).float().norm() < 0.2 * a.float().norm()
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+@pytest.mark.parametrize("width", [4, 48])
+@pytest.mark.parametrize("budget", [0.0, 0.3, 0.7])
+def test_what_a_checkpoint_runs_again_is_not_kept_for_a_budget(width: int, budget: float) -> None:
+    """All that later values are computed from lies within the checkpoint, where nothing can be kept."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = (nn.Linear(width, width // 4, bias=False) for _ in range(2))
+            self.down = nn.Linear(width // 4, width // 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def inner(x: Tensor) -> Tensor:
+                return self.down(nn.functional.gelu(self.gate(x)) * self.up(x))
+
+            return checkpoint(inner, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(4, width).bfloat16()}
+    case = Case(Checkpointed().bfloat16(), inputs, lambda y: y.float().square().mean(), 0)
+    plain = {"save": "bf16", "skip": "*", "save_min_bytes": 0}
+    expected = gradients(case, **plain)
+    got = gradients(case, activation_budget=budget, **plain)
+    assert all(torch.equal(got[n], expected[n]) for n in expected)
+    got = gradients(case, activation_budget=budget, recipe="tensorwise", save_min_bytes=0)
+    assert all(a.isfinite().all() for a in got.values())
+    assert fp8compile.last_compile().converted
