@@ -188,7 +188,7 @@ def test_a_step_that_reads_numbers_is_compiled() -> None:
         torch.testing.assert_close(p, q)
     assert isinstance(opt.param_groups[0]["d"], float)
     assert 1 <= len(fp8compile.compiles()) <= 3
-    assert fp8compile.last_compile().updates
+    assert fp8compile.last_compile().states
 
 
 def test_its_states_are_in_8_bits() -> None:
