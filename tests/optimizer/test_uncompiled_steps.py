@@ -158,8 +158,8 @@ def test_torchs_adafactor_is_compiled(foreach: bool, how: str) -> None:
     """It reads the number of steps from a tensor."""
     mine = model()
     theirs = copy.deepcopy(mine)
-    opt = torch.optim.Adafactor(mine.parameters(), lr=1e-2, foreach=foreach)
-    other = torch.optim.Adafactor(theirs.parameters(), lr=1e-2, foreach=foreach)
+    settings: Any = {"lr": 1e-2, "foreach": foreach, "eps": (1e-7, 1e-3)}  # torch 2.11 cannot trace its default eps
+    opt, other = (torch.optim.Adafactor(m.parameters(), **settings) for m in (mine, theirs))
     step = compiled(opt, how)
     for i in range(4):
         for m in (mine, theirs):
@@ -168,7 +168,8 @@ def test_torchs_adafactor_is_compiled(foreach: bool, how: str) -> None:
         other.step()
     for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q)
-    assert len(fp8compile.compiles()) <= 2
+    assert 1 <= len(fp8compile.compiles()) <= 2
+    assert fp8compile.last_compile().states
     assert not torch._dynamo.config.capture_scalar_outputs
 
 
@@ -186,7 +187,8 @@ def test_a_step_that_reads_numbers_is_compiled() -> None:
     for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q)
     assert isinstance(opt.param_groups[0]["d"], float)
-    assert len(fp8compile.compiles()) <= 3
+    assert 1 <= len(fp8compile.compiles()) <= 3
+    assert fp8compile.last_compile().states
 
 
 def test_its_states_are_in_8_bits() -> None:
