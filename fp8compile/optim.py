@@ -68,17 +68,23 @@ def prepare_optimizer(
 
 def _settle(opt: Optimizer) -> None:
     """Convert states; and trace parameter by parameter where the rate is a float, as in foreach operators Dynamo would
-    make it a constant and compile again each time it changes. What is traced is merged all the same. A group that was
-    loaded as fused is not: no optimizer is prepared that was made so."""
+    make it a constant and compile again each time it changes. What is traced is merged all the same. Only torch's own
+    optimizers compute the same either way, and without a graph break. A group that was loaded as fused is not: no
+    optimizer is prepared that was made so."""
     given = _foreach.setdefault(opt, {})
     for index, group in enumerate(opt.param_groups):
         if group.get("fused"):
             group["fused"] = None
-        if "foreach" in group and not isinstance(group.get("lr"), Tensor):
+        if "foreach" in group and not isinstance(group.get("lr"), Tensor) and _is_torchs(opt):
             if group["foreach"] is not False:
                 given[index] = group["foreach"]
             group["foreach"] = False
     convert_states(opt)
+
+
+def _is_torchs(opt: Optimizer) -> bool:
+    """Whether `opt` is of a class of torch.optim, or of one that is derived from such."""
+    return any(c.__module__.startswith("torch.optim.") and c is not Optimizer for c in type(opt).__mro__)
 
 
 def is_prepared(opt: Optimizer) -> bool:
@@ -143,7 +149,14 @@ def _times_found(opt: Optimizer, index: int, parameter: Tensor) -> Counter[str]:
 def _decide(opt: Optimizer, recipe: StateRecipe, index: int, name: str, parameter: Tensor) -> Decision:
     if _times_found(opt, index, parameter)[name] >= MADE_ANEW:
         return Decision(None, "made anew at each step; in 8 bits only if it is written in place")
+    if _is_shared(parameter, opt.state[parameter][name]):
+        return Decision(None, "its memory is also that of a gradient or a view outside of the states")
     return _decide_of(opt, recipe, name, parameter, opt.state[parameter][name])
+
+
+def _is_shared(parameter: Tensor, state: Tensor) -> bool:
+    """Whether a plain state cannot become another one, as what else is computed of its memory would stay behind."""
+    return not is_fp8(state) and (state is parameter or state is parameter.grad or state._use_count() > 1)
 
 
 def _decide_of(opt: Optimizer, recipe: StateRecipe, name: str, parameter: Tensor, value: Tensor) -> Decision:
@@ -168,9 +181,25 @@ def _convert(opt: Optimizer, index: int, parameter: Tensor, traced: bool) -> boo
             times[name] += traced and _decide(opt, recipe, index, name, parameter).format is not None
             format = _decide(opt, recipe, index, name, parameter).format
             if format is not None:
-                state[name] = _mapped(value, partial(FP8State.of, format=str(format), salt=salt(index, name)), rides)
+                make = partial(FP8State.of, format=str(format), salt=salt(index, name))
+                state[name] = _become(value, _mapped(value, make, rides))
                 rides, changed = "nearest", True
     return changed
+
+
+def _become(state: Tensor, new: Tensor) -> Tensor:
+    """Make the object `state` what `new` is, and return it: a step with graph breaks may be under way, and have it in
+    variables, where it would write to a tensor that is no state any more. (`torch.utils.swap_tensors`, without asking
+    for weak references: Dynamo has some, of a trace that is made again.)"""
+    if isinstance(state, DTensor) and isinstance(new, DTensor):
+        state._local_tensor = new._local_tensor
+        return state
+    if type(state) is not Tensor:
+        return new
+    state.__class__, new.__class__ = new.__class__, state.__class__
+    state.__dict__, new.__dict__ = new.__dict__, state.__dict__
+    torch._C._swap_tensor_impl(state, new)  # type: ignore[attr-defined]
+    return state
 
 
 def _mapped(value: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -204,6 +233,7 @@ def _wrap_init_group(opt: Optimizer) -> None:
         return
     owner = weakref.ref(opt)
 
+    @torch.compiler.disable  # in a step that runs in pieces it would be compiled as a function of the user
     def init_group(group: Any, *lists: Any, **named: Any) -> Any:
         def make(part: Any) -> None:
             copies = [list(x) if isinstance(x, list) else x for x in lists]

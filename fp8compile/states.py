@@ -139,6 +139,7 @@ class FP8State(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
+    @torch.compiler.disable  # run between two graphs of a step, it would be compiled as a function of the user
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in AS_THEY_ARE:

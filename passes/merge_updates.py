@@ -42,6 +42,7 @@ def run(graph: fx.Graph) -> list[MergedUpdate]:
         _emit(graph, group, place)
         rows.append(_row(group))
     for copy in {copy for group in groups.values() for written in group for copy in written.copies}:
+        copy.replace_all_uses_with(copy.args[0])  # who returns what was written returns the input, written by then
         graph.erase_node(copy)
     remove_dead(graph)
     return rows

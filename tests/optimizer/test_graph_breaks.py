@@ -1,0 +1,271 @@
+"""Steps that Dynamo takes in pieces: a break before, inside or after the loop over parameters, as people write them.
+
+What runs between two graphs runs on 8-bit states operator by operator. Nothing of that may be compiled, no update may
+be lost, and there are no more graphs than torch.compile makes of the same step on plain states.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from optimizers import assert_near, compiled, formats, make_parameters, relative, set_gradients
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import fp8compile
+from fp8compile.compilations import translator
+from fp8compile.states import FP8State
+
+EXACT = "float32"  # states kept in FP32: what is left are the passes
+SHAPES = ((96, 64), (64, 65), (7,), (64, 96))
+STEPS = 6
+
+
+class Moments(torch.optim.Optimizer):
+    """Adam without its corrections, over parameters one by one; what differs are `begin`, `update` and `end`."""
+
+    def __init__(self, params: Any, lr: float = 0.01, foreach: bool | None = None) -> None:
+        super().__init__(params, {"lr": lr, "foreach": foreach})
+
+    def begin(self) -> None:
+        """What comes before the loop."""
+
+    def end(self) -> None:
+        """What comes after it."""
+
+    def update(self, p: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+        """Of one parameter."""
+        m.lerp_(p.grad, 0.1)
+        v.mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+        p.addcdiv_(m, v.sqrt().add_(1e-3), value=-lr)
+
+    def states_of(self, p: Tensor) -> dict[str, Any]:
+        state = self.state[p]
+        if not state:
+            state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.begin()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.states_of(p)
+                    self.update(p, state["m"], state["v"], group["lr"])
+        self.end()
+        return loss
+
+
+class Before(Moments):
+    def begin(self) -> None:
+        torch._dynamo.graph_break()
+
+
+class After(Moments):
+    def end(self) -> None:
+        torch._dynamo.graph_break()
+        self.largest = max(float(state["m"].abs().max()) for state in self.state.values())
+
+
+class Item(Moments):
+    """Branches on data in the middle of an update, in a function of its own (as MARS does)."""
+
+    def update(self, p: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+        gradient = p.grad + 0.5 * m
+        norm = torch.norm(gradient)
+        if norm > 1.0:
+            gradient.div_(norm)
+        m.lerp_(gradient, 0.1)
+        v.mul_(0.9).addcmul_(gradient, gradient, value=0.1)
+        p.addcdiv_(m, v.sqrt().add_(1e-3), value=-lr)
+
+
+class Half(Moments):
+    """Breaks when one state is written and the other is not; the caller writes to it once more."""
+
+    def update(self, p: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+        self.first(p, m)
+        v.mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+        p.addcdiv_(m, v.sqrt().add_(1e-3), value=-lr)
+        m.mul_(0.99)
+
+    def first(self, p: Tensor, m: Tensor) -> None:
+        m.lerp_(p.grad, 0.1)
+        torch._dynamo.graph_break()
+        m.add_(p.grad, alpha=0.01)
+
+
+class Prints(Moments):
+    def update(self, p: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+        print("an update of", tuple(p.shape))
+        super().update(p, m, v, lr)
+
+
+class Inline(Moments):
+    """All of it in one loop that breaks: nothing but functions of torch is called."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["m"].lerp_(p.grad, 0.1)
+                if state["m"].norm().item() > 1e-9:
+                    state["v"].mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+                p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-3), value=-group["lr"])
+
+
+class Reads(Moments):
+    """Looks at its states between two graphs, in all the ways in which people do."""
+
+    def update(self, p: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+        super().update(p, m, v, lr)
+        torch._dynamo.graph_break()
+        self.seen = [repr(m), float(m.norm()), bool((v >= 0).all()), copy.deepcopy(v), m.clone(), m.flatten()[:2] * 1]
+        if isinstance(m, FP8State):
+            self.seen += [m.dequantize(), FP8State.of(m.dequantize(), format=m.format)]
+
+
+class Replaces(Moments):
+    """Makes its momentum anew at each step, and keeps numbers and lists among its states."""
+
+    def update(self, p: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+        state = self.state[p]
+        state["flag"] = 1
+        state["sizes"] = [*p.shape]
+        state["total"] = state.get("total", torch.zeros(())) + 1
+        state["m"] = m * 0.9 + p.grad * 0.1
+        torch._dynamo.graph_break()
+        v.mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+        p.addcdiv_(state["m"], v.sqrt().add_(1e-3), value=-lr)
+
+
+class Foreach(Moments):
+    """All parameters at once, in lists that the step has while a function breaks."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            states = [self.states_of(p) for p in group["params"]]
+            firsts, seconds = [s["m"] for s in states], [s["v"] for s in states]
+            self.update_all(group["params"], firsts, seconds, group["lr"])
+
+    def update_all(self, params: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], lr: float) -> None:
+        gradients = [p.grad for p in params]
+        torch._foreach_lerp_(firsts, gradients, 0.1)
+        if torch._foreach_norm(gradients)[0].item() > 0:
+            torch._foreach_mul_(seconds, 0.9)
+            torch._foreach_addcmul_(seconds, gradients, gradients, 0.1)
+        roots = torch._foreach_sqrt(seconds)
+        torch._foreach_add_(roots, 1e-3)
+        torch._foreach_addcdiv_(params, firsts, roots, -lr)
+
+
+class OtherPath(Moments):
+    """Takes `foreach` for whether to break, as some do that norm gradients one by one without it."""
+
+    def begin(self) -> None:
+        if self.param_groups[0]["foreach"] is False:
+            torch._dynamo.graph_break()
+
+
+class Derived(torch.optim.Adam):
+    """An optimizer of torch's with a step of its own: it makes its states by `_init_group`."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)
+            for p, gradient, m, v in zip(*lists[:4], strict=True):
+                if gradient.norm().item() > 0:
+                    Moments.update(self, p, m, v, group["lr"])
+
+
+ALL = [Before, After, Item, Half, Prints, Inline, Reads, Replaces, Foreach, OtherPath, Derived]
+
+
+@pytest.fixture(autouse=True)
+def limits_are_errors() -> Iterator[None]:
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
+def train(opt: torch.optim.Optimizer, parameters: list[nn.Parameter], step: Callable[[], Any]) -> None:
+    for i in range(STEPS):
+        set_gradients(parameters, i)
+        step()
+
+
+def plainly_compiled(make: Callable[..., torch.optim.Optimizer]) -> list[str]:
+    """Names of the functions of which torch.compile makes graphs on plain states."""
+    seen: list[str] = []
+    aot = aot_autograd(fw_compiler=lambda gm, _: gm.forward)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        tx = translator()
+        assert tx is not None
+        seen.append((tx.output.root_tx or tx).f_code.co_name)
+        return aot(gm, inputs)
+
+    parameters = make_parameters(SHAPES)
+    opt = make(parameters, lr=0.01)
+    train(opt, parameters, torch.compile(opt.step, backend=backend))
+    torch._dynamo.reset()
+    return seen
+
+
+def both(make: Callable[..., torch.optim.Optimizer], states: object) -> tuple[Any, Any, list[int]]:
+    """An optimizer whose step is compiled, one that runs eagerly on plain states, and the graphs of the first."""
+    mine, theirs = make_parameters(SHAPES), make_parameters(SHAPES)
+    opt, reference = make(mine, lr=0.01), make(theirs, lr=0.01)
+    step, graphs = compiled(opt, states=states)
+    train(opt, mine, step)
+    train(reference, theirs, reference.step)
+    return opt, reference, graphs
+
+
+def parameters_of(opt: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in opt.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_no_update_is_lost(make: type[Moments]) -> None:
+    """With states in FP32 what is left are the exchange of states and the passes."""
+    opt, reference, _ = both(make, EXACT)
+    for p, q in zip(parameters_of(opt), parameters_of(reference), strict=True):
+        assert relative(p, q) < 2e-6
+        for name, x in reference.state[q].items():
+            if isinstance(x, Tensor) and x.dim():
+                assert relative(opt.state[p][name], x) < 2e-6, name
+            elif name != "step":
+                assert opt.state[p][name] == x, name
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_states_are_stored_in_eight_bits(make: type[Moments]) -> None:
+    opt, reference, _ = both(make, None)
+    for p, q, start in zip(parameters_of(opt), parameters_of(reference), make_parameters(SHAPES), strict=True):
+        if make is not Inline:  # of which Dynamo makes no graph at all
+            assert formats(opt, p) if p.numel() > 4096 else not formats(opt, p)
+        assert relative(p - start, q - start) < 0.1
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_no_more_graphs_than_of_plain_states(make: type[Moments]) -> None:
+    plain = plainly_compiled(make)
+    _, _, graphs = both(make, None)
+    print(make.__name__, len(plain), len(graphs), plain)
+    assert len(graphs) <= len(plain)
