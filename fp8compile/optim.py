@@ -106,6 +106,7 @@ def refuse_fused(opt: Optimizer) -> None:
         )
 
 
+@torch.compiler.disable  # what runs between two graphs of a step would be compiled as a function of the user
 def convert_states(opt: Optimizer, traced: bool = False) -> bool:
     """Make `FP8State`s of the plain ones of `opt` that its recipe wants so; whether there were any.
 
@@ -233,7 +234,7 @@ def _wrap_init_group(opt: Optimizer) -> None:
         return
     owner = weakref.ref(opt)
 
-    @torch.compiler.disable  # in a step that runs in pieces it would be compiled as a function of the user
+    @torch.compiler.disable
     def init_group(group: Any, *lists: Any, **named: Any) -> Any:
         def make(part: Any) -> None:
             copies = [list(x) if isinstance(x, list) else x for x in lists]
@@ -285,6 +286,7 @@ def _plain(value: Any, dtype: torch.dtype) -> Any:
     return _mapped(value, lambda local: local.dequantize(dtype))
 
 
+@torch.compiler.disable
 def _before_loading(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check everything, then convert it: nothing of `opt` has been touched when this raises."""
     recipe, mine = _prepared[opt], _parameters(opt)
