@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp8compile.errors import unknown_name
+from fp8compile.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -56,5 +56,14 @@ def with_level(options: Mapping[str, Any]) -> dict[str, Any]:
     if name is None:
         return given
     if not isinstance(name, str) or name not in LEVELS:
-        raise unknown_name("level", name, LEVELS)
+        raise _unknown(name)
     return {**LEVELS[name].options, **given}
+
+
+def _unknown(name: object) -> OptionError:
+    """Names are of two letters: what looks alike is another level, not a slip, unless it is a small letter."""
+    meant = str(name).strip().upper().removeprefix("O")
+    hint = f" Did you mean 'O{meant}'?" if f"O{meant}" in LEVELS else ""
+    if meant == "0":
+        hint = ' A model without FP8 needs no level: leave backend="fp8" out of torch.compile.'
+    return OptionError(f"unknown level {name!r}.{hint} Valid: {', '.join(LEVELS)} (from the least to the most in FP8).")

@@ -9,7 +9,6 @@ does the same explicitly.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,9 +112,10 @@ def _let_rates_change() -> bool:
 
 
 def warn_of_unmerged(updates: list[MergedUpdate]) -> None:
-    """Say which updates run operator by operator."""
-    for reason, count in Counter(u.reason for u in updates if u.reason).items():
-        _say(f"{count} parameter updates run operator by operator, BF16 parameters rounded to nearest: {reason}")
+    """Say how many updates run operator by operator, and why one of them does; the plan says it of each."""
+    if reasons := [u.reason for u in updates if u.reason]:
+        others = ", others likewise (fp8compile.last_compile() has the reason of each)" if len(set(reasons)) > 1 else ""
+        _say(f"{len(reasons)} parameter updates run operator by operator: {min(reasons)}{others}")
 
 
 def _warn_of_rounding(opt: Optimizer) -> None:

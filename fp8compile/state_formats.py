@@ -27,6 +27,7 @@ GROUP = 128
 BYTES_OF_SIDE = 8
 CODES = ("log", "e4m3", "e5m2", "float32")
 FLAGS = ("linear", "stochastic")
+ROUNDINGS = ("", "/stochastic")
 
 
 def bits(x: float) -> int:
@@ -76,7 +77,7 @@ class StateFormat:
 
     def __post_init__(self) -> None:
         if self.code not in CODES:
-            raise unknown_name("state format", self.code, CODES)
+            raise unknown_name("state format", str(self), names())
         if self.linear and self.code not in MINIFLOATS:
             raise OptionError(f"state format {self.code!r} has no linear form; e4m3 and e5m2 have")
         if self.stochastic and self.code == "float32":
@@ -113,10 +114,15 @@ def parse_state_format(value: StateFormat | str) -> StateFormat:
     if isinstance(value, StateFormat):
         return value
     code, *flags = str(value).split("/")
-    for flag in flags:
-        if flag not in FLAGS:
-            raise unknown_name("flag of a state format", flag, FLAGS)
+    if code not in CODES or not set(flags) <= set(FLAGS):
+        raise unknown_name("state format", value, names())
     return StateFormat(code, **dict.fromkeys(flags, True))
+
+
+def names() -> list[str]:
+    """The names of all formats."""
+    of_minifloats = [f"{code}{linear}{how}" for code in MINIFLOATS for linear in ("", "/linear") for how in ROUNDINGS]
+    return ["log", "log/stochastic", *of_minifloats, "float32"]
 
 
 FLOAT32 = StateFormat("float32")

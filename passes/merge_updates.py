@@ -42,7 +42,9 @@ def run(graph: fx.Graph) -> list[MergedUpdate]:
         _emit(graph, group, place)
         rows.append(_row(group))
     for copy in {copy for group in groups.values() for written in group for copy in written.copies}:
-        copy.replace_all_uses_with(copy.args[0])  # who returns what was written returns the input, written by then
+        written = copy.args[0]
+        assert isinstance(written, fx.Node)
+        copy.replace_all_uses_with(written)  # the output returns the input itself, which is written by then
         graph.erase_node(copy)
     remove_dead(graph)
     return rows
@@ -51,6 +53,8 @@ def run(graph: fx.Graph) -> list[MergedUpdate]:
 def _first_copy(graph: fx.Graph) -> fx.Node:
     """A place before which all is computed and nothing written: copies to inputs are moved behind the rest."""
     copies = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
+    for copy in copies:
+        _read_its_source(copy)
     written = {copy.args[0] for copy in copies}
     order = {node: i for i, node in enumerate(graph.nodes)}
     late = [n for n in graph.nodes if copies and order[n] > order[copies[0]] and n.op != "output" and n not in copies]
@@ -58,6 +62,16 @@ def _first_copy(graph: fx.Graph) -> fx.Node:
     for copy in copies:
         graph.output_node().prepend(copy)
     return copies[0] if copies else graph.output_node()
+
+
+def _read_its_source(copy: fx.Node) -> None:
+    """Let who computes with what `copy` returns read what it has written; who returns it, still does."""
+    source = copy.args[1]
+    if isinstance(source, fx.Node) and (value(source).dtype, value(source).shape) == (
+        value(copy).dtype,
+        value(copy).shape,
+    ):
+        copy.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
 
 
 def _emit(graph: fx.Graph, group: Sequence[Written], place: fx.Node) -> None:
@@ -84,4 +98,6 @@ def _row(group: Sequence[Written]) -> MergedUpdate:
 def _left(update: ParameterUpdate, reason: str) -> MergedUpdate:
     formats = tuple(str(t.store.args[3]) for t in update.targets if t.store is not None)
     elements = int(value(update.targets[0].written).numel())
-    return MergedUpdate(1, elements, formats, 0, f"not merged: {reason}")
+    asked = {t.parameter_rounding for t in update.targets} - {"nearest"}
+    rounded = "".join(f"; its BF16 parameter is rounded to nearest, not {how!r}" for how in sorted(asked))
+    return MergedUpdate(1, elements, formats, 0, f"not merged: {reason}{rounded}")

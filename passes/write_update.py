@@ -124,12 +124,14 @@ class _SpecWriter:
 
     def _number_of_node(self, node: fx.Node) -> int:
         if not is_tensor(node):
-            raise UpdateSkipError(f"{node} is a symbolic number, no tensor")
+            raise UpdateSkipError("it reads a symbolic number, no tensor")
         if value(node).dim() == 0 and self.shape != value(node).shape and not _is_fill(node):
             number = self._load(Slot(SCALAR, "float32"), (node,))  # all numbers of a step are FP32
             return self.op("ne", number, self.constant(0.0)) if value(node).dtype == torch.bool else number
         if value(node).shape != self.shape and not _is_fill(node):
-            raise UpdateSkipError(f"{node} has shape {list(value(node).shape)}, the parameter {list(self.shape)}")
+            raise UpdateSkipError(
+                f"it reads a tensor of shape {list(value(node).shape)}, its own is {list(self.shape)}"
+            )
         if node.target is state_ops.load_state:
             return self._load(Slot(STATE, str(node.args[2])), node.args[:2])  # type: ignore[arg-type]
         call = call_of(node)

@@ -102,8 +102,10 @@ def test_what_is_given_beside_a_level_wins():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"level": "O4"}, r"unknown level 'O4'.*Valid: O1, O2, O3"),
-        ({"level": 2}, "unknown level 2"),
+        ({"level": "O4"}, r"unknown level 'O4'\. Valid: O1, O2, O3"),
+        ({"level": "O0"}, r"unknown level 'O0'\. A model without FP8 needs no level: leave backend=\"fp8\" out"),
+        ({"level": "o2"}, r"unknown level 'o2'\. Did you mean 'O2'\?"),
+        ({"level": 2}, r"unknown level 2\. Did you mean 'O2'\?"),
         ({"level": ["O1"]}, r"unknown level \['O1'\]"),
         ({"operations": ["linaer"]}, r"unknown operation 'linaer'\. Did you mean 'linear'\?"),
         ({"operations": []}, "option 'operations' takes some of linear, batched, convolution"),

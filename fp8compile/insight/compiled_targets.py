@@ -20,8 +20,10 @@ Options = Mapping[str, Any]
 
 def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Options]:
     """What torch.compile was given, and the options of its FP8 backend."""
-    original = getattr(target, "_orig_mod", None) or getattr(target, "_torchdynamo_orig_callable", None) or target
-    return original, _options_of(target) or {}
+    beneath = getattr(target, "_orig_mod", None) or getattr(target, "_torchdynamo_orig_callable", None)
+    if getattr(target, "_torchdynamo_disable", False):  # not compiled, but kept from it: steps of torch's LBFGS are
+        beneath = None
+    return beneath or target, _options_of(target) or {}
 
 
 def context_of(target: Any) -> Any:

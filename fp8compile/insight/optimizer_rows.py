@@ -7,6 +7,7 @@ read but its settings.
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
     says so.
     """
     optim.refuse_fused(opt)
+    _refuse_arguments(opt)
     recipe = optim.recipe_of(opt) if optim.is_prepared(opt) else Options.parse(options).states
     known = any(opt.state.get(p) for group in opt.param_groups for p in group["params"])
     twin = _without_data(opt)
@@ -58,6 +60,26 @@ def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
         updates = _updates(twin, options)
     states = optim.state_rows(opt if known else twin, recipe)
     return Plan("optimizer", states=states, groups=group_rows(opt, states), halves={HALF: Lowered(updates=updates)})
+
+
+def _refuse_arguments(opt: Optimizer) -> None:
+    """Raise `Fp8Error` for an optimizer whose step cannot be made without being given something."""
+    step = f"{type(opt).__name__}.step"
+    parameters = list(inspect.signature(type(opt).step).parameters.values())[1:]  # of a function, whose first is `self`
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if needed == ["closure"]:
+        raise Fp8Error(
+            f"explain: {step} needs a closure: it runs the model and its backward pass within the step, as often as it "
+            "wants to, so the step is not one graph and its states are not kept in 8 bits. Call opt.step(closure) "
+            "uncompiled, and compile the model that the closure calls"
+        )
+    if needed:
+        raise Fp8Error(
+            f"explain: {step} needs {', '.join(map(repr, needed))}, and explain has nothing to give it. Make a compiled "
+            "step, and read fp8compile.last_compile()"
+        )
 
 
 def _updates(twin: Optimizer, options: Mapping[str, Any]) -> list[MergedUpdate]:

@@ -22,6 +22,7 @@ from optimizers import (
     twins,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8compile
 from fp8compile import optim
@@ -150,15 +151,16 @@ def test_plain_states_are_gone_once_they_are_eight_bit_ones(name):
     opt, mine, *_ = twins(make, arguments)
     set_gradients(mine, 0)
     opt.step()
-    plain = [weakref.ref(x) for p in mine for x in opt.state[p].values() if isinstance(x, Tensor) and x.dim()]
+    tensors = [x for p in mine for x in opt.state[p].values() if isinstance(x, Tensor) and x.dim()]
+    plain = [StorageWeakRef(x.untyped_storage()) for x in tensors]
     step, _ = compiled(opt)
     for _ in range(2):
         step()
     assert formats(opt, mine[0])
-    converted = {id(x) for p in mine for x in opt.state[p].values()}
     gc.collect()
-    assert plain
-    assert all(x() is None or id(x()) in converted for x in plain)  # small ones stay as they are
+    assert tensors
+    for x, memory in zip(tensors, plain, strict=True):  # small ones stay as they are
+        assert memory.expired() == isinstance(x, FP8State)
 
 
 @pytest.mark.parametrize("foreach", [None, True], ids=["single", "foreach"])
