@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8compile import unscaling
+from fp8compile.eager import never_compiled
 from fp8compile.errors import OptionError, StateError
 from fp8compile.plan import State
 from fp8compile.state_formats import FLOAT32, StateFormat, parse_state_format
@@ -106,7 +107,7 @@ def refuse_fused(opt: Optimizer) -> None:
         )
 
 
-@torch.compiler.disable  # what runs between two graphs of a step would be compiled as a function of the user
+@never_compiled
 def convert_states(opt: Optimizer, traced: bool = False) -> bool:
     """Make `FP8State`s of the plain ones of `opt` that its recipe wants so; whether there were any.
 
@@ -155,9 +156,14 @@ def _decide(opt: Optimizer, recipe: StateRecipe, index: int, name: str, paramete
     return _decide_of(opt, recipe, name, parameter, opt.state[parameter][name])
 
 
+def _uses(x: Any) -> int:
+    """How often C++ refers to `x`: once for its Python object, once for each view of it."""
+    return x._use_count()
+
+
 def _is_shared(parameter: Tensor, state: Tensor) -> bool:
     """Whether a plain state cannot become another one, as what else is computed of its memory would stay behind."""
-    return not is_fp8(state) and (state is parameter or state is parameter.grad or state._use_count() > 1)
+    return not is_fp8(state) and (state is parameter or state is parameter.grad or _uses(state) > 1)
 
 
 def _decide_of(opt: Optimizer, recipe: StateRecipe, name: str, parameter: Tensor, value: Tensor) -> Decision:
@@ -188,7 +194,7 @@ def _convert(opt: Optimizer, index: int, parameter: Tensor, traced: bool) -> boo
     return changed
 
 
-def _become(state: Tensor, new: Tensor) -> Tensor:
+def _become(state: Any, new: Any) -> Tensor:
     """Make the object `state` what `new` is, and return it: a step with graph breaks may be under way, and have it in
     variables, where it would write to a tensor that is no state any more. (`torch.utils.swap_tensors`, without asking
     for weak references: Dynamo has some, of a trace that is made again.)"""
@@ -199,7 +205,7 @@ def _become(state: Tensor, new: Tensor) -> Tensor:
         return new
     state.__class__, new.__class__ = new.__class__, state.__class__
     state.__dict__, new.__dict__ = new.__dict__, state.__dict__
-    torch._C._swap_tensor_impl(state, new)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(state, new)
     return state
 
 
@@ -234,7 +240,7 @@ def _wrap_init_group(opt: Optimizer) -> None:
         return
     owner = weakref.ref(opt)
 
-    @torch.compiler.disable
+    @never_compiled
     def init_group(group: Any, *lists: Any, **named: Any) -> Any:
         def make(part: Any) -> None:
             copies = [list(x) if isinstance(x, list) else x for x in lists]
@@ -286,7 +292,7 @@ def _plain(value: Any, dtype: torch.dtype) -> Any:
     return _mapped(value, lambda local: local.dequantize(dtype))
 
 
-@torch.compiler.disable
+@never_compiled
 def _before_loading(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Check everything, then convert it: nothing of `opt` has been touched when this raises."""
     recipe, mine = _prepared[opt], _parameters(opt)

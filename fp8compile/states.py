@@ -8,7 +8,7 @@ payload and side as its inputs. In a compiled step the passes take care that eac
 run without a compiler, every in-place operation of an optimizer stores, which is slower and less precise.
 
 A step with graph breaks does so between two graphs, where Dynamo would compile what runs here as functions of the user,
-one by one: hence `torch.compiler.disable`. In a graph nothing of this is traced by Dynamo, only by AOTAutograd.
+one by one: hence `never_compiled`. In a graph nothing of this is traced by Dynamo, only by AOTAutograd.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map  # no public name; DTensor and others use the same
 
 from fp8compile import state_ops
+from fp8compile.eager import never_compiled
 from fp8compile.errors import StateError
 from fp8compile.state_formats import GROUP, parse_state_format
 
@@ -66,7 +67,7 @@ class FP8State(Tensor):
         self.format, self.parameter = format, parameter
 
     @staticmethod
-    @torch.compiler.disable
+    @never_compiled
     def of(
         x: Tensor, rounding: str = "nearest", *, format: str, salt: int = 0, dtype: torch.dtype | None = None
     ) -> FP8State:
@@ -103,12 +104,12 @@ class FP8State(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (*(getattr(self, name) for name in INNER), self.format, self.parameter, self.dtype)
 
-    @torch.compiler.disable
+    @never_compiled
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """The state as a plain tensor."""
         return state_ops.load_state(self.payload, self.side, self.format, dtype or self.dtype)
 
-    @torch.compiler.disable
+    @never_compiled
     def store(self, x: Tensor) -> FP8State:
         """Write `x`, in place."""
         x = x.to(self.dtype) if x.dtype not in (self.dtype, torch.float32) else x
@@ -145,7 +146,7 @@ class FP8State(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    @torch.compiler.disable
+    @never_compiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in AS_THEY_ARE:

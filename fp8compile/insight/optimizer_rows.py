@@ -77,8 +77,8 @@ def _refuse_arguments(opt: Optimizer) -> None:
         )
     if needed:
         raise Fp8Error(
-            f"explain: {step} needs {', '.join(map(repr, needed))}, and explain has nothing to give it. Make a compiled "
-            "step, and read fp8compile.last_compile()"
+            f"explain: {step} needs {', '.join(map(repr, needed))}, and explain has nothing to give it. Make a "
+            "compiled step, and read fp8compile.last_compile()"
         )
 
 

@@ -16,7 +16,6 @@ from optimizers import compiled, formats, make_parameters, relative, set_gradien
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-import fp8compile
 from fp8compile.compilations import translator
 from fp8compile.optim import MADE_ANEW
 from fp8compile.states import FP8State
@@ -81,6 +80,7 @@ class Item(Moments):
     """Branches on data in the middle of an update, in a function of its own (as MARS does)."""
 
     def update(self, p: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
+        assert p.grad is not None
         gradient = p.grad + 0.5 * m
         norm = torch.norm(gradient)
         if norm > 1.0:
@@ -149,6 +149,7 @@ class Replaces(Moments):
         state["flag"] = 1
         state["sizes"] = [*p.shape]
         state["total"] = state.get("total", torch.zeros(())) + 1
+        assert p.grad is not None
         state["m"] = m * 0.9 + p.grad * 0.1
         torch._dynamo.graph_break()
         v.mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)

@@ -82,9 +82,7 @@ def test_the_nearest_state_format_is_a_whole_one(given: str, said: str) -> None:
 
 def test_explain_of_a_step_that_calls_the_model() -> None:
     opt = torch.optim.LBFGS(make_parameters())
-    with pytest.raises(
-        Fp8Error, match=r"LBFGS.step needs a closure.*opt.step\(closure\) uncompiled.*compile the model"
-    ):
+    with pytest.raises(Fp8Error, match=r"LBFGS\.step needs a closure.*compile the model that"):
         fp8compile.explain(opt.step)
 
 
@@ -98,7 +96,7 @@ class NeedsGradients(torch.optim.Optimizer):
 
 
 def test_explain_of_a_step_with_another_argument() -> None:
-    with pytest.raises(Fp8Error, match="NeedsGradients.step needs 'gradients'"):
+    with pytest.raises(Fp8Error, match=r"NeedsGradients\.step needs 'gradients'"):
         fp8compile.explain(NeedsGradients(make_parameters(), {}).step)
 
 

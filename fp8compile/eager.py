@@ -1,0 +1,15 @@
+"""What is never compiled: what runs between two graphs of a step, where Dynamo looks into every function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def never_compiled(function: F) -> F:
+    """`function`, and what it calls, out of Dynamo's sight (`torch.compiler.disable`, which loses its type)."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]
