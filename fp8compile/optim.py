@@ -194,7 +194,7 @@ def _convert(opt: Optimizer, index: int, parameter: Tensor, traced: bool) -> boo
     return changed
 
 
-def _become(state: Any, new: Any) -> Tensor:
+def _become(state: Tensor, new: Tensor) -> Tensor:
     """Make the object `state` what `new` is, and return it: a step with graph breaks may be under way, and have it in
     variables, where it would write to a tensor that is no state any more. (`torch.utils.swap_tensors`, without asking
     for weak references: Dynamo has some, of a trace that is made again.)"""
@@ -203,9 +203,11 @@ def _become(state: Any, new: Any) -> Tensor:
         return state
     if type(state) is not Tensor:
         return new
-    state.__class__, new.__class__ = new.__class__, state.__class__
-    state.__dict__, new.__dict__ = new.__dict__, state.__dict__
-    torch._C._swap_tensor_impl(state, new)
+    for part in ("__class__", "__dict__"):
+        mine, other = getattr(state, part), getattr(new, part)
+        setattr(state, part, other)
+        setattr(new, part, mine)
+    torch._C._swap_tensor_impl(state, new)  # type: ignore[attr-defined]
     return state
 
 

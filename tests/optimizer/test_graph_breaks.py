@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import compiled, formats, make_parameters, relative, set_gradients
+from optimizers import EAGER, compiled, formats, make_parameters, relative, set_gradients
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
+import fp8compile
 from fp8compile.compilations import translator
 from fp8compile.optim import MADE_ANEW
 from fp8compile.states import FP8State
@@ -272,3 +273,102 @@ def test_eight_bit_states_take_no_more_graphs_than_plain_ones(make: type[Moments
     torch._dynamo.reset()
     anew = (MADE_ANEW - 1) * sum(p.numel() > 4096 for p in parameters_of(opt)) if make is Replaces else 0
     assert len(graphs) <= len(plainly_compiled(make)) + anew
+
+
+def assert_alike(opt: torch.optim.Optimizer, reference: torch.optim.Optimizer) -> None:
+    """Parameters are near, and states of large ones are 8-bit ones."""
+    for p, q in zip(parameters_of(opt), parameters_of(reference), strict=True):
+        assert relative(p, q) < 2e-6
+        assert bool(formats(opt, p)) == (p.numel() > 4096)
+
+
+@pytest.mark.parametrize("make", [Item, Half])
+def test_two_groups_with_a_closure(make: type[Moments]) -> None:
+    pair = []
+    for compiles in (True, False):
+        parameters = make_parameters(SHAPES)
+        groups = [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:]}]
+        opt = make(groups, lr=0.01)
+        step = compiled(opt, states=EXACT)[0] if compiles else opt.step
+
+        def loss(parameters: list[nn.Parameter] = parameters) -> Tensor:
+            for p in parameters:
+                p.grad = None
+            value = torch.stack([(p * p).sum() for p in parameters]).sum()
+            value.backward()
+            return value
+
+        pair.append((opt, [float(step(loss)) for _ in range(STEPS)]))
+    (opt, mine), (reference, theirs) = pair
+    assert mine == pytest.approx(theirs, rel=1e-6)
+    assert_alike(opt, reference)
+
+
+@pytest.mark.parametrize("make", [Item, Half, Before])
+def test_hooks_around_the_step(make: type[Moments]) -> None:
+    """One of them reads a state: that of the last step before it, and of this step behind it."""
+    pair = []
+    for compiles in (True, False):
+        parameters, norms = make_parameters(SHAPES), []
+        opt = make(parameters, lr=0.01)
+
+        def look(opt: torch.optim.Optimizer, *_: Any, norms: list[float] = norms) -> None:
+            norms += [float(state["m"].norm()) for state in opt.state.values()]
+
+        opt.register_step_pre_hook(look)
+        opt.register_step_post_hook(look)
+        train(opt, parameters, compiled(opt, states=EXACT)[0] if compiles else opt.step)
+        pair.append((opt, norms))
+    (opt, mine), (reference, theirs) = pair
+    assert mine == pytest.approx(theirs, rel=1e-5)
+    assert_alike(opt, reference)
+
+
+@pytest.mark.parametrize("make", [Item, Half, Foreach, Derived])
+def test_a_compiled_training_step_that_breaks(make: type[Moments]) -> None:
+    """Its gradients and its optimizer's step are taken in pieces of one function."""
+    pair = []
+    for compiles in (True, False):
+        parameters = make_parameters(SHAPES)
+        opt = make(parameters, lr=0.01)
+
+        def train_step(scale: float, parameters: list[nn.Parameter] = parameters, opt: Any = opt) -> None:
+            for p in parameters:
+                p.grad = (p.detach() * scale).cos()
+            torch._dynamo.graph_break()
+            opt.step()
+            torch._dynamo.graph_break()
+
+        options = {**EAGER, "states": EXACT}
+        step = torch.compile(train_step, backend="fp8", options=options) if compiles else train_step
+        for i in range(STEPS):
+            step(1.0 + i / 8)
+        pair.append(opt)
+    assert_alike(*pair)
+
+
+def test_a_state_that_others_have_a_view_of_stays_plain() -> None:
+    """What they read would be what it was."""
+    (p,) = make_parameters([(96, 64)])
+    opt = Moments([p])
+    set_gradients([p], 0)
+    opt.step()
+    row = opt.state[p]["m"][0]
+    step, _ = compiled(opt)
+    step()
+    assert formats(opt, p) == {"v": "log"}
+    assert torch.equal(row, opt.state[p]["m"][0])
+    reasons = {row["name"]: row["reason"] for row in fp8compile.last_compile().rows("states")}
+    assert "a view outside of the states" in reasons["m"]
+
+
+def test_a_reference_to_a_state_is_one_to_the_eight_bit_state() -> None:
+    (p,) = make_parameters([(96, 64)])
+    opt = Moments([p])
+    set_gradients([p], 0)
+    opt.step()
+    mine = opt.state[p]["m"]
+    compiled(opt)[0]()
+    assert mine is opt.state[p]["m"]
+    assert isinstance(mine, FP8State)
+    assert float(mine.norm()) == float(opt.state[p]["m"].norm())
