@@ -38,9 +38,10 @@ def timm(
 ) -> FieldModel:
     """A row of timm. small: what its constructor is given for a CPU, images of `small_size`.
 
-    small_class: the class to construct then, where the constructor fixes its sizes.
+    small_class: the class to construct then, where the constructor fixes its sizes; small_batch: how many images, more
+    where batch norm is to have something to average.
     """
-    small_class = row.pop("small_class", None)
+    small_class, small_batch = row.pop("small_class", None), row.pop("small_batch", 2)
 
     def make(is_small: bool, dtype: torch.dtype) -> Task:
         arguments = {"num_classes": 16, **(small or {})} if is_small else {}
@@ -50,7 +51,9 @@ def timm(
             made = library("timm").create_model(model, pretrained=False, **arguments)
         if checkpointed:
             made.set_grad_checkpointing()
-        return Task(made.to(dtype), pictures(2, small_size) if is_small else pictures(batch, size), classified)
+        return Task(
+            made.to(dtype), pictures(small_batch, small_size) if is_small else pictures(batch, size), classified
+        )
 
     return FieldModel(name, "vision", make, ("timm",), on_cpu=True, **row)
 
@@ -98,7 +101,7 @@ TIMM = (
                                                                                                            gib=18),
     timm("MLP-Mixer-B", "mixer_b16_224", 64, small_class="MlpMixer", gib=18,
          small={"img_size": 64, "embed_dim": 64, "num_blocks": 2}),
-    timm("EfficientNet-B0 · FP32 under autocast", "efficientnet_b0", 64, small_size=64, autocast=True, gib=18),
+    timm("EfficientNet-B0 · FP32 under autocast", "efficientnet_b0", 64, small_batch=8, autocast=True, gib=18),
     timm("MaxViT-T", "maxvit_tiny_tf_224", 32, small={"img_size": 64, "embed_dim": (32, 64), "depths": (1, 1)}, gib=18),
     timm("EVA-02-B", "eva02_base_patch14_224", 32, small={**SMALL_VIT, "img_size": 56}, small_size=56, gib=18),
     timm("ViT-B · checkpointed · FP32 under autocast", "vit_base_patch16_224", 64, small=SMALL_VIT, autocast=True,
