@@ -33,6 +33,7 @@ from fp8compile.passes.compilation import Compilation, aten, is_tensor, same_siz
 from fp8compile.passes.plan_saved import Halves, run_again
 from fp8compile.passes.replace import copied, restride
 from fp8compile.passes.saved_forms import Form, as_it_is, dense_order, is_random, memory_of
+from fp8compile.passes.stride_demands import is_demanded
 
 
 def save_as_fp8(
@@ -67,7 +68,8 @@ def save_as_fp8(
 
 
 def _wasteful_slices(kept: list[fx.Node], least: int) -> set[fx.Node]:
-    """What would be kept as a view of memory of which more than a tenth, and `least` bytes, is not kept."""
+    """What would be kept as a view of memory of which more than a tenth, and `least` bytes, is not kept; but for what
+    must lie as it does: the rows of a bias were filled up for attention."""
     views: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:
         if is_tensor(node):
@@ -78,7 +80,7 @@ def _wasteful_slices(kept: list[fx.Node], least: int) -> set[fx.Node]:
             continue
         used, size = (sum(as_it_is(value(n), "").bytes for n in nodes) for nodes in (parts, [whole]))
         if size - used > max(size // 10, least):
-            found.update(parts)
+            found.update(n for n in parts if not is_demanded(n))
     return found
 
 

@@ -2,6 +2,8 @@
 
     any     what computes the same however its inputs lie in memory: the table of `passes/operators.py`
     rows    attention, of what it reads by rows: elements of the last dimension side by side, where they came so
+    aligned attention, of its bias or mask: the same, and rows that begin at multiples of 16 elements, where they came
+            so; torch fills up rows for that, and gives attention a slice
     exact   everything else: operators of libraries and users, whose kernels may have strides compiled in; `as_strided`,
             which reads memory instead of elements; what attention's backward reads of attention's own results
 
@@ -21,11 +23,15 @@ from torch.utils._pytree import keystr, tree_flatten_with_path  # no public name
 
 from fp8compile.errors import VerificationError
 from fp8compile.passes import operators
-from fp8compile.passes.compilation import is_tensor, same_sizes, value
+from fp8compile.passes.compilation import VIEWS, divides, is_tensor, same_sizes, value
 
 RECORDED = "fp8_strides"  # in a node's metadata: the demand on each input, and its strides when that was recorded
-ROWS, EXACT = "rows", "exact"
-READ_BY_ROWS = ("query", "key", "value", "attn_bias", "attn_mask", "bias")
+ROWS, ALIGNED, EXACT = "rows", "aligned", "exact"
+OF_ATTENTION = {
+    **dict.fromkeys(("query", "key", "value"), ROWS),
+    **dict.fromkeys(("attn_bias", "attn_mask", "bias"), ALIGNED),
+}
+ROW_MULTIPLE = 16  # elements, to which torch fills up the rows of a bias
 Broken = Collection[tuple[fx.Node, str]]  # operators and arguments whose demands do not hold
 
 
@@ -39,12 +45,22 @@ def demanded(node: fx.Node) -> dict[str, tuple[str, fx.Node]]:
     for path, x in tree_flatten_with_path(given)[0]:
         if isinstance(x, fx.Node) and is_tensor(x) and value(x).layout == torch.strided:
             name = keystr(path)
-            found[name] = (ROWS if attention and _name(path[0]) in READ_BY_ROWS else EXACT, x)
+            found[name] = (OF_ATTENTION.get(_name(path[0]), EXACT) if attention else EXACT, x)
     return found
 
 
 def _name(key: Any) -> Any:
     return getattr(key, "key", None)
+
+
+def is_demanded(node: fx.Node) -> bool:
+    """Return whether an operator that demands more than rows of its inputs reads `node` or a view of it."""
+    for user in node.users:
+        if any(x is node and demand != ROWS for demand, x in demanded(user).values()):
+            return True
+        if user.target in VIEWS and is_demanded(user):
+            return True
+    return False
 
 
 def record(graph: fx.Graph) -> None:
@@ -63,13 +79,16 @@ def is_met(demand: str, x: torch.Tensor, strides: Collection[Any]) -> bool:
     """Whether `x` lies in memory as an operator demands that found these strides."""
     if not x.dim() or len(strides) != x.dim():
         return True
+    wanted = tuple(strides)
+    significant = [d for d, n in enumerate(x.shape) if not same_sizes([n], [1])]
+    in_rows = not same_sizes(wanted[-1:], [1]) or same_sizes(x.stride()[-1:], [1]) or same_sizes(x.shape[-1:], [1])
     if demand == ROWS:
-        last = tuple(strides)[-1]
-        return not same_sizes([last], [1]) or same_sizes(x.stride()[-1:], [1]) or same_sizes(x.shape[-1:], [1])
+        return in_rows
+    if demand == ALIGNED:
+        outer = [d for d in significant if d + 1 < x.dim() and divides(ROW_MULTIPLE, wanted[d])]
+        return in_rows and all(divides(ROW_MULTIPLE, x.stride(d)) for d in outer)
     if any(same_sizes([n], [0]) for n in x.shape):
         return True
-    significant = [d for d, n in enumerate(x.shape) if not same_sizes([n], [1])]
-    wanted = tuple(strides)
     return same_sizes([x.stride(d) for d in significant], [wanted[d] for d in significant])
 
 

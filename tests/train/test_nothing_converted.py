@@ -109,7 +109,7 @@ def test_generated_kernels_add_no_noise():
     assert not [name for name in usual if sqnr(wide[name], got[name]) < sqnr(wide[name], usual[name]) - 1.5]
 
 
-@pytest.mark.parametrize("kwargs", [{"dropout": 0.3}, {"around": under_checkpoint}, {"breaks": True}], ids=str)
+@pytest.mark.parametrize("kwargs", [{"dropout": 0.3}, {"around": under_checkpoint}, {"breaks": True}], ids="-".join)
 def test_so_they_are_with_dropout_checkpoints_and_graph_breaks(kwargs: dict[str, Any]):
     assert same_bits(run(model(**kwargs), skip="*")[0], run(model(**kwargs))[0])
 

@@ -18,7 +18,8 @@ from fp8compile import ops
 from fp8compile.passes import operators
 from fp8compile.passes.call_matmuls import keep_strides
 from fp8compile.passes.compilation import aten, value
-from fp8compile.passes.stride_demands import EXACT, RECORDED, ROWS, broken_strides, record
+from fp8compile.passes.save_as_fp8 import _wasteful_slices
+from fp8compile.passes.stride_demands import ALIGNED, EXACT, RECORDED, ROWS, broken_strides, record
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
 D, TOKENS, HEADS = 64, 64, 2
@@ -263,6 +264,8 @@ ACROSS = (16384, 1, 256, 4)  # as a permuted embedding lies
     [
         ("attn_bias", ACROSS, True),
         ("attn_bias", (0, 4096, 64, 1), False),  # expanded: rows lie in memory as rows
+        ("attn_bias", (0, 4225, 65, 1), True),  # rows that were filled up to multiples of 16 no longer are
+        ("query", (16900, 4225, 65, 1), False),
         ("query", (16384, 64, 256, 1), False),
         ("key", (16384, 1, 256, 4), True),
         ("out", (16384, 64, 256, 1), True),  # it is read as attention left it
@@ -288,9 +291,27 @@ def test_demands_are_those_of_the_table() -> None:
     record(graph)
     call = next(n for n in graph.nodes if operators.is_attention(n.target))
     demands = {name: demand for name, (demand, _) in call.meta[RECORDED].items()}
-    assert demands["['query']"] == demands["['attn_bias']"] == ROWS
+    assert (demands["['query']"], demands["['attn_bias']"]) == (ROWS, ALIGNED)
     assert demands["['out']"] == demands["['grad_out_']"] == EXACT
     assert operators.takes_any_strides(ops.quantize)
     assert operators.takes_any_strides(aten.mul.Tensor)
     assert not operators.takes_any_strides(aten.as_strided.default)
     assert not operators.takes_any_strides(torch.ops.fp8tests.mix.default)
+
+
+@pytest.mark.parametrize("reader", [aten._scaled_dot_product_efficient_attention_backward.default, None])
+def test_a_bias_whose_rows_were_filled_up_is_kept_as_it_lies(reader: Any) -> None:
+    """torch pads its rows to multiples of 16, and attention looks at where they begin; a copy would leave that out."""
+    graph = traced()
+    call = next(n for n in graph.nodes if operators.is_attention(n.target))
+    bias = call.args[4]
+    with value(bias).fake_mode, graph.inserting_before(call):
+        whole = graph.call_function(aten.constant_pad_nd.default, (bias, [0, 200]))
+        whole.meta["val"] = torch.empty(2, 4, 64, 264)
+        part = graph.call_function(aten.slice.Tensor, (whole, 3, 0, 64))
+        part.meta["val"] = value(whole)[..., :64]
+        view = graph.call_function(aten.expand.default, (part, [2, 4, 64, 64]))
+        view.meta["val"] = value(part)
+    if reader is not None:
+        call.replace_input_with(bias, view)
+    assert _wasteful_slices([part], 0) == (set() if reader is not None else {part})
