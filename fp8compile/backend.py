@@ -42,6 +42,7 @@ from fp8compile.errors import OptionError
 from fp8compile.insight.baseline import DumpingPartitioner
 from fp8compile.insight.dumps import Dump
 from fp8compile.options import Options
+from fp8compile.output_strides import keep_strides_of_bases
 from fp8compile.partitioner import Partitioner
 from fp8compile.passes import attention_strides, call_matmuls, expose_matmuls, skip_overflow
 from fp8compile.passes.compilation import Compilation, Input, aten, device_of
@@ -337,6 +338,7 @@ def _compile_half(
 ) -> Compiled:
     """Inductor, and what became of this half: the lowering pass says so, or what was kept when it ran."""
     lowering.half, lowering.lowered = _half(settings), None
+    keep_strides_of_bases(gm)
     text = "".join(graph_text(body.graph) for body in nested.bodies(gm))
     key = hashlib.sha256(f"{text}{lowering.uuid()}".encode()).hexdigest()
     try:
