@@ -34,6 +34,8 @@ from peers import BASELINE, LeftOutError
 from processes import Case, Clock
 from turns import Turns
 
+import fp8compile
+
 QUICK = ("Llama · block by block", "MLP · rows that change", "Two towers")
 
 
@@ -53,6 +55,7 @@ def test_small_row_is_right(name: str) -> None:
         if torch_can(row):
             raise
         pytest.skip("torch.compile cannot train it either")
+    assert fp8compile.compiles(), "nothing was compiled: eager beside eager is always right"
     assert wrongs(got, bf16.decibels, bf16.loss_error) == []
 
 
