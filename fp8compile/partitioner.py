@@ -13,7 +13,7 @@ rounding, a graph without FP8 matmuls: its gradients are then those of BF16.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from fp8compile.calling_line import warn_user
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import describe
-from fp8compile.passes.compilation import Compilation, device_of, remove_dead
+from fp8compile.passes.compilation import Compilation, aten, device_of, remove_dead
 from fp8compile.passes.edit_saved import edit_saved, saved_keys
 from fp8compile.passes.plan_saved import Halves, is_object, may_be_computed_again, run_again
 from fp8compile.passes.save_as_fp8 import save_as_fp8
@@ -41,6 +41,11 @@ from fp8compile.passes.verify_halves import verify_halves
 from fp8compile.plan import Plan
 from fp8compile.plans import Record
 from fp8compile.sources import source_digest
+
+ADDING = {
+    aten.index_put.default, aten._unsafe_index_put.default, aten._unsafe_masked_index_put_accumulate.default,
+    aten.scatter_add.default, aten.index_add.default, aten.embedding_dense_backward.default,
+}  # fmt: skip
 
 
 class Partitioner(CustomPartitionerFn):
@@ -173,6 +178,8 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
     outputs = kwargs["num_fwd_outputs"]
     info = p.classify_nodes(gm, kwargs.get("static_lifetime_input_indices") or [], outputs)
     recomputable = p.get_default_op_list().is_recomputable
+    if device_of(gm.graph).type == "cpu":
+        recomputable = _but_for_places(recomputable)
     halves = Halves(
         set(info.inputs),
         set(info.required_fw_nodes),
@@ -201,6 +208,23 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
 def _is_in_fp8(gm: fx.GraphModule) -> bool:
     """Whether any matmul of a graph, or of the regions that it calls, is in FP8."""
     return any(n.target is ops.scaled_mm for body in nested.bodies(gm) for n in body.graph.nodes)
+
+
+def _but_for_places(is_recomputable: Callable[[fx.Node], bool]) -> Callable[[fx.Node], bool]:
+    """Return `is_recomputable`, but for numbers of the places at which something is added up.
+
+    Where Inductor's C++ computes such a place in a tile that it transposes, it counts the tile's inner loop twice, and
+    adds elsewhere (torch 2.11 and 2.13, dynamic shapes). What is loaded instead is right.
+    """
+
+    def known(node: fx.Node) -> bool:
+        x = node.meta.get("val")
+        is_place = (
+            isinstance(x, torch.Tensor) and not x.is_floating_point() and any(u.target in ADDING for u in node.users)
+        )
+        return not is_place and is_recomputable(node)
+
+    return known
 
 
 def _save(

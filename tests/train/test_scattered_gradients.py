@@ -1,0 +1,49 @@
+"""Gradients that are added up at places which the graph itself computes: tables of relative positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_quantized import sqnr
+from torch import Tensor, nn
+
+import fp8compile
+
+
+class Biased(nn.Module):
+    """Attention with a bias that is looked up by distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.table = nn.Linear(64, 192), nn.Linear(64, 64), nn.Embedding(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        positions = torch.arange(x.shape[1], device=x.device)
+        distances = (positions[:, None] - positions[None]).abs() % 32
+        bias = self.table(distances).permute(2, 0, 1).unsqueeze(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"save": "bf16"}, {"activation_budget": 0.0}], ids=str)
+def test_a_table_of_distances_at_changing_lengths(options: dict[str, object]) -> None:
+    """Through Inductor, whose C++ adds elsewhere when it computes places in a tile that it transposes."""
+    torch.manual_seed(0)
+    model = Biased().bfloat16()
+    given = {"select": "all", "strict": True, "save_min_bytes": 0, **options}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8compile.partitioner, "warn_user", lambda _: None)  # less than the budget cannot be kept
+        run = torch.compile(model, backend="fp8", dynamic=True, options=given)
+        for length in (32, 48):
+            x = torch.randn(2, length, 64).bfloat16()
+            run(x).float().square().sum().backward()
+            assert model.table.weight.grad is not None
+            got = model.table.weight.grad.clone()
+            model.zero_grad()
+            model(x).float().square().sum().backward()
+            assert (
+                sqnr(model.table.weight.grad, got) > 25
+            )  # dB: nothing that it is made of is rounded but once or twice
+            model.zero_grad()
