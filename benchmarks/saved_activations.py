@@ -88,7 +88,7 @@ COUNTED = {"Llama-8B block": llama, "GPT-2 XL block": gpt2, "ViT-H layer": vit, 
 WAYS: dict[str, dict[str, Any]] = {
     "BF16, Inductor's cut": {"save": "bf16", "skip": "*"},
     "FP8 matmuls, own cut": {"save": "bf16", "select": "all"},
-    "FP8 matmuls, saved in FP8": {"select": "all"},
+    "FP8 matmuls, saved in FP8": {"select": "all", "save": "fp8"},
     "likewise, q and k too": {"select": "all", "save": "fp8_with_qk"},
 }
 

@@ -28,7 +28,7 @@ from fp8compile.calling_line import warn_user
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import describe
-from fp8compile.passes.compilation import Compilation, aten, device_of, remove_dead
+from fp8compile.passes.compilation import Compilation, aten, attach_views, device_of, remove_dead
 from fp8compile.passes.edit_saved import edit_saved, saved_keys
 from fp8compile.passes.plan_saved import Halves, is_object, may_be_computed_again, run_again
 from fp8compile.passes.save_as_fp8 import save_as_fp8
@@ -146,6 +146,7 @@ def _partition(
     sizes = [n for n in saved if p.is_sym_node(n)]
     objects = [n for n in saved if n not in sizes and is_object(n)]
     saved = _save(gm, [n for n in saved if n not in sizes and n not in objects], halves, options, record)
+    attach_views(gm.graph)
     if options.verify:
         verify(gm.graph, "save_as_fp8", outputs)
     extra: dict[str, Any] = {}

@@ -138,6 +138,51 @@ def update_value(node: fx.Node) -> None:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def shows_memory(node: fx.Node) -> bool:
+    """Return whether the result of `node` may lie in the memory of its first input."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if node.target is operator.getitem:
+        return shows_memory(node.args[0])  # type: ignore[arg-type]
+    return node.target in VIEWS or node.target is aten.reshape.default or bool(getattr(node.target, "is_view", False))
+
+
+def is_detached(node: fx.Node) -> bool:
+    """Return whether the value of a view has other memory than that of what it is a view of.
+
+    torch goes by it: what is saved for backward and shares no memory with an output may be overwritten in backward.
+    """
+    source = node.all_input_nodes[0]
+    if not (shows_memory(node) and is_tensor(node) and is_tensor(source)) or value(node).is_sparse:
+        return False
+    if value(node).untyped_storage()._cdata == value(source).untyped_storage()._cdata:
+        return False
+    if node.target is not aten.reshape.default:
+        return True
+    with value(source).fake_mode:  # type: ignore[attr-defined]  # some are views, and some copies
+        shown = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))  # type: ignore[operator]
+    return shown.untyped_storage()._cdata == value(source).untyped_storage()._cdata
+
+
+def attach_views(graph: fx.Graph) -> None:
+    """Give views values that lie in the memory of what they are views of, which passes may have replaced."""
+    for node in graph.nodes:
+        if shows_memory(node) and (node.target is operator.getitem or not is_tensor(node) or is_detached(node)):
+            _attach(node)
+
+
+def _attach(node: fx.Node) -> None:
+    """The value of a view anew; parts of what is split are taken from it."""
+    source: fx.Node = node.all_input_nodes[0]
+    if node.target is operator.getitem:
+        node.meta["val"] = source.meta["val"][node.args[1]]  # type: ignore[index]
+        return
+    try:
+        update_value(node)
+    except (RuntimeError, ValueError):  # a view that values of these strides do not allow: the pass that made it copies
+        return
+
+
 def complete_values(graph: fx.Graph) -> None:
     """Compute the fake values that are missing: Inductor's micro_pipeline_tp leaves none, and no sorted graph."""
 

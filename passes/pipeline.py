@@ -32,7 +32,7 @@ from fp8compile.passes import (
     select_matmuls,
     share_casts,
 )
-from fp8compile.passes.compilation import Compilation, complete_values, remove_dead
+from fp8compile.passes.compilation import Compilation, attach_views, complete_values, remove_dead
 from fp8compile.passes.describe import describe_kernels
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.stride_demands import broken_strides, record
@@ -85,6 +85,7 @@ def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = No
             continue  # nothing to carry out
         step.run(c)
         remove_dead(c.graph)
+        attach_views(c.graph)
         if c.options.verify:
             verify(c.graph, step.name, outputs)
         if observe:
@@ -128,6 +129,7 @@ def run_after_cut(
     `check`; returns what came of it."""
     lowered = Lowered()
     complete_values(graph)
+    attach_views(graph)
     outputs = outputs_of(graph)
     broken = broken_strides(graph)  # what a compiler has laid out otherwise it brings in order itself
     for step in AFTER_CUT:
@@ -135,6 +137,7 @@ def run_after_cut(
             if step.name == "lower_regions":
                 lowered.kernels = describe_kernels(graph, half)
             lowered.left += step.run(graph) or []
+            attach_views(graph)
             if check:
                 verify_kernels(graph, step.name, outputs, broken)
             if observe:

@@ -8,6 +8,7 @@
 - FP8 data is read only by fp8.scaled_mm, fp8.dequantize and regions (or passes through views, concatenations, graph
   outputs; or travels to other ranks as bytes)
 - the groups of a grouped matmul are int32 numbers, one for each matrix of its right operand, and its scales are rows'
+- a view has its value in the memory of what it is a view of: torch decides by that what backward may overwrite
 - operators that demand strides find their inputs as they came (`passes/stride_demands.py`)
 - data meets the scale it was made with, or arrived with, in the granularity it was made in, and the scale has the shape
   of that; data from other ranks meets a scale of the amaxes that travelled with it
@@ -21,13 +22,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state  # torch gives them no values
+from torch._prims.rng_prims import (  # torch gives them no values
+    graphsafe_run_with_rng_state,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
 
 from fp8compile import ops
 from fp8compile.errors import VerificationError
 from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
 from fp8compile.passes.collectives import AS_BYTES, CARRIERS
-from fp8compile.passes.compilation import VIEWS, aten, divides, same_sizes, value
+from fp8compile.passes.compilation import VIEWS, aten, divides, is_detached, same_sizes, value
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.stride_demands import Broken, check_strides
 
@@ -74,6 +79,8 @@ def _broken_rule(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
         why = _wrong_marker(node, expected)
         if why:
             return why
+    if node.op == "call_function" and node.all_input_nodes and is_detached(node):
+        return f"has memory of its own, and is a view of %{node.all_input_nodes[0].name}"
     if isinstance(node.meta.get("val"), torch.Tensor) and value(node).dtype in HELD and _is_ours(node):
         return _wrong_users(node)
     return ""
@@ -89,7 +96,7 @@ def _holds_raw_size(arg: Any) -> bool:
 
 def _returns(node: fx.Node) -> bool:
     """Whether an operator has a result with a value (an assertion has none, nor what keeps a generator's state)."""
-    if node.target in (run_and_save_rng_state, run_with_rng_state):
+    if node.target in (run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state):
         return False
     return not (isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns)
 

@@ -19,6 +19,7 @@ import torch
 from fp8compile.kernels import reference
 from fp8compile.kernels.expressions import EXPRESSIONS
 from fp8compile.kernels.spec import Part
+from fp8compile.passes import verify_kernels
 from fuzz import run
 from fuzz.bounds import noise
 from fuzz.draw import draw
@@ -106,6 +107,12 @@ def _no_padding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Part, "stored_extent", lambda self, store: self.extents[store.value])
 
 
+def _no_padding_unverified(patch: pytest.MonkeyPatch) -> None:
+    """The same, and nobody looks whether stores fill their buffers."""
+    _no_padding(patch)
+    patch.setattr(verify_kernels, "unwritten", lambda *_: "")
+
+
 def _wrong_sum(patch: pytest.MonkeyPatch) -> None:
     """A region's sums count their second summand an eighth too much."""
     patch.setitem(EXPRESSIONS, "add", replace(EXPRESSIONS["add"], torch=lambda x, y: x + 1.125 * y))
@@ -122,7 +129,8 @@ def _half_of_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "no padding": (_no_padding, "generated not finite"),
+    "no padding": (_no_padding, "generated VerificationError"),  # the verifier sees it first
+    "no padding, unverified": (_no_padding_unverified, "generated not finite"),
     "wrong sum": (_wrong_sum, "generated apart"),
     "half of rows": (_half_of_rows, "inductor off"),
 }

@@ -216,7 +216,7 @@ def test_models_compile_with_the_same_loss_by_either_kernels() -> None:
     torch.manual_seed(0)
     model, x = LlamaBlock().bfloat16(), torch.randn(2, 64, 128, dtype=torch.bfloat16)
     results = []
-    for kernels in fp8compile.options.KERNELS:
+    for kernels in fp8compile.option_values.KERNELS:
         torch.compiler.reset()
         options = {"executor": "eager", "select": "all", "strict": True, "kernels": kernels}
         results.append(torch.compile(model, backend="fp8", options=options)(x).float())

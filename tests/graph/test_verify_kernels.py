@@ -19,7 +19,7 @@ from fp8compile.kernels.coverage import unwritten
 from fp8compile.kernels.schedule import choose
 from fp8compile.kernels.spec import Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes import pipeline
-from fp8compile.passes.compilation import aten
+from fp8compile.passes.compilation import aten, attach_views
 from fp8compile.passes.lower_regions import lower_regions
 from fp8compile.passes.region_graph import regions_of, spec_of
 from fp8compile.passes.verify_halves import verify_halves
@@ -63,6 +63,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
             if step.name == "combine_regions":
                 copy = fx.Graph(graph.owning_module)
                 copy.output(copy.graph_copy(graph, {}))
+                attach_views(copy)
                 found.regions.append((copy, outputs_of(copy)))
             return result
 
@@ -207,6 +208,7 @@ def test_two_launches_share_a_buffer(seen: Seen, monkeypatch: pytest.MonkeyPatch
     graph, outputs = seen.regions[0]
     monkeypatch.setattr("fp8compile.passes.lower_regions._kernel", lambda *_: object())
     lower_regions(graph)
+    attach_views(graph)
     verify_kernels(graph, "some_step", outputs)
     launch = next(n for n in graph.nodes if n.meta.get("fp8_launch"))
     buffer = launch.kwargs["kwargs"][launch.kwargs["tensors_to_clone"][0]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fake_quantized import sqnr
 from torch import Tensor, fx, nn
 
@@ -45,6 +46,33 @@ def test_views_of_one_result(name: str, executor: str) -> None:
     sum(o.float().square().sum() for o in got).backward()
     assert model.linear.weight.grad is not None
     assert model.linear.weight.grad.isfinite().all()
+
+
+class WithLoss(nn.Module):
+    """A model that returns its logits beside the loss that it computes of them: they are saved for backward as well."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 64), nn.Linear(64, 100, bias=bias)
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.down(F.gelu(self.up(x)))
+        loss = F.cross_entropy(y.float().flatten(0, -2), target) + y.float().square().mean()
+        return loss, y, y[..., ::2]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_backward_does_not_overwrite_what_was_returned(bias: bool) -> None:
+    """What is saved and lies in the memory of an output is not backward's to write to."""
+    torch.manual_seed(0)
+    model = WithLoss(bias).bfloat16()
+    x, target = torch.randn(2, 3, 48).bfloat16(), torch.randint(100, (6,))
+    options = {"select": "all", "strict": True, "lm_head": True, "chunk_loss": False, "save_min_bytes": 0}
+    loss, *returned = torch.compile(model, backend="fp8", options=options)(x, target)
+    before = [y.clone() for y in returned]
+    loss.backward()
+    assert all(torch.equal(y, b) for y, b in zip(returned, before, strict=True))
+    assert sqnr(model(x, target)[1], returned[0]) > 20
 
 
 def test_inductor_is_to_keep_the_strides_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
