@@ -212,20 +212,22 @@ def _is_in_fp8(gm: fx.GraphModule) -> bool:
 
 
 def _but_for_places(is_recomputable: Callable[[fx.Node], bool]) -> Callable[[fx.Node], bool]:
-    """Return `is_recomputable`, but for numbers of the places at which something is added up.
+    """Return `is_recomputable`, but for numbers of the places at which something is added up, of symbolic shapes.
 
     Where Inductor's C++ computes such a place in a tile that it transposes, it counts the tile's inner loop twice, and
-    adds elsewhere (torch 2.11 and 2.13, dynamic shapes). What is loaded instead is right.
+    adds elsewhere (torch 2.11 and 2.13). What is loaded instead is right.
     """
 
-    def known(node: fx.Node) -> bool:
+    def is_place(node: fx.Node) -> bool:
         x = node.meta.get("val")
-        is_place = (
-            isinstance(x, torch.Tensor) and not x.is_floating_point() and any(u.target in ADDING for u in node.users)
+        return (
+            isinstance(x, torch.Tensor)
+            and x.dtype in (torch.int32, torch.int64)
+            and not all(isinstance(n, int) for n in x.shape)
+            and any(user.target in ADDING for user in node.users)
         )
-        return not is_place and is_recomputable(node)
 
-    return known
+    return lambda node: not is_place(node) and is_recomputable(node)
 
 
 def _save(
