@@ -5,6 +5,7 @@ The rows of a batch are contracted in every gradient of a weight, and are filled
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.gpu
 
 ROWS = (1, 2, 3, 7, 17)
 SEQUENCES = ("llama", "llama_eager_attention", "qwen2", "gpt2", "mixtral", "t5", "bert", "mamba", "tied_weights")
-# Between few rows errors do not average out: a gradient that adds up n rows has the error of one divided by √n.
-SLACK = 4.0
+FULL = 16  # rows for which the bounds were derived: the error of a gradient that adds up n of them falls with √n
+MOST_SLACK = 8.0  # dB: beyond, a bound would say nothing; what is not finite is wrong at any number of rows
 
 
 def resized(case: Case, rows: int, length: int = LENGTH) -> Case:
@@ -46,7 +47,7 @@ def weighted(out: Any) -> Tensor:
     return (logits.float() * noise(*logits.shape, seed=9).to(logits.device)).sum() / logits.shape[0]
 
 
-def check(case: Case, steps: int = 2) -> None:
+def check(case: Case, rows: int, steps: int = 2) -> None:
     """Train some steps, each in poisoned memory, and compare the last with BF16 eager."""
     options = {"select": "all", "strict": True, "skip": case.skip, "executor": "eager"}
     run = torch.compile(case.model, backend="fp8", options=options)
@@ -56,7 +57,7 @@ def check(case: Case, steps: int = 2) -> None:
         got = train_step(case, run)
     wrong = [f"{name}: {(~x.isfinite()).sum()} not finite" for name, x in got.items() if not x.isfinite().all()]
     reference = Reference.of(case)
-    least = LEAST["mixed"] - SLACK
+    least = LEAST["mixed"] - min(MOST_SLACK, max(0.0, 10 * math.log10(FULL / rows)))
     found = {name: sqnr(reference.bf16[name], got[name]) for name in reference.noise}
     wrong += [f"{name}: {db:.1f} dB" for name, db in found.items() if not db >= least]
     assert not wrong, wrong
@@ -65,15 +66,15 @@ def check(case: Case, steps: int = 2) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", ZOO)
 def test_few_rows(name: str, rows: int) -> None:
-    check(resized(ZOO[name](), rows))
+    check(resized(ZOO[name](), rows), rows)
 
 
 @pytest.mark.parametrize("length", [1, 3, 17])
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_one_short_sequence(name: str, length: int) -> None:
-    if name == "gpt2" and length > LENGTH:
+    if name in ("gpt2", "bert") and length > LENGTH:
         pytest.skip("it has no more positions")
-    check(resized(ZOO[name](), 1, length))
+    check(resized(ZOO[name](), 1, length), length)
 
 
 QWEN_MOE: dict[str, Any] = dict(
@@ -106,4 +107,4 @@ def test_experts(build: Any, seed: int) -> None:
     torch.manual_seed(seed)
     model = unsettled(build())
     tokens = torch.randint(0, SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
-    check(resized(Case(model, {"input_ids": tokens}, weighted, 0, skip=("mlp.gate",)), BATCH))
+    check(resized(Case(model, {"input_ids": tokens}, weighted, 0, skip=("mlp.gate",)), BATCH), BATCH)

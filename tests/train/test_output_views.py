@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,14 @@ from torch import Tensor, fx, nn
 
 from fp8compile import backend
 from fp8compile.output_strides import VISIBLE
+
+@pytest.fixture(autouse=True)
+def _views_by_strides() -> Iterator[None]:
+    """Have AOTAutograd take views by strides, not by repeating them: torch 2.13 frees the sizes that it repeats them
+    with, then asks for a shape made of whatever lies there, or crashes when it caches the graph, by any backend."""
+    with torch._functorch.config.patch(view_replay_for_aliased_outputs=False, enable_autograd_cache=False):
+        yield
+
 
 VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "flat and transposed": lambda y: (y.flatten(0, -2), y.transpose(0, -1)),
