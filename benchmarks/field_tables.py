@@ -108,11 +108,11 @@ def decibels(row: Row, key: str) -> str:
 
 
 def short(measured: dict[str, Any]) -> str:
-    """How many rows fall short of nothing, and a line for each way in which one does."""
+    """Return how many rows meet every bound, and a line for each bound that one misses."""
     rows = [(baseline, ours, list(shortfalls(baseline, ours))) for baseline, ours in pairs(measured)]
     rows = [row for row in rows if row[0].get("ms") is not None]
     if not rows:
         return "Nothing has been measured yet.\n"
-    whole = f"{sum(not found for *_, found in rows)} of {len(rows)} rows fall short of nothing.\n"
+    whole = f"{sum(not found for *_, found in rows)} of {len(rows)} rows meet every bound.\n"
     made = [[ours.model, what, cause.replace("|", "\\|")] for _, ours, found in rows for what, cause in found]
     return whole + ("\n" + markdown(["row", "what", "cause"], made) if made else "")

@@ -317,5 +317,5 @@ def test_tables_of_rows() -> None:
     )
     assert f"| m | 1 M | {figures} | 12.0, 20.0 |  |" in field_tables.lines(made)
     head, line = "| row | what | cause |\n| --- | --- | --- |\n", "| n | crash | failed: E: a\\|b |\n"
-    assert field_tables.short(made) == f"1 of 2 rows fall short of nothing.\n\n{head}{line}"
+    assert field_tables.short(made) == f"1 of 2 rows meet every bound.\n\n{head}{line}"
     assert field_tables.short({}) == field_tables.lines({}) == "Nothing has been measured yet.\n"
