@@ -12,6 +12,7 @@ from torch import fx
 
 from fp8compile import state_ops
 from fp8compile.passes import forward_states, merge_updates, skip_overflow, stack_numbers
+from fp8compile.passes.compilation import attach_views
 from fp8compile.passes.graph_text import graph_text
 from fp8compile.passes.verify import signature
 from fp8compile.passes.verify_optimizer import beside_states, verify_optimizer, written_inputs
@@ -71,6 +72,7 @@ def run_optimizer(
         if overflow is None and step.scaled:
             continue
         rows += step.run(graph, overflow) or []
+        attach_views(graph)
         if check:
             verify_optimizer(graph, step.name, *before)
         if observe:
