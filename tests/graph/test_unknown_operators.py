@@ -117,9 +117,10 @@ def test_what_an_unknown_operator_reads_is_exact(before: str, again: bool) -> No
     step(model, model, [noise(TOKENS, D)])
     eager = {name: set(found) for name, found in STRIDES.items()}
     STRIDES.clear()
+    step(model, compiled(model, kernels="inductor"), [noise(TOKENS, D)])
+    assert eager == STRIDES
+    torch.compiler.reset()
     exact, bf16, got = stepped(model, kernels="inductor")
-    assert {name: found & eager[name] for name, found in STRIDES.items()} == eager
-    assert all(found <= eager[name] | STRIDES[name] for name, found in eager.items())
     # x and the mixed values are rounded (31 dB each) for weight gradients: up's reads x beside the exact rest
     check(got, exact, bf16, ratio(25.0))
     reasons = {row.reason for row in rows()}
