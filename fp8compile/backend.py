@@ -93,7 +93,7 @@ def fp8(
 
 
 def _is_fp8(backend: Any) -> bool:
-    """Whether a backend, as Dynamo holds it, is this one beneath torch's wrappers and options."""
+    """Return whether a backend, as Dynamo holds it, is this one beneath torch's wrappers and options."""
     while backend is not None and backend is not fp8:
         beneath = (getattr(backend, name, None) for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"))
         backend = next((x for x in beneath if x is not None), None)

@@ -37,7 +37,7 @@ Compiled = Callable[..., Any]
 
 @dataclass
 class Runs:
-    """How many graphs this backend was asked for, and ran, in this process; and of those with matmuls how many ran."""
+    """Count graphs of this process: those asked for, those that ran, and of these those with matmuls."""
 
     asked: int = 0
     graphs: int = 0
@@ -50,13 +50,13 @@ _given_up: dict[CodeType, Sequence[str]] = {}  # code that Dynamo takes up no mo
 
 
 def asked(backend: Callable[..., Any]) -> None:
-    """The backend is asked for a graph: `torch.compiler.reset()` must reach it, also where a reset has been before."""
+    """Note that the backend is asked for a graph, and let `torch.compiler.reset()` reach it, also after a reset."""
     _runs.asked += 1
     eval_frame.cached_backends.setdefault(id(backend), backend)
 
 
 def counted(compiled: Compiled, made: Sequence[Plan]) -> Compiled:
-    """`compiled`, counting its runs. made: the plans of its graph."""
+    """Return `compiled`, counting its runs. made: the plans of its graph."""
     has_matmuls = any(plan.matmuls for plan in made)
 
     def run(*args: Any) -> Any:
@@ -69,7 +69,7 @@ def counted(compiled: Compiled, made: Sequence[Plan]) -> Compiled:
 
 
 def step_is_told() -> bool:
-    """Whether a step is running of which it was said already that nothing of it is compiled."""
+    """Return whether a step is running of which it was said already that nothing of it is compiled."""
     return any(calls.is_told for calls in _steps)
 
 

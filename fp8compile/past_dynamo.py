@@ -46,7 +46,7 @@ _OptionError.__module__ = OptionError.__module__
 
 
 def unwrapped(backend: Callable[P, R]) -> Callable[P, R]:
-    """A backend of which bad options reach the user as `OptionError`, not wrapped by Dynamo."""
+    """Return `backend` with bad options raised as `OptionError`, not wrapped by Dynamo."""
 
     @functools.wraps(backend)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

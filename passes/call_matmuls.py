@@ -123,7 +123,14 @@ def keep_strides(graph: fx.Graph) -> None:
 
 
 def _keep(graph: fx.Graph, node: fx.Node, given: fx.Node) -> None:
-    """Have `node` read `given` with the strides that it has here."""
+    """Have `node` read `given` with the strides that it has here; of what is expanded, what lies beneath keeps its own,
+    as no memory can be written through a stride of 0."""
+    if any(
+        same(stride, 0) and not same(n, 1) for stride, n in zip(value(given).stride(), value(given).shape, strict=True)
+    ):
+        if given.target is aten.expand.default and given.args[0].op == "call_function":  # type: ignore[union-attr]
+            _keep(graph, given, given.args[0])  # type: ignore[arg-type]
+        return
     with graph.inserting_before(node):
         kept = graph.call_function(force_stride_order, (given, value(given).stride()))
     kept.meta = dict(given.meta)
