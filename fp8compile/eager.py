@@ -11,5 +11,5 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def never_compiled(function: F) -> F:
-    """Return `function` hidden from Dynamo, with all that it calls (`torch.compiler.disable`, which loses its type)."""
+    """Return `function` hidden from Dynamo, with all that it calls; `torch.compiler.disable` loses its type."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
