@@ -18,8 +18,11 @@ from fp8compile.output_strides import VISIBLE
 
 @contextlib.contextmanager
 def views_by_strides(executor: str) -> Iterator[None]:
-    """Have AOTAutograd take views by strides, not by repeating them: torch 2.13 frees the sizes that it repeats them
-    with, then asks for a shape made of whatever lies there, or crashes when it caches the graph, by plain Inductor too."""
+    """Have AOTAutograd take views by strides, not by repeating them.
+
+    torch 2.13 frees the sizes that it repeats them with; then it asks for a shape made of whatever lies there, or
+    crashes when it caches the graph. Plain Inductor does so as well.
+    """
     by_inductor = {"view_replay_for_aliased_outputs": False, "enable_autograd_cache": False}
     with torch._functorch.config.patch(by_inductor if executor == "inductor" else {}):
         yield
