@@ -16,7 +16,8 @@ from matmul import operand
 from measuring import milliseconds
 from torch import Tensor
 
-from fp8compile.kernels import matmul, reference
+from fp8compile.kernels.matmul import scaled_mm
+from fp8compile.kernels.reference import markers
 
 SHAPES = [(16384, 4096, 4096), (16384, 14336, 4096), (16384, 4096, 14336), (8192, 2048, 2048), (32768, 3584, 768)]
 PAIRS = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("group(128)", "block(128)")}
@@ -31,7 +32,7 @@ def matmul_rates(m: int, n: int, k: int) -> dict[str, float]:
         a, scale_a = operand(m, k, how_a)
         b, scale_b = operand(n, k, how_b)
         args = (a, scale_a, how_a, b, scale_b, how_b, None, torch.bfloat16)
-        rates[name] = work / milliseconds(lambda args=args: matmul.scaled_mm(*args))
+        rates[name] = work / milliseconds(lambda args=args: scaled_mm.scaled_mm(*args))
     return rates
 
 
@@ -46,8 +47,8 @@ def cast_rates(rows: int, cols: int) -> dict[str, float]:
 
         def cast(x: Tensor, layouts: list[tuple[str, bool]] = layouts) -> list[Tensor]:
             how = layouts[0][0]
-            scale = reference.scale(reference.amax(x, how), "e4m3")
-            return [scale, *(reference.quantize(x, scale, "e4m3", how, transpose) for _, transpose in layouts)]
+            scale = markers.scale(markers.amax(x, how), "e4m3")
+            return [scale, *(markers.quantize(x, scale, "e4m3", how, transpose) for _, transpose in layouts)]
 
         torch._dynamo.reset()
         compiled = torch.compile(cast)

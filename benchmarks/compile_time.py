@@ -34,8 +34,8 @@ from runs import Benchmark
 from torch._dynamo.utils import compilation_time_metrics  # seconds of torch's own stages, by name
 from workloads import MODULES, WORKLOADS
 
-from fp8compile import partitioner
 from fp8compile.passes import pipeline
+from fp8compile.torch_hooks import partitioner
 
 MODELS = ("Llama 1.1B", "Llama 100M")
 SYSTEMS = (BASELINE, ours(), TORCHAO[0])

@@ -28,7 +28,7 @@ from torch._inductor import config as inductor_config
 from turns import Turns
 
 import fp8compile
-from fp8compile.insight.totals import totals
+from fp8compile.insight.tables.totals import totals
 
 OURS = ours("8-bit states", eight_bit=True)
 SYSTEMS = (BASELINE, OURS)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fp8compile
-from fp8compile.gradients import CompressedReduceScatter
+from fp8compile.distributed.gradients import CompressedReduceScatter
 from llama import Rotary
 
 # torch 2.13 has renamed these, and warns at every call

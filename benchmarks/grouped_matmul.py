@@ -7,7 +7,7 @@ TFLOP/s of the two matmuls of each layer that run in FP8, operands cast already,
 expert gets as many tokens; skewed: the expert of rank r gets a share of 1/r, and one gets none.
 
 BF16       torch's grouped matmul
-FP8        ours, kernels/matmul.py, by rows; "fast": with fast accumulation, as `output` has it
+FP8        ours, kernels/matmul/scaled_mm.py, by rows; "fast": with fast accumulation, as `output` has it
 of dense   the fastest of these as a share of a plain FP8 matmul, by rows, of as many operations
 
 `--help` and runs.py have the other options.
@@ -30,7 +30,8 @@ from processes import Case
 from runs import Benchmark
 from torch import Tensor
 
-from fp8compile.kernels import matmul, reference
+from fp8compile.kernels.matmul import scaled_mm
+from fp8compile.kernels.reference import markers
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ def calls(m: int, n: int, k: int, groups: list[int], device: str) -> Iterator[tu
     yield "BF16", lambda: torch.nn.functional.grouped_mm(x, w.mT, offs=offs)
     (a, scale_a), (b, scale_b) = operand(m, k, "row", device), operand(len(groups) * n, k, "row", device)
     matrices, scales = b.view(-1, n, k), scale_b.view(-1, n, 1)
-    scaled_mm = matmul.scaled_mm if device == "cuda" else reference.scaled_mm
+    multiply = scaled_mm.scaled_mm if device == "cuda" else markers.scaled_mm
     for fast in (False, True):
         rest = ("row", None, torch.bfloat16, fast)
-        yield f"FP8{', fast' if fast else ''}", partial(scaled_mm, a, scale_a, "row", matrices, scales, *rest, offs)
-    yield "dense", partial(scaled_mm, a, scale_a, "row", matrices[0], scales[0], *rest)
+        yield f"FP8{', fast' if fast else ''}", partial(multiply, a, scale_a, "row", matrices, scales, *rest, offs)
+    yield "dense", partial(multiply, a, scale_a, "row", matrices[0], scales[0], *rest)
 
 
 def measure(case: Case) -> dict[str, Any]:

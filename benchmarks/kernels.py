@@ -36,12 +36,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import gelu, silu
 
 from fp8compile import ops
-from fp8compile.kernels import generated, reference, trial
-from fp8compile.kernels.schedule import Schedule
-from fp8compile.kernels.spec import Region
-from fp8compile.passes.combine_regions import combine_regions
-from fp8compile.passes.compilation import VIEWS
-from fp8compile.passes.form_regions import form_regions
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import Schedule
+from fp8compile.kernels.codegen.spec import Region
+from fp8compile.kernels.reference import markers
+from fp8compile.passes.core.compilation import VIEWS
+from fp8compile.passes.regions.combine_regions import combine_regions
+from fp8compile.passes.regions.form_regions import form_regions
 
 Casts = Any  # `ops`, whose markers passes look for, or `reference`: amax, scale and quantize, with equal signatures
 E4M3 = "e4m3"
@@ -126,7 +128,7 @@ def cast(fp8: Casts, how: str, *layouts: bool, of: Tensor) -> list[Tensor]:
 
 
 def amax_of_rows(fp8: Casts, x: Tensor) -> Tensor:
-    """The amax of a tensor whose rows' are needed anyway, as `passes/share_casts.py` writes it."""
+    """The amax of a tensor whose rows' are needed anyway, as `passes/matmul/share_casts.py` writes it."""
     return fp8.amax(fp8.amax(x, "row"), "tensor")
 
 
@@ -536,9 +538,11 @@ def check(row: Row, shapes: Shapes, device: str) -> list[str]:
     if device == "cuda":
         for node in formed.regions:
             launch = Launch.of(run.calls[node])
-            lines += trial.compare(launch.region, launch.schedule, launch.inputs, launch.sizes, run.results[node])
+            lines += check_kernel.compare(
+                launch.region, launch.schedule, launch.inputs, launch.sizes, run.results[node]
+            )
     del run
-    expected = row.call(reference, *inputs)
+    expected = row.call(markers, *inputs)
     for n, (a, b) in enumerate(zip(actual, expected, strict=True)):
         error = relative_error(a, b)
         if not error < TOLERANCE:  # nan is wrong as well
@@ -682,7 +686,7 @@ def time_inductor(row: Row, inputs: list[Tensor]) -> tuple[float, int]:
 
     @partial(torch.compile, dynamic=False)
     def call(*inputs: Tensor) -> list[Tensor]:
-        return row.call(reference, *inputs)
+        return row.call(markers, *inputs)
 
     call(*inputs)
     return microseconds(partial(call, *inputs)), metrics.generated_kernel_count

@@ -7,7 +7,7 @@ TFLOP/s of a [M, K] times b [N, K], transposed: random data, medians of device t
 
 BF16      torch's matmul
 raw       torch._scaled_mm as it is, with one scale or one a row; "fast": with fast accumulation
-others    ours, kernels/matmul.py, by granularity of the scales; 128 elements a group
+others    ours, kernels/matmul/scaled_mm.py, by granularity of the scales; 128 elements a group
 default   what the default recipe runs in this role (fast in `output` alone), as a share of the fastest raw one
 
 `--help` and runs.py have the other options.
@@ -30,7 +30,8 @@ from runs import Benchmark
 from torch import Tensor
 from workloads import WORKLOADS, Sizes, Workload
 
-from fp8compile.kernels import matmul, reference
+from fp8compile.kernels.matmul import scaled_mm
+from fp8compile.kernels.reference import markers
 from fp8compile.recipe import Recipe
 
 TINY = (64, 48, 128)
@@ -90,20 +91,20 @@ SHAPES = {
 def operand(rows: int, cols: int, granularity: str, device: str = "cuda") -> tuple[Tensor, Tensor]:
     """(payload, scale) of random data."""
     x = torch.randn(rows, cols, device=device)
-    scale = reference.scale(reference.amax(x, granularity), "e4m3")
-    return reference.quantize(x, scale, "e4m3", granularity), scale
+    scale = markers.scale(markers.amax(x, granularity), "e4m3")
+    return markers.quantize(x, scale, "e4m3", granularity), scale
 
 
 def calls(m: int, n: int, k: int, device: str) -> Iterator[tuple[str, Call]]:
     """Every way to multiply, by name; operands live as long as their call is at hand."""
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
     yield "BF16", lambda: x @ w.t()
-    scaled_mm = matmul.scaled_mm if device == "cuda" else reference.scaled_mm
+    multiply = scaled_mm.scaled_mm if device == "cuda" else markers.scaled_mm
     for name, (how_a, how_b) in GRANULARITIES.items():
         with contextlib.suppress(ValueError, RuntimeError):  # groups that do not divide K
             (a, scale_a), (b, scale_b) = operand(m, k, how_a, device), operand(n, k, how_b, device)
             for fast in (True, False) if "group" not in name else (False,):
-                call = partial(scaled_mm, a, scale_a, how_a, b, scale_b, how_b, None, torch.bfloat16, fast)
+                call = partial(multiply, a, scale_a, how_a, b, scale_b, how_b, None, torch.bfloat16, fast)
                 yield f"ours {name}{', fast' if fast else ''}", call
                 if device == "cuda" and how_a == how_b and "group" not in name:
                     yield f"raw {name}{', fast' if fast else ''}", partial(raw, a, scale_a, b, scale_b, fast)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8compile.kernels import state_reference as states
+from fp8compile.kernels.reference import state_reference as states
 from fp8compile.state_formats import GROUP
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -21,7 +21,7 @@ from measuring import machine
 from peers import LeftOutError
 from torch._dynamo.utils import counters  # of graphs; torch.compiler.reset() leaves them
 
-import fp8compile.plans
+import fp8compile.plan.store
 
 # Where compilers keep what they have compiled, below one folder
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": "triton"}
@@ -88,7 +88,7 @@ def forget() -> None:
     """Leave nothing behind that the next system could find."""
     torch.compiler.reset()
     counters.clear()
-    fp8compile.plans.reset()
+    fp8compile.plan.store.reset()
     gc.collect()
 
 

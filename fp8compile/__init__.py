@@ -19,6 +19,10 @@ if _version > NEWEST:
     )
 
 from fp8compile import delayed  # noqa: E402
+from fp8compile.adaptive.settings import Schedule  # noqa: E402
+from fp8compile.adaptive.versions import scheduled_plan, schedules  # noqa: E402
+from fp8compile.distributed.fsdp import prepare_fsdp  # noqa: E402
+from fp8compile.distributed.gradients import compress_gradients  # noqa: E402
 from fp8compile.errors import (  # noqa: E402
     Fp8Error,
     Fp8Warning,
@@ -28,25 +32,21 @@ from fp8compile.errors import (  # noqa: E402
     VerificationError,
 )
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
-from fp8compile.fsdp import prepare_fsdp  # noqa: E402
-from fp8compile.gradients import compress_gradients  # noqa: E402
 from fp8compile.insight.dry_run import explain  # noqa: E402
-from fp8compile.insight.dumps import dump  # noqa: E402
+from fp8compile.insight.dump.dumps import dump  # noqa: E402
+from fp8compile.insight.dump.graph_files import example_inputs, load_graph  # noqa: E402
+from fp8compile.insight.dump.stages import diff  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
-from fp8compile.insight.graph_files import example_inputs, load_graph  # noqa: E402
-from fp8compile.insight.stages import diff  # noqa: E402
 from fp8compile.insight.watching import watch  # noqa: E402
-from fp8compile.optim import plain_state_dict, prepare_optimizer  # noqa: E402
+from fp8compile.optimizer.prepare import plain_state_dict, prepare_optimizer  # noqa: E402
+from fp8compile.optimizer.state_recipe import StateRecipe  # noqa: E402
+from fp8compile.optimizer.states import FP8State  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
-from fp8compile.plan import Kernel, Loss, Lowered, Mask, Matmul, Plan, Saved, Transfer  # noqa: E402
-from fp8compile.plans import compiles, last_compile  # noqa: E402
+from fp8compile.plan.cast_statistics import Statistics  # noqa: E402
+from fp8compile.plan.rows import Kernel, Loss, Lowered, Mask, Matmul, Plan, Saved, Transfer  # noqa: E402
+from fp8compile.plan.store import compiles, last_compile  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
 from fp8compile.registration import register_backend, register_what_is_not_installed  # noqa: E402
-from fp8compile.schedule_options import Schedule  # noqa: E402
-from fp8compile.scheduled import scheduled_plan, schedules  # noqa: E402
-from fp8compile.state_recipe import StateRecipe  # noqa: E402
-from fp8compile.states import FP8State  # noqa: E402
-from fp8compile.statistics import Statistics  # noqa: E402
 
 __all__ = [
     "E4M3",

@@ -23,36 +23,38 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import (
+from fp8compile import delayed, devices
+from fp8compile.adaptive import versions
+from fp8compile.errors import OptionError
+from fp8compile.insight.dump.baseline import DumpingPartitioner
+from fp8compile.insight.dump.dumps import Dump
+from fp8compile.optimizer import trace
+from fp8compile.options import Options
+from fp8compile.passes.attention import attention_strides
+from fp8compile.passes.collectives import expose_matmuls
+from fp8compile.passes.core.compilation import Compilation, Input, aten, device_of
+from fp8compile.passes.core.graph_text import graph_text
+from fp8compile.passes.core.snapshot import Snapshot, copy_graph, restore_graph
+from fp8compile.passes.lower import call_matmuls
+from fp8compile.passes.optimizer import skip_overflow
+from fp8compile.passes.optimizer.optimizer_pipeline import OPTIMIZER, has_states, run_optimizer
+from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
+from fp8compile.plan import store
+from fp8compile.plan.rows import Lowered, Plan
+from fp8compile.source_digest import source_digest
+from fp8compile.torch_hooks import (
     backward_hooks,
     compiled_calls,
-    delayed,
-    devices,
     failures,
-    hooks,
-    nested,
-    optimizers,
-    plans,
+    graph_passes,
+    nested_regions,
     recurrent_modules,
-    scheduled,
     trainers,
 )
-from fp8compile.compilations import current_frame
-from fp8compile.errors import OptionError
-from fp8compile.insight.baseline import DumpingPartitioner
-from fp8compile.insight.dumps import Dump
-from fp8compile.options import Options
-from fp8compile.output_strides import keep_strides_of_bases
-from fp8compile.partitioner import Partitioner
-from fp8compile.passes import attention_strides, call_matmuls, expose_matmuls, skip_overflow
-from fp8compile.passes.compilation import Compilation, Input, aten, device_of
-from fp8compile.passes.graph_text import graph_text
-from fp8compile.passes.optimizer_pipeline import OPTIMIZER, has_states, run_optimizer
-from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
-from fp8compile.passes.snapshot import Snapshot, copy_graph, restore_graph
-from fp8compile.past_dynamo import unwrapped
-from fp8compile.plan import Lowered, Plan
-from fp8compile.sources import source_digest
+from fp8compile.torch_hooks.compilations import current_frame
+from fp8compile.torch_hooks.output_strides import keep_strides_of_bases
+from fp8compile.torch_hooks.partitioner import Partitioner
+from fp8compile.torch_hooks.unwrapped_errors import unwrapped
 
 Compiled = Callable[..., Any]
 
@@ -75,7 +77,7 @@ def fp8(
     example_inputs, with_hooks = backward_hooks.insert(gm, example_inputs)
     attention_strides.run(gm)
     namespace = ""
-    opt = optimizers.traced_optimizer(gm, example_inputs)
+    opt = trace.traced_optimizer(gm, example_inputs)
     if opt is None:
         trainers.warn_of_fused_optimizer()
     if parsed.recipe.is_delayed or (parsed.schedule is not None and opt is None):
@@ -85,9 +87,9 @@ def fp8(
     known = tuple(_inputs(gm, example_inputs))
     if parsed.schedule is not None and opt is None:
         compile_again = functools.partial(_compile, known=known, namespace=namespace)
-        versions = scheduled.Scheduled(gm, example_inputs, parsed, compile_again)
-        return compiled_calls.counted(with_hooks(versions), [versions.plan])
-    states = optimizers.plan_of(opt, gm, example_inputs, parsed) if opt is not None else None
+        scheduled = versions.Scheduled(gm, example_inputs, parsed, compile_again)
+        return compiled_calls.counted(with_hooks(scheduled), [scheduled.plan])
+    states = trace.plan_of(opt, gm, example_inputs, parsed) if opt is not None else None
     compiled, made = _compile(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)
     return compiled_calls.counted(with_hooks(compiled), made)
 
@@ -116,7 +118,7 @@ def _compile(
 ) -> tuple[Compiled, list[Plan]]:
     """Compile one graph, and say what was decided. known: of its inputs; states: the plan of an optimizer's graph."""
     dump = Dump(parsed.dump, parsed) if parsed.dump else None
-    regions = nested.inputs_of_regions(gm, known)
+    regions = nested_regions.inputs_of_regions(gm, known)
     if regions and parsed.recipe.is_delayed:
         raise OptionError(
             "delayed scaling keeps a history for each matmul, and the layers that share a nested_compile_region would "
@@ -124,17 +126,17 @@ def _compile(
         )
     settings = _inductor_settings(parsed, states is not None) | dict(parsed.inductor)
     joint = JointPass(parsed, known, namespace, dump, optimizer=states, regions=regions)
-    key = plans.key(gm, example_inputs, joint.uuid() + hooks.theirs_uuid(settings, "joint_custom_pre_pass"))
-    record = joint.record = plans.Record(key, parsed, dump.plans if dump else None, states)
+    key = store.key(gm, example_inputs, joint.uuid() + graph_passes.theirs_uuid(settings, "joint_custom_pre_pass"))
+    record = joint.record = store.Record(key, parsed, dump.plans if dump else None, states)
     lowering = LoweringPass(parsed, dump)
     joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
-    hooks.warn_of_other_cut(settings)
+    graph_passes.warn_of_other_cut(settings)
     ours = {
         "joint_custom_pre_pass": joint,
         "post_grad_custom_pre_pass": ExposingPass(parsed),
         "post_grad_custom_post_pass": lowering,
     }
-    settings |= {**hooks.shared(settings, ours), "custom_partitioner_fn": joint.partitioner}
+    settings |= {**graph_passes.shared(settings, ours), "custom_partitioner_fn": joint.partitioner}
     compile_half = _run_eagerly if parsed.executor == "eager" else _compile_half
     inner: Any = functools.partial(compile_half, lowering=lowering, record=record)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
@@ -150,10 +152,10 @@ class JointPass(CustomGraphPass):
     inputs: tuple[Input, ...]
     namespace: str
     dump: Dump | None = None
-    record: plans.Record | None = field(default=None, repr=False)
+    record: store.Record | None = field(default=None, repr=False)
     optimizer: Plan | None = None  # of an optimizer's graph, which is rewritten after Inductor's own passes
     partitioner: Partitioner | None = field(default=None, repr=False)
-    regions: Mapping[nested.Types, Sequence[Input]] = field(default_factory=dict)
+    regions: Mapping[nested_regions.Types, Sequence[Input]] = field(default_factory=dict)
     is_done: bool = field(default=False, repr=False)  # what comes after the graph itself are halves of its regions
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -195,7 +197,7 @@ class JointPass(CustomGraphPass):
         placeholders = list(graph.find_nodes(op="placeholder"))
         self.is_done = any("desc" in n.meta for n in placeholders) or not placeholders
         if not self.is_done:
-            return nested.match_inputs(graph, self.regions)
+            return nested_regions.match_inputs(graph, self.regions)
         indices = {n.name: i for n in placeholders if (i := _input_index(n)) is not None}
         return {name: self.inputs[i] for name, i in indices.items() if i < len(self.inputs)}
 
@@ -208,7 +210,7 @@ class JointPass(CustomGraphPass):
 @dataclass
 class ExposingPass(CustomGraphPass):
     """Before Inductor's own passes: matmuls as that for asynchronous tensor parallelism wants them, if it is to run
-    (`passes/expose_matmuls.py`)."""
+    (`passes/collectives/expose_matmuls.py`)."""
 
     options: Options
 
@@ -268,7 +270,7 @@ def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lo
         skip_overflow.run(graph, skip_overflow.overflow_of(graph))
         failures.warn(error, graph, options, "Its updates run operator by operator, storing states in between")
         return Lowered(failure=failures.first_line(error))
-    optimizers.warn_of_unmerged(updates)
+    trace.warn_of_unmerged(updates)
     return Lowered(updates=updates)
 
 
@@ -334,12 +336,12 @@ def _inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str
 
 
 def _compile_half(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: plans.Record, **settings: Any
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: store.Record, **settings: Any
 ) -> Compiled:
     """Inductor, and what became of this half: the lowering pass says so, or what was kept when it ran."""
     lowering.half, lowering.lowered = _half(settings), None
     keep_strides_of_bases(gm)
-    text = "".join(graph_text(body.graph) for body in nested.bodies(gm))
+    text = "".join(graph_text(body.graph) for body in nested_regions.bodies(gm))
     key = hashlib.sha256(f"{text}{lowering.uuid()}".encode()).hexdigest()
     try:
         compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
@@ -351,8 +353,8 @@ def _compile_half(
     if lowering.dump:
         lowering.dump.code(lowering.half, getattr(compiled, "source_code", ""))
     if lowering.lowered is not None:
-        plans.remember_half(key, lowering.lowered)
-    lowered = lowering.lowered or plans.recall_half(key)
+        store.remember_half(key, lowering.lowered)
+    lowered = lowering.lowered or store.recall_half(key)
     if lowered is not None:
         record.add_half(lowering.half, lowered)
     return compiled
@@ -366,12 +368,12 @@ def _half(settings: Mapping[str, Any]) -> str:
 
 
 def _run_eagerly(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: plans.Record, **settings: Any
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: store.Record, **settings: Any
 ) -> Compiled:
     """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
     half, options, dump = _half(settings), lowering.options, lowering.dump
     lowered = Lowered()
-    for body in nested.bodies(gm):
+    for body in nested_regions.bodies(gm):
         if has_states(body.graph):
             lowered += _lower_optimizer(body.graph, options, dump)
         elif options.kernels == "generated":

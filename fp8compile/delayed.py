@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8compile.errors import Fp8Error
 from fp8compile.formats import FORMATS
-from fp8compile.kernels import reference
+from fp8compile.kernels.reference import markers
 
 
 @dataclass
@@ -65,7 +65,7 @@ def scale(amax: Tensor, key: str, format: str, history: int, margin: int, power_
     before.copy_(past)
     kept.copy_(torch.where(finite, torch.cat([amax.reshape(1), past[:-1]]), past))
     now.overflowed.logical_or_(~finite)
-    return reference.scale(chosen, FORMATS[format].name, power_of_two)
+    return markers.scale(chosen, FORMATS[format].name, power_of_two)
 
 
 def _history(key: str, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

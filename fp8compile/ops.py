@@ -7,18 +7,18 @@
     fp8::scaled_mm(a, scale_a, …, b, scale_b, …)    -> (a · scale_a) @ (b · scale_b)ᵀ + bias; with `offs` grouped: rows
                                                        of a, in groups that end there, each times its own matrix of b
     fp8::delayed_scale(amax, key, …)                -> scale from the history kept under `key` (`fp8compile.delayed`)
-    fp8::observe(scale, tensors, …)                 -> the scale; measures the cast (`fp8compile.statistics`)
+    fp8::observe(scale, tensors, …)                 -> the scale; measures the cast (`fp8compile.plan.cast_statistics`)
     fp8::probe(x, …)                                -> x; measures what casts of it would lose, where there is none
-    fp8::region(inputs, sizes, spec, schedule)      -> the buffers of a generated kernel (`kernels/spec.py`)
-    fp8::chunked_loss(x, weight, bias, index, …)    -> log-probabilities and gradients (`kernels/chunked_loss.py`)
+    fp8::region(inputs, sizes, spec, schedule)      -> the buffers of a generated kernel (`kernels/codegen/spec.py`)
+    fp8::chunked_loss(x, weight, bias, index, …)    -> log-probabilities and gradients (`kernels/loss/chunked_loss.py`)
 
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
 maximised over merged operands or reduced over ranks, a scale can be shared by two layouts, and no node has a tuple.
 `transpose` means: of xᵀ. `row_multiple` and `col_multiple` append zeros: padding needs no symbolic sizes in graphs.
 
-Their meaning is `kernels/reference.py`; on CUDA, `scaled_mm` is `kernels/matmul.py`. Inductor never sees the first
-four on its way to code: `passes/form_regions.py` makes generated kernels of them, and `passes/lower_markers.py` plain
-operators of what is left.
+Their meaning is `kernels/reference/markers.py`; on CUDA, `scaled_mm` is `kernels/matmul/scaled_mm.py`. Inductor never
+sees the first four on its way to code: `passes/regions/form_regions.py` makes generated kernels of them, and
+`passes/lower/lower_markers.py` plain operators of what is left.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile import delayed, statistics
+from fp8compile import delayed
 from fp8compile.formats import FORMATS, parse_granularity, round_up
-from fp8compile.kernels import chunked_loss as chunked
-from fp8compile.kernels import generated, matmul, reference, region_reference
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.loss import chunked_loss as chunked
+from fp8compile.kernels.matmul import scaled_mm
+from fp8compile.kernels.reference import markers, region_reference
+from fp8compile.plan import cast_statistics
 
 NAMESPACE = "fp8"
 _LAYOUT = "bool transpose=False, int row_multiple=1, int col_multiple=1"
@@ -130,18 +133,18 @@ def _scaled_mm_on_cpu(a: Tensor, scale_a: Tensor, granularity_a: str, b: Tensor,
     """The reference, with the GPU's demand on layout, so that a wrong one is seen without a GPU too."""
     if not (a.is_contiguous() and b.is_contiguous()):
         raise RuntimeError(f"fp8::scaled_mm needs contiguous data, got strides {a.stride()} and {b.stride()}")
-    return reference.scaled_mm(a, scale_a, granularity_a, b, *rest)
+    return markers.scaled_mm(a, scale_a, granularity_a, b, *rest)
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
-    "amax": reference.amax,
-    "scale": reference.scale,
-    "quantize": reference.quantize,
-    "dequantize": reference.dequantize,
+    "amax": markers.amax,
+    "scale": markers.scale,
+    "quantize": markers.quantize,
+    "dequantize": markers.dequantize,
     "scaled_mm": _scaled_mm_on_cpu,
     "delayed_scale": delayed.scale,
-    "observe": statistics.observe,
-    "probe": statistics.probe,
+    "observe": cast_statistics.observe,
+    "probe": cast_statistics.probe,
 }
 
 
@@ -166,7 +169,7 @@ for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides))
     _library.impl(_name, _IMPLEMENTATIONS[_name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _FAKES[_name], lib=_library)
-_library.impl("scaled_mm", matmul.scaled_mm, "CUDA")
+_library.impl("scaled_mm", scaled_mm.scaled_mm, "CUDA")
 _library.define(
     "region(Tensor[] inputs, SymInt[] sizes, str spec, str schedule) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
 )
@@ -211,4 +214,9 @@ region = torch.ops.fp8.region.default
 chunked_loss = torch.ops.fp8.chunked_loss.default
 MARKERS = (amax, scale, quantize, dequantize, scaled_mm, delayed_scale, observe, probe)
 FAKES = {getattr(torch.ops.fp8, name).default: fake for name, fake in _FAKES.items()} | {region: _fake_region}
-CASTS = {amax: reference.amax, scale: reference.scale, quantize: reference.quantize, dequantize: reference.dequantize}
+CASTS = {
+    amax: markers.amax,
+    scale: markers.scale,
+    quantize: markers.quantize,
+    dequantize: markers.dequantize,
+}

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch._inductor import config as inductor_config  # names and types of the settings that are passed on
 
-from fp8compile.edits import Edits
-from fp8compile.edits import load as load_plan
+from fp8compile.adaptive.settings import Schedule
 from fp8compile.errors import OptionError, inside, shown, unknown_name
+from fp8compile.optimizer.state_recipe import StateRecipe
+from fp8compile.plan.overrides import Edits
+from fp8compile.plan.overrides import load as load_plan
 from fp8compile.recipe import Recipe
-from fp8compile.schedule_options import Schedule
-from fp8compile.state_recipe import StateRecipe
 
 EXECUTORS = ("inductor", "eager")
 KERNELS = ("generated", "inductor")

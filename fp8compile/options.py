@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fp8compile import environment
-from fp8compile.edits import Edits
+from fp8compile.adaptive.settings import Schedule
 from fp8compile.errors import OptionError, shown, unknown_name
 from fp8compile.levels import with_level
+from fp8compile.optimizer.state_recipe import StateRecipe
 from fp8compile.option_values import OPERATIONS, read_option, writable_folder
+from fp8compile.plan.overrides import Edits
 from fp8compile.recipe import RECIPES, Recipe
-from fp8compile.schedule_options import Schedule
-from fp8compile.state_recipe import StateRecipe
 
 KEEP_ALL = (("*", "bf16"),)  # option `save`: nothing is rounded
 
@@ -52,10 +52,11 @@ class Options:
     states: how an optimizer's states are kept where its step is compiled (`StateRecipe.parse`).
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
     inductor: settings of torch._inductor.config for this compilation. Graph passes among them run before ours.
-    plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one (`fp8compile/edits.py`).
+    plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one
+    (`fp8compile/plan/overrides.py`).
     schedule: "auto", or a mapping of settings (`Schedule`): casts change while it trains, on evidence.
     watch: the name under which casts are measured (`fp8compile.watch` does it all).
-    dump: a folder for graphs, plan, kernels and Inductor's code (`fp8compile/insight/dumps.py`).
+    dump: a folder for graphs, plan, kernels and Inductor's code (`fp8compile/insight/dump/dumps.py`).
     """
 
     level: str | None = None

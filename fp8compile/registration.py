@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import _dynamo
 
-from fp8compile import compiled_calls
 from fp8compile.backend import fp8
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
+from fp8compile.torch_hooks import compiled_calls
 
 _registered: dict[str, dict[str, Any]] = {"fp8": {}}
 

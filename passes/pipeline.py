@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fp8compile.passes import (
+from fp8compile.passes.attention import attention_layout, attention_masks
+from fp8compile.passes.collectives import exchange_as_fp8, gather_as_fp8
+from fp8compile.passes.core.compilation import Compilation, attach_views, complete_values, remove_dead
+from fp8compile.passes.core.graph_text import graph_text
+from fp8compile.passes.core.stride_demands import broken_strides, record
+from fp8compile.passes.core.verify import signature, verify
+from fp8compile.passes.loss import chunk_loss
+from fp8compile.passes.lower import call_matmuls, lower_markers, lower_regions
+from fp8compile.passes.lower.describe import describe_kernels
+from fp8compile.passes.lower.verify_kernels import outputs_of, verify_kernels
+from fp8compile.passes.matmul import (
     assign_scales,
-    attention_layout,
-    attention_masks,
-    call_matmuls,
     canonicalize,
-    chunk_loss,
-    combine_regions,
     convolutions,
-    exchange_as_fp8,
-    form_regions,
-    gather_as_fp8,
-    lower_markers,
-    lower_regions,
     merge_matmuls,
     observe_casts,
     quantize_matmuls,
@@ -32,13 +32,8 @@ from fp8compile.passes import (
     select_matmuls,
     share_casts,
 )
-from fp8compile.passes.compilation import Compilation, attach_views, complete_values, remove_dead
-from fp8compile.passes.describe import describe_kernels
-from fp8compile.passes.graph_text import graph_text
-from fp8compile.passes.stride_demands import broken_strides, record
-from fp8compile.passes.verify import signature, verify
-from fp8compile.passes.verify_kernels import outputs_of, verify_kernels
-from fp8compile.plan import Lowered
+from fp8compile.passes.regions import combine_regions, form_regions
+from fp8compile.plan.rows import Lowered
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import FORMATS, ceil_div
-from fp8compile.kernels import generated, quarters, trial
-from fp8compile.kernels.schedule import Schedule, Tiling, choose
-from fp8compile.kernels.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import generated, packed_transpose
+from fp8compile.kernels.codegen.schedule import Schedule, Tiling, choose
+from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 
 NAN = float("nan")
 INF = float("inf")
@@ -132,7 +133,7 @@ def run(cast: Cast, x: Tensor, schedule: Schedule | None = None) -> tuple[Tensor
     inputs = cast.inputs(x)
     target = "cuda" if x.is_cuda else "interpreter"
     buffers = generated.launch(region, schedule, inputs, [], target)
-    assert trial.compare(region, schedule, inputs, [], buffers) == []
+    assert check_kernel.compare(region, schedule, inputs, [], buffers) == []
     codes, transposed = (b.view(torch.uint8).cpu() for b in buffers[:2])
     return codes, transposed.t(), buffers[2].cpu()
 
@@ -153,7 +154,7 @@ def tiled(cast: Cast, block_rows: int, block_cols: int, warps: int = 4, in_quart
     block_rows = max(block_rows, rows)
     block_cols = max(block_cols, 1 << (cols - 1).bit_length())
     high, wide = (ceil_div(n, cast.multiple) * cast.multiple for n in (cast.rows, cast.cols))
-    in_quarters &= quarters.possible(cast.region().parts[0])
+    in_quarters &= packed_transpose.possible(cast.region().parts[0])
     tiling = Tiling(block_rows, block_cols, ceil_div(high, block_rows), ceil_div(wide, block_cols), False, in_quarters)
     return replace(choose(cast.region()), tilings=(tiling,), warps=warps)
 

@@ -22,9 +22,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp8compile.kernels import emit, generated
-from fp8compile.kernels.schedule import Schedule
-from fp8compile.kernels.spec import Region
+from fp8compile.kernels.codegen import emit, generated
+from fp8compile.kernels.codegen.schedule import Schedule
+from fp8compile.kernels.codegen.spec import Region
 
 POINTERS = {
     "bool": "*i1",

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp8compile.kernels import softmax_gradient
+from fp8compile.kernels.loss import softmax_gradient
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {

@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from updates import adam, unscaled
 
-from fp8compile.kernels import update_launch
-from fp8compile.kernels.emit_update import UpdateSchedule, columns
-from fp8compile.kernels.update_spec import Update
+from fp8compile.kernels.optimizer import update_launch
+from fp8compile.kernels.optimizer.emit_update import UpdateSchedule, columns
+from fp8compile.kernels.optimizer.update_spec import Update
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {"table": "*i64", "sizes": "*i64", "blocks": "*i32", "scalars": "*fp32"} | {

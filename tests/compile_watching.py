@@ -18,8 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp8compile.kernels import measure_casts
-from fp8compile.kernels.cast_losses import LINE, ROW, SATURATED
+from fp8compile.kernels.casts import measure_casts
+from fp8compile.kernels.casts.cast_losses import LINE, ROW, SATURATED
 
 HOPPER = GPUTarget("cuda", 90, 32)
 EXTREMES = {"x": "", "scale": "*fp32", "found": "*i64", "count": "i64"}

@@ -21,7 +21,9 @@ if not torch.cuda.is_available():
 _cache = tempfile.TemporaryDirectory(prefix="fp8compile-tests-")  # lives as long as the process
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 
-from fp8compile import delayed, plans, scheduled  # noqa: E402
+from fp8compile import delayed  # noqa: E402
+from fp8compile.adaptive import versions  # noqa: E402
+from fp8compile.plan import store  # noqa: E402
 
 quicken()
 poison()
@@ -39,6 +41,6 @@ def clean_state() -> Iterator[None]:
 
 def _forget() -> None:
     torch.compiler.reset()  # Dynamo's code, Inductor's state
-    plans.reset()
+    store.reset()
     delayed.reset()
-    scheduled.reset()
+    versions.reset()

@@ -1,7 +1,7 @@
 """Optimizers, parameters and gradients that tests of optimizers share, and a reference for 8-bit states.
 
 `Simulated` is the independent reference: torch's own optimizer, eager, in FP32; after each step every state that
-fp8compile would keep in 8 bits is replaced by what `kernels/state_reference.py` makes of it.
+fp8compile would keep in 8 bits is replaced by what `kernels/reference/state_reference.py` makes of it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.backend import fp8
-from fp8compile.kernels import state_reference
+from fp8compile.kernels.reference import state_reference
+from fp8compile.optimizer.state_recipe import StateRecipe, salt
 from fp8compile.state_formats import parse_state_format
-from fp8compile.state_recipe import StateRecipe, salt
 
 EAGER = {"executor": "eager", "strict": True}
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8compile.formats import ceil_div, round_up
-from fp8compile.kernels import generated, quarters, trial
-from fp8compile.kernels import schedule as schedules
-from fp8compile.kernels.schedule import Schedule, Tiling
-from fp8compile.kernels.spec import (
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import generated, packed_transpose
+from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen.schedule import Schedule, Tiling
+from fp8compile.kernels.codegen.spec import (
     BAND,
     ELEMENT,
     PARTIALS,
@@ -110,8 +111,8 @@ def failures(
     kernel = generated.kernel_of(found.region, found.schedule, target)
     for n, sizes in enumerate(found.sizes):
         for k in range(data_seeds):
-            inputs = trial.random_inputs(found.region, sizes, seed + n + k, device)
-            lines = trial.check(kernel, found.region, found.schedule, inputs, sizes)
+            inputs = check_kernel.random_inputs(found.region, sizes, seed + n + k, device)
+            lines = check_kernel.check(kernel, found.region, found.schedule, inputs, sizes)
             if lines:
                 again = f"regions.failures({seed}, {target!r}, {device!r}, {data_seeds}, {partials_twice}, **{drawn})"
                 source = generated.file_source(found.region, found.schedule, target)
@@ -133,9 +134,9 @@ def _tiling(part: Part, rng: random.Random) -> Tiling:
     some_rows = max(rng.choice((1, 2, 8, 16, 32, 128)), _of_few(rows if isinstance(rows, int) else 64))
     block_cols = max(least_cols, rng.choice((4, 16, 32, 128, 512)), _of_few(cols))
     block_rows = max(least_rows, min(some_rows, max(1, MAX_TILE // block_cols)))
-    in_quarters = quarters.possible(part) and rng.random() < 0.7
+    in_quarters = packed_transpose.possible(part) and rng.random() < 0.7
     if in_quarters:
-        block_rows = max(block_rows, quarters.STEP)
+        block_rows = max(block_rows, packed_transpose.STEP)
     blocks = ceil_div(rows, block_rows) if isinstance(rows, int) else 3
     block_rows, walkers = schedules.in_bands(part, block_rows, rng.randint(1, max(1, blocks)))
     return Tiling(block_rows, block_cols, walkers, ceil_div(cols, block_cols), sweeps, in_quarters, held)

@@ -123,10 +123,10 @@ def check(got: Step, exact: Step, bf16: Step, more: dict[str, float] | float) ->
     assert not bad, "\n".join(bad)
 
 
-def rows(plan: int = -1) -> list[fp8compile.plan.Saved]:
+def rows(plan: int = -1) -> list[fp8compile.plan.rows.Saved]:
     """The plan's rows for tensors that are saved, numbers left out."""
     return [row for row in fp8compile.compiles()[plan].saved if row.shape]
 
 
-def is_fp8(row: fp8compile.plan.Saved) -> bool:
+def is_fp8(row: fp8compile.plan.rows.Saved) -> bool:
     return row.form.startswith("e4m3")

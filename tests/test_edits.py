@@ -14,10 +14,10 @@ from models import ZOO
 from torch import nn
 
 import fp8compile
-from fp8compile import edits
 from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import Options
-from fp8compile.plan import Matmul, Operand, Plan, Saved
+from fp8compile.plan import overrides
+from fp8compile.plan.rows import Matmul, Operand, Plan, Saved
 
 ALL = {"select": "all", "executor": "eager", "strict": True}
 
@@ -322,17 +322,17 @@ def test_forms_of_saved_tensors():
     x = Saved("x", "layers.0", "m.py:2  x", (64, 128), "bfloat16", "e4m3 group(128)", 8448, "policy")
     row = Matmul("mm", "layers.0", "", "mm", "output", 1, 1, 1)
     plan = Plan(matmuls=[row], saved=[x, dataclasses.replace(x, node="y", form="bfloat16")])
-    known = edits.load(plan)
-    key = edits.saved_key("layers.0", "m.py:2  x", "bfloat16", (32, 128), 0)  # of another batch
-    assert edits.saved_form(known, key) == "e4m3 group(128)"
-    assert edits.saved_form(known, (*key[:4], 1)) == "bfloat16"
-    assert edits.saved_form(known, (*key[:4], 2)) is None
-    assert edits.saved_form(None, key) is None
+    known = overrides.load(plan)
+    key = overrides.saved_key("layers.0", "m.py:2  x", "bfloat16", (32, 128), 0)  # of another batch
+    assert overrides.saved_form(known, key) == "e4m3 group(128)"
+    assert overrides.saved_form(known, (*key[:4], 1)) == "bfloat16"
+    assert overrides.saved_form(known, (*key[:4], 2)) is None
+    assert overrides.saved_form(None, key) is None
     with pytest.raises(OptionError, match=r"saved tensor x of .*: unknown form 'fp8'"):
-        edits.load(Plan(saved=[dataclasses.replace(x, form="fp8")]))
+        overrides.load(Plan(saved=[dataclasses.replace(x, form="fp8")]))
     twice = [plan, Plan(matmuls=[row], saved=[dataclasses.replace(x, form="e4m3 row")])]
     with pytest.raises(OptionError, match=r"two graphs save a tensor of .* in different forms"):
-        edits.saved_form(edits.load(twice), key)
+        overrides.saved_form(overrides.load(twice), key)
 
 
 def test_one_saved_tensor_is_kept_as_it_is_and_the_others_as_before():
@@ -353,7 +353,7 @@ def test_one_saved_tensor_is_kept_as_it_is_and_the_others_as_before():
     edited, others = compiled(plan=dataclasses.replace(usual, saved=rows))
     changed = [n for n, (a, b) in enumerate(zip(usual.saved, edited.saved, strict=True)) if a.form != b.form]
     assert changed == [rounded[1]]
-    assert edited.saved[rounded[1]].reason == edits.REASON
+    assert edited.saved[rounded[1]].reason == overrides.REASON
     assert any(not torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
     rows[rounded[1]] = dataclasses.replace(rows[rounded[1]], form="e5m2 group(16)")
     with pytest.raises(Exception, match=r"kept as 'e5m2 group\(16\)'; it can be kept as 'bfloat16' or 'e4m3"):

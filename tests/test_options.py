@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile import plans
 from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import Options
+from fp8compile.plan import store
 from fp8compile.recipe import RECIPES
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
@@ -19,7 +19,7 @@ EAGER = {"select": "all", "executor": "eager", "strict": True}
 
 @pytest.fixture(autouse=True)
 def _forget_plans():
-    plans.reset()
+    store.reset()
 
 
 class Block(nn.Module):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile import plans
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
-from fp8compile.plan import BF16, FP8, Group, Kernel, Lowered, Matmul, MergedUpdate, Operand, Plan, Saved
+from fp8compile.plan import store
+from fp8compile.plan.rows import BF16, FP8, Group, Kernel, Lowered, Matmul, MergedUpdate, Operand, Plan, Saved
 
 
 def a_plan() -> Plan:
@@ -99,18 +99,18 @@ def test_an_optimizer_found_in_a_cache_has_the_settings_of_today():
     def optimizer(rate: float) -> Plan:
         return Plan("optimizer", groups=[Group(0, 1, 8, 0, 64, 64, settings={"lr": rate})])
 
-    with plans.collected() as found:
-        first = plans.Record("a graph", Options(), optimizer=optimizer(0.1))
+    with store.collected() as found:
+        first = store.Record("a graph", Options(), optimizer=optimizer(0.1))
         first.add(optimizer(0.1))
         first.add_half("inference", Lowered(updates=[MergedUpdate(1, 8, (), 3)]))
-        plans.Record("a graph", Options(), optimizer=optimizer(0.2)).close()
+        store.Record("a graph", Options(), optimizer=optimizer(0.2)).close()
     (plan,) = found
     assert plan.groups[0].settings == {"lr": 0.2}
     assert plan.updates == [MergedUpdate(1, 8, (), 3)]
 
 
 def test_before_the_first_compilation_there_is_no_plan():
-    plans.reset()
+    store.reset()
     with pytest.raises(LookupError, match="nothing has been compiled with backend='fp8' yet"):
         fp8compile.last_compile()
     assert fp8compile.compiles() == []

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fp8compile.errors import Fp8Error
-from fp8compile.insight import doctor, stages
-from fp8compile.insight.dumps import dump, graphs
+from fp8compile.insight import doctor
+from fp8compile.insight.dump import stages
+from fp8compile.insight.dump.dumps import dump, graphs
+from fp8compile.insight.dump.report import write_report
 from fp8compile.insight.explanation import Explanation
-from fp8compile.insight.report import write_report
-from fp8compile.plan_json import read_plans
-from fp8compile.plans import compiles
+from fp8compile.plan.from_json import read_plans
+from fp8compile.plan.store import compiles
 
 
 def main(argv: Sequence[str] | None = None) -> int:

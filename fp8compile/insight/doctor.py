@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir  # where plans and kernels are kept
 
-from fp8compile import NEWEST, OLDEST, devices, environment, plans
-from fp8compile.insight.text import size
+from fp8compile import NEWEST, OLDEST, devices, environment
+from fp8compile.insight.tables.text import size
+from fp8compile.plan import store
 
 FINE, NOTE, WRONG = "ok", "note", "WRONG"
 SAFE_PTXAS = (13, 0)  # the oldest assembler seen to compile two FP8 layouts of one tensor rightly
@@ -160,7 +161,7 @@ def _training() -> Iterator[Finding]:
     from fp8compile.backend import fp8
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.random.fork_rng(), warnings.catch_warnings(), plans.collected() as found:
+    with torch.random.fork_rng(), warnings.catch_warnings(), store.collected() as found:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         layer, x = torch.nn.Linear(256, 256, device=device), torch.randn(128, 256, device=device)

@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves  # what a model returns may nest
 
-from fp8compile import plans
-from fp8compile.compilations import told
 from fp8compile.errors import Fp8Error
-from fp8compile.insight.aside import backend_aside, function_aside, recompiling
 from fp8compile.insight.compiled_targets import context_of, options_within, uncompiled
 from fp8compile.insight.explanation import Explanation
+from fp8compile.insight.isolation import backend_aside, function_aside, recompiling, unchanged
 from fp8compile.insight.optimizer_rows import optimizer_of, optimizer_plan
-from fp8compile.insight.unchanged import unchanged
+from fp8compile.plan import store
+from fp8compile.torch_hooks.compilations import told
 
 
 class _OptimizerReached(Exception):  # noqa: N818
@@ -61,7 +60,7 @@ def explain(
         return Explanation([optimizer_plan(opt, known if options is None else options)])
     chosen = {"executor": "eager", **(known if options is None else options), "schedule": None}
     reached: list[Optimizer] = []
-    with unchanged(original, args, kwargs), plans.collected() as found, _no_optimizer_step(reached), recompiling():
+    with unchanged(original, args, kwargs), store.collected() as found, _no_optimizer_step(reached), recompiling():
         dynamic = getattr(context, "_dynamic", None)  # as a compiled model was told
         compiled = torch.compile(function_aside(original), backend=backend_aside(), options=chosen, dynamic=dynamic)
         output = compiled(*args, **kwargs)

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8compile.errors import unknown_name
-from fp8compile.insight.all_graphs import AllGraphs
-from fp8compile.insight.html import explanation_html
-from fp8compile.insight.optimizer_text import others
-from fp8compile.insight.text import explanation_text
-from fp8compile.insight.totals import Totals, bytes_before, flops, totals
-from fp8compile.plan import Operand, Plan
-from fp8compile.plan_json import plans_from_json
+from fp8compile.insight.tables.all_graphs import AllGraphs
+from fp8compile.insight.tables.html import explanation_html
+from fp8compile.insight.tables.optimizer_text import others
+from fp8compile.insight.tables.text import explanation_text
+from fp8compile.insight.tables.totals import Totals, bytes_before, flops, totals
+from fp8compile.plan.from_json import plans_from_json
+from fp8compile.plan.rows import Operand, Plan
 
 TABLES = (
     "matmuls", "saved", "recomputed", "kernels", "losses", "masks", "transfers", "groups", "states", "updates",
@@ -27,8 +27,8 @@ class Explanation(AllGraphs):
 
     `print` shows tables of at most 120 columns, repeated layers as one; in a notebook it shows itself as HTML.
     `rows` gives plain rows: `pandas.DataFrame(explanation.rows("saved"))`. `to_json` and `from_json` are inverse to
-    each other; what `to_json` gives can be edited and handed back as options={"plan": …} (`fp8compile/edits.py`).
-    It has the tables of a `Plan` too: those of all graphs, one after the other.
+    each other; what `to_json` gives can be edited and handed back as options={"plan": …}
+    (`fp8compile/plan/overrides.py`). It has the tables of a `Plan` too: those of all graphs, one after the other.
     """
 
     plans: list[Plan]

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fp8compile import no_graph, optim, plans
 from fp8compile.errors import Fp8Error
-from fp8compile.failures import first_line
-from fp8compile.insight.aside import backend_aside, function_aside, recompiling
+from fp8compile.insight.isolation import backend_aside, function_aside, recompiling
+from fp8compile.optimizer import prepare
+from fp8compile.optimizer.parameter_groups import group_rows
 from fp8compile.options import Options
-from fp8compile.parameter_groups import group_rows
-from fp8compile.plan import Lowered, MergedUpdate, Plan
+from fp8compile.plan import store
+from fp8compile.plan.rows import Lowered, MergedUpdate, Plan
+from fp8compile.torch_hooks import uncompiled_calls
+from fp8compile.torch_hooks.failures import first_line
 
 HALF = "inference"  # a step has no backward
 PLAIN = "not merged: no state is in 8 bits, so the step is compiled as it would be without FP8"
@@ -42,9 +44,9 @@ def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
     can tell the states; where it can tell no update, its row says so.
     """
     if any(group.get("fused") for group in opt.param_groups):
-        return no_graph.plan(f"{type(opt).__name__}.step", opt, ())
+        return uncompiled_calls.plan(f"{type(opt).__name__}.step", opt, ())
     _refuse_arguments(opt)
-    recipe = optim.recipe_of(opt) if optim.is_prepared(opt) else Options.parse(options).states
+    recipe = prepare.recipe_of(opt) if prepare.is_prepared(opt) else Options.parse(options).states
     known = any(opt.state.get(p) for group in opt.param_groups for p in group["params"])
     twin = _without_data(opt)
     try:
@@ -57,9 +59,9 @@ def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
             ) from error
         updates = [_unknown(opt, error)]
     else:
-        optim.prepare_optimizer(twin, recipe)
+        prepare.prepare_optimizer(twin, recipe)
         updates = _updates(twin, options)
-    states = optim.state_rows(opt if known else twin, recipe)
+    states = prepare.state_rows(opt if known else twin, recipe)
     return Plan("optimizer", states=states, groups=group_rows(opt, states), halves={HALF: Lowered(updates=updates)})
 
 
@@ -86,7 +88,7 @@ def _refuse_arguments(opt: Optimizer) -> None:
 def _updates(twin: Optimizer, options: Mapping[str, Any]) -> list[MergedUpdate]:
     """What becomes of the updates of `twin`, an optimizer without data that has made a step: it is compiled."""
     chosen = {**options, "executor": "eager", "schedule": None}
-    with plans.collected() as found, recompiling():
+    with store.collected() as found, recompiling():
         try:
             torch.compile(function_aside(_step_of(twin)), backend=backend_aside(), options=chosen)()
         except Exception as error:

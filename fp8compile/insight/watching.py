@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fp8compile import plans, statistics
 from fp8compile.errors import OptionError
 from fp8compile.insight.compiled_targets import uncompiled
-from fp8compile.statistics import Statistics
+from fp8compile.plan import cast_statistics, store
+from fp8compile.plan.cast_statistics import Statistics
 
 _numbers = itertools.count()
 
@@ -24,7 +24,7 @@ class Watched:
     """
 
     def __init__(self, model: Callable[..., Any], steps: int, every: int, options: Mapping[str, Any]):
-        self.statistics: Statistics = statistics.start(f"watch{next(_numbers)}", steps, every)
+        self.statistics: Statistics = cast_statistics.start(f"watch{next(_numbers)}", steps, every)
         chosen: dict[str, Any] = {**options, "schedule": None, "watch": self.statistics.name}
         self._model = model
         self._compiled = torch.compile(model, backend="fp8", options=chosen)
@@ -36,7 +36,7 @@ class Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        with plans.collected() as found:
+        with store.collected() as found:
             output = self._compiled(*args, **kwargs)
         self.statistics.plans += [plan for plan in found if plan.matmuls]
         return output
@@ -50,7 +50,8 @@ def watch(
     model: a model, or a compiled one (then `options` are its own, unless given). It is compiled anew, with the
     operators that measure; `model` itself stays as fast as it was, so go back to it afterwards. amax, and saturation
     under a scale of a whole tensor, are those of all elements; all else is that of whole rows, 2²⁰ elements of larger
-    tensors (`kernels/cast_losses.py`). On a GPU that is one read of the tensor and some 25 launches for each cast.
+    tensors (`kernels/casts/cast_losses.py`). On a GPU that is one read of the tensor and some 25 launches for each
+    cast.
     every: measure a cast in one of so many steps only, the casts taking turns: watching then takes `every` times as
     many steps, and each of them little longer than usual. Raises `OptionError` for other numbers than counts from 1.
     """

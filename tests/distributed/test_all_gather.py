@@ -30,8 +30,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fp8compile
-from fp8compile import fsdp
-from fp8compile.passes import merge_matmuls
+from fp8compile.distributed import fsdp
+from fp8compile.passes.matmul import merge_matmuls
 
 # Powers of two as scales make a payload exact in BF16, so that casting it once more (the reference has plain weights)
 # changes nothing; and the reference does not merge matmuls either, as merged ones share the scale of their gradients.

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import FSDPModule
 
 import fp8compile
-from fp8compile import fsdp, shard_payloads
+from fp8compile.distributed import fsdp, shard_payloads
 
 
 def prepared(model: Model, keep: bool = False) -> Model:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
-from fp8compile.gradients import pack, unpack
+from fp8compile.distributed.gradients import pack, unpack
 
 # Rounded once to E4M3 (relative error uniform up to 2⁻⁴, RMS 2⁻⁴ / √3 at the lower end of a binade, less above it):
 # about 2.6 % of the norm; E5M2 twice that. DDP rounds the mean once more: √2 times as much at most.

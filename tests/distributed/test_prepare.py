@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import fp8compile
-from fp8compile import fsdp
+from fp8compile.distributed import fsdp
+from fp8compile.distributed.gathered_weight import GatheredWeight
 from fp8compile.formats import BLOCK128, TENSOR
-from fp8compile.gathered_weight import GatheredWeight
-from fp8compile.kernels import reference
+from fp8compile.kernels.reference import markers
 
 
 def test_chosen_weights() -> None:
@@ -197,15 +197,15 @@ def test_when_it_is_sharded(ranks: Ranks, case: Any) -> None:
 @pytest.mark.parametrize("granularity", [TENSOR, BLOCK128], ids=str)
 def test_a_gathered_weight_is_a_tensor(granularity: Any) -> None:
     x = torch.randn(160, 256)
-    scale = reference.scale(reference.amax(x, str(granularity)), "e4m3")
-    payload = reference.quantize(x, scale, "e4m3", str(granularity))
+    scale = markers.scale(markers.amax(x, str(granularity)), "e4m3")
+    payload = markers.quantize(x, scale, "e4m3", str(granularity))
     weight = GatheredWeight(payload, scale, str(granularity), torch.bfloat16)
-    plain = reference.dequantize(payload, scale, str(granularity), torch.bfloat16)
+    plain = markers.dequantize(payload, scale, str(granularity), torch.bfloat16)
     assert weight.dtype == torch.bfloat16
     assert torch.equal(weight + 0, plain)
     assert torch.equal(weight.t() + 0, plain.t())
     assert isinstance(weight.t(), GatheredWeight)
     assert isinstance(weight.float(), GatheredWeight)
-    assert torch.equal(weight.float() + 0, reference.dequantize(payload, scale, str(granularity), torch.float32))
+    assert torch.equal(weight.float() + 0, markers.dequantize(payload, scale, str(granularity), torch.float32))
     a = torch.randn(3, 256).bfloat16()
     assert torch.equal(torch.nn.functional.linear(a, weight), torch.nn.functional.linear(a, plain))

@@ -11,7 +11,7 @@ from ranks import Ranks
 from sharding import assert_close, compile_blocks, in_fp8, make_model, shard, train_alone, train_sharded
 
 import fp8compile
-from fp8compile.passes import merge_matmuls
+from fp8compile.passes.matmul import merge_matmuls
 
 RANKS = 3
 WEIGHT = {"right": {"power_of_two": True}}

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp8compile
-from fp8compile import plans
+from fp8compile.plan import store
 
 Result = tuple[dict[str, Tensor], list[fp8compile.Transfer]]
 DIM, HIDDEN = 64, 128
@@ -67,7 +67,7 @@ class Block(nn.Module):
 def compiled(function: Any, **options: Any) -> Any:
     """The function, compiled for the first time."""
     torch.compiler.reset()
-    plans.reset()
+    store.reset()
     return torch.compile(function, backend=backend(**options))
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 import fp8compile
-from fp8compile import delayed, plans
+from fp8compile import delayed
+from fp8compile.plan import store
 
 from . import poison
 from .bounds import References, closest, wrong
@@ -148,5 +149,5 @@ def _said(error: Exception) -> str:
 
 def _forget() -> None:
     torch.compiler.reset()
-    plans.reset()
+    store.reset()
     delayed.reset()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8compile import plans
+from fp8compile.plan import store
 
 Step = dict[str, Tensor]  # outputs as "output N", the loss, gradients and buffers by name
 
@@ -70,7 +70,7 @@ class Subject:
     def compiled(self, way: str, options: dict[str, Any]) -> Callable[[int], Step]:
         """A function of a data seed that makes steps by the backend."""
         torch.compiler.reset()
-        plans.reset()
+        store.reset()
         model = copy.deepcopy(self.model)
         run = torch.compile(model, backend="fp8", options={"strict": True, **options, **WAYS[way]})
         return lambda data: self.step(model, run, data)

@@ -16,10 +16,10 @@ import interpreter
 import pytest
 import torch
 
-from fp8compile.kernels import reference
-from fp8compile.kernels.expressions import EXPRESSIONS
-from fp8compile.kernels.spec import Part
-from fp8compile.passes import verify_kernels
+from fp8compile.kernels.codegen.expressions import EXPRESSIONS
+from fp8compile.kernels.codegen.spec import Part
+from fp8compile.kernels.reference import markers
+from fp8compile.passes.lower import verify_kernels
 from fuzz import run
 from fuzz.bounds import noise
 from fuzz.draw import draw
@@ -120,12 +120,12 @@ def _wrong_sum(patch: pytest.MonkeyPatch) -> None:
 
 def _half_of_rows(patch: pytest.MonkeyPatch) -> None:
     """Matmuls take half of the scales of rows, whoever made the payloads."""
-    right = reference.scaled_mm
+    right = markers.scaled_mm
 
     def wrong(a: Any, scale_a: Any, granularity_a: str, *rest: Any) -> Any:
         return right(a, scale_a * (0.5 if granularity_a == "row" else 1), granularity_a, *rest)
 
-    patch.setattr(reference, "scaled_mm", wrong)
+    patch.setattr(markers, "scaled_mm", wrong)
 
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {

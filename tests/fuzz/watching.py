@@ -20,9 +20,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fp8compile.kernels import generated, region_reference, trial
-from fp8compile.kernels.schedule import Schedule
-from fp8compile.kernels.spec import Region
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import Schedule
+from fp8compile.kernels.codegen.spec import Region
+from fp8compile.kernels.reference import region_reference
 
 from . import poison
 
@@ -47,7 +49,7 @@ class Watch:
         """Launch a kernel in poisoned memory; its buffers. Complaints about them are noted."""
         plain = dataclasses.replace(region, origins=())  # models of other seeds have the same kernels elsewhere
         names = dict(zip(region.sizes, sizes, strict=True))
-        memory = [trial._guarded(b, names, schedule, inputs[0].device) for b in region.buffers]
+        memory = [check_kernel._guarded(b, names, schedule, inputs[0].device) for b in region.buffers]
         for outer, _ in memory:
             outer.fill_(self.byte)
         buffers = [inner for _, inner in memory]
@@ -59,7 +61,7 @@ class Watch:
         return buffers
 
     def _wrong(self, region: Region, schedule: Schedule, inputs: Any, sizes: Any, memory: Any) -> list[str]:
-        guard = trial.GUARD
+        guard = check_kernel.GUARD
         lines = [
             f"y{i}: written outside of it"
             for i, (outer, _) in enumerate(memory)
@@ -68,7 +70,7 @@ class Watch:
         buffers = [inner for _, inner in memory]
         if sum(b.numel() for b in buffers) > MOST_ELEMENTS:
             return lines
-        return lines + trial.compare(region, schedule, inputs, sizes, buffers)
+        return lines + check_kernel.compare(region, schedule, inputs, sizes, buffers)
 
     def may(self, region: Region, schedule: Schedule) -> bool:
         """Whether this kernel may run: the interpreter is slow, and so is compiling."""

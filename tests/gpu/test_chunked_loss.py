@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import ops
-from fp8compile.kernels import chunked_loss
-from fp8compile.kernels.chunked_loss import Curve, plain_step
+from fp8compile.kernels.loss import chunked_loss
+from fp8compile.kernels.loss.chunked_loss import Curve, plain_step
 
 pytestmark = pytest.mark.gpu
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -25,7 +25,7 @@ CURVES = {"as it is": Curve(), "scaled": Curve(-0.5), "soft-capped": Curve(0.1, 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("every_term", [False, True])
 def test_the_kernel_is_the_reference(every_term: bool, dtype: torch.dtype, curve: str, n: int):
-    from fp8compile.kernels.softmax_gradient import step
+    from fp8compile.kernels.loss.softmax_gradient import step
 
     torch.manual_seed(0)
     rows = torch.empty(64, -(-n // 64) * 64, device="cuda", dtype=dtype)[:, :n]
@@ -48,7 +48,7 @@ def test_the_kernel_is_the_reference(every_term: bool, dtype: torch.dtype, curve
 
 
 def test_infinities_and_nan_are_those_of_torch():
-    from fp8compile.kernels.softmax_gradient import step
+    from fp8compile.kernels.loss.softmax_gradient import step
 
     logits = torch.randn(5, 9000, device="cuda")
     logits[0, :5000] = -torch.inf
@@ -62,7 +62,7 @@ def test_infinities_and_nan_are_those_of_torch():
 
 def test_offsets_beyond_32_bits():
     """17000 rows of 128256 BF16 logits: 4.4 GB, more than 2³¹ elements."""
-    from fp8compile.kernels.softmax_gradient import step
+    from fp8compile.kernels.loss.softmax_gradient import step
 
     logits = torch.zeros(17_000, 128_256, device="cuda", dtype=torch.bfloat16)
     logits[-1, 5] = 4.0

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import plans
+from fp8compile.plan import store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -41,7 +41,7 @@ class Uneven(nn.Module):
 @pytest.mark.parametrize("recipe", ["mixed", "tensorwise", "rowwise", "blockwise"])
 def test_steps_of_several_lengths_are_those_of_bf16(recipe: str) -> None:
     torch.compiler.reset()
-    plans.reset()
+    store.reset()
     torch.manual_seed(0)
     model = nn.Sequential(Uneven(), Uneven()).cuda().bfloat16()
     options = {"recipe": recipe, "select": "all", "strict": True, "save_min_bytes": 0}

@@ -13,9 +13,11 @@ import torch
 from casts import GRANULARITIES, INF, NAN, Cast
 
 from fp8compile.formats import FORMATS
-from fp8compile.kernels import generated, region_reference, trial
-from fp8compile.kernels import schedule as schedules
-from fp8compile.passes.sum_pieces import sum_of
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.reference import region_reference
+from fp8compile.passes.regions.sum_pieces import sum_of
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +57,9 @@ def test_sums_of_pieces(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     schedule = schedules.choose(region)
     kernel = generated.kernel_of(region, schedule, "cuda")
     for seed in range(DATA):
-        assert trial.check(kernel, region, schedule, trial.random_inputs(region, [], seed, "cuda"), []) == []
+        assert (
+            check_kernel.check(kernel, region, schedule, check_kernel.random_inputs(region, [], seed, "cuda"), []) == []
+        )
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -142,7 +146,7 @@ def test_main_checks_and_times(capsys: pytest.CaptureFixture[str]) -> None:
     region = Cast("e4m3", "row").region()
     schedule = casts.tiled(Cast("e4m3", "row"), 16, 256)
     with pytest.raises(SystemExit) as end:
-        trial.main(generated.kernel_of(region, schedule), region.to_json(), schedule.to_json())
+        check_kernel.main(generated.kernel_of(region, schedule), region.to_json(), schedule.to_json())
     printed = capsys.readouterr().out
     assert end.value.code == 0, printed
     assert printed.startswith("ok\n")

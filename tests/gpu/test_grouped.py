@@ -16,8 +16,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import fp8compile
-from fp8compile.kernels import matmul, reference
-from fp8compile.kernels.grouped_trial import why_it_fails
+from fp8compile.kernels.matmul import scaled_mm
+from fp8compile.kernels.matmul.check_grouped import why_it_fails
+from fp8compile.kernels.reference import markers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -37,8 +38,8 @@ def operands(rows: int, experts: int, n: int, k: int) -> list[torch.Tensor]:
     made = []
     for shape in ((rows, k), (experts, n, k)):
         x = torch.randn(shape, device="cuda") * torch.rand(*shape[:-1], 1, device="cuda").mul(4).exp2()
-        scale = reference.scale(reference.amax(x, "row"), "e4m3")
-        made += [reference.quantize(x, scale, "e4m3", "row"), scale]
+        scale = markers.scale(markers.amax(x, "row"), "e4m3")
+        made += [markers.quantize(x, scale, "e4m3", "row"), scale]
     return made
 
 
@@ -49,7 +50,7 @@ def both(
     a, scale_a, b, scale_b = operands(rows, len(sizes), n, k)
     args = (a, scale_a, "row", b, scale_b, "row", None, dtype, fast, ends(sizes, "cuda"))
     inside = sum(sizes)
-    return matmul.scaled_mm(*args)[:inside], reference.scaled_mm(*args)[:inside]
+    return scaled_mm.scaled_mm(*args)[:inside], markers.scaled_mm(*args)[:inside]
 
 
 def agree(out: torch.Tensor, expected: torch.Tensor, bits: int = 13) -> None:
@@ -110,9 +111,9 @@ def test_no_tokens() -> None:
 def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
     a, scale_a, b, scale_b = operands(96, 4, 32, 64)
     args = (b, scale_b, "row", None, torch.bfloat16, False, ends(GROUPS["uneven"], "cuda"))
-    before = matmul.scaled_mm(a, scale_a, "row", *args)
+    before = scaled_mm.scaled_mm(a, scale_a, "row", *args)
     scale_a[7] = bad
-    after = matmul.scaled_mm(a, scale_a, "row", *args)
+    after = scaled_mm.scaled_mm(a, scale_a, "row", *args)
     others = torch.arange(96, device="cuda") != 7
     assert not after[7].isfinite().any()
     assert torch.equal(after[others], before[others])
@@ -124,7 +125,9 @@ def test_sizes_that_the_kernel_refuses(which: str) -> None:
     """What padding is for: 16 divides K and N, and nothing smaller does."""
     a, scale_a, b, scale_b = operands(96, 4, 40 if which == "N" else 32, 72 if which == "K" else 64)
     with pytest.raises((RuntimeError, ValueError), match=r"divisible by 16|multiple of 16"):
-        matmul.scaled_mm(a, scale_a, "row", b, scale_b, "row", None, torch.bfloat16, False, ends([96, 0, 0, 0], "cuda"))
+        scaled_mm.scaled_mm(
+            a, scale_a, "row", b, scale_b, "row", None, torch.bfloat16, False, ends([96, 0, 0, 0], "cuda")
+        )
 
 
 RAGGED = """

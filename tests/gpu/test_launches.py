@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fp8compile
-from fp8compile.kernels import generated
-from fp8compile.kernels import schedule as schedules
-from fp8compile.kernels.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 
 pytestmark = pytest.mark.gpu
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from fp8compile.kernels import matmul, reference
+from fp8compile.kernels.matmul import scaled_mm
+from fp8compile.kernels.reference import markers
 
 pytestmark = pytest.mark.gpu
 
@@ -26,8 +27,8 @@ BF16_EPS = 2.0**-8
 def _operand(rows: int, cols: int, granularity: str, format: str, batch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (batch, rows, cols) if batch else (rows, cols)
     x = torch.randn(shape, device="cuda") * torch.rand(*shape[:-1], 1, device="cuda").mul(4).exp2()
-    scale = reference.scale(reference.amax(x, granularity), format)
-    return reference.quantize(x, scale, format, granularity), scale
+    scale = markers.scale(markers.amax(x, granularity), format)
+    return markers.quantize(x, scale, format, granularity), scale
 
 
 def _check(out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -47,7 +48,7 @@ def test_matches_reference(how_a: str, how_b: str, m: int, n: int, k: int, with_
     b, scale_b = _operand(n, k, how_b, "e4m3")
     bias = torch.randn(n, device="cuda", dtype=dtype) if with_bias else None
     args = (a, scale_a, how_a, b, scale_b, how_b, bias, dtype)
-    _check(matmul.scaled_mm(*args), reference.scaled_mm(*args))
+    _check(scaled_mm.scaled_mm(*args), markers.scaled_mm(*args))
 
 
 @pytest.mark.parametrize(("how_a", "how_b"), PAIRS[:4])
@@ -56,7 +57,7 @@ def test_any_number_of_rows(how_a: str, how_b: str, m: int) -> None:
     a, scale_a = _operand(m, 256, how_a, "e4m3")
     b, scale_b = _operand(128, 256, how_b, "e4m3")
     args = (a, scale_a, how_a, b, scale_b, how_b, None, torch.bfloat16)
-    _check(matmul.scaled_mm(*args), reference.scaled_mm(*args))
+    _check(scaled_mm.scaled_mm(*args), markers.scaled_mm(*args))
 
 
 @pytest.mark.parametrize(("format_a", "format_b"), [("e5m2", "e4m3"), ("e4m3", "e5m2")])
@@ -65,7 +66,7 @@ def test_mixed_formats(format_a: str, format_b: str, how_a: str, how_b: str) -> 
     a, scale_a = _operand(64, 256, how_a, format_a)
     b, scale_b = _operand(128, 256, how_b, format_b)
     args = (a, scale_a, how_a, b, scale_b, how_b, None, torch.bfloat16)
-    _check(matmul.scaled_mm(*args), reference.scaled_mm(*args))
+    _check(scaled_mm.scaled_mm(*args), markers.scaled_mm(*args))
 
 
 @pytest.mark.parametrize(("how_a", "how_b"), PAIRS)
@@ -73,7 +74,7 @@ def test_batches(how_a: str, how_b: str) -> None:
     a, scale_a = _operand(64, 256, how_a, "e4m3", batch=3)
     b, scale_b = _operand(128, 256, how_b, "e4m3", batch=3)
     args = (a, scale_a, how_a, b, scale_b, how_b, None, torch.bfloat16)
-    _check(matmul.scaled_mm(*args), reference.scaled_mm(*args))
+    _check(scaled_mm.scaled_mm(*args), markers.scaled_mm(*args))
 
 
 @pytest.mark.parametrize(("how_a", "how_b"), PAIRS)
@@ -81,10 +82,10 @@ def test_batches(how_a: str, how_b: str) -> None:
 def test_non_finite_in_non_finite_out(how_a: str, how_b: str, bad: float) -> None:
     x = torch.randn(64, 256, device="cuda")
     x[3, 7] = bad
-    scale_a = reference.scale(reference.amax(x, how_a), "e4m3")
-    a = reference.quantize(x, scale_a, "e4m3", how_a)
+    scale_a = markers.scale(markers.amax(x, how_a), "e4m3")
+    a = markers.quantize(x, scale_a, "e4m3", how_a)
     b, scale_b = _operand(128, 256, how_b, "e4m3")
-    out = matmul.scaled_mm(a, scale_a, how_a, b, scale_b, how_b, None, torch.bfloat16)
+    out = scaled_mm.scaled_mm(a, scale_a, how_a, b, scale_b, how_b, None, torch.bfloat16)
     assert not out[3].isfinite().any()
 
 
@@ -92,7 +93,7 @@ def test_non_finite_in_non_finite_out(how_a: str, how_b: str, bad: float) -> Non
 def test_empty(m: int, n: int, k: int) -> None:
     a, b = (torch.empty(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
     one = torch.ones((), device="cuda")
-    out = matmul.scaled_mm(a, one, "tensor", b, one, "tensor", None, torch.bfloat16)
+    out = scaled_mm.scaled_mm(a, one, "tensor", b, one, "tensor", None, torch.bfloat16)
     assert out.shape == (m, n)
     assert (out == 0).all()
 
@@ -105,8 +106,8 @@ def test_compiled_casts_agree_with_eager(granularity: str, transpose: bool) -> N
     x = torch.randn(300, 520, device="cuda", dtype=torch.bfloat16)
 
     def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = reference.scale(reference.amax(x, granularity, transpose), "e4m3")
-        return reference.quantize(x, scale, "e4m3", granularity, transpose), scale
+        scale = markers.scale(markers.amax(x, granularity, transpose), "e4m3")
+        return markers.quantize(x, scale, "e4m3", granularity, transpose), scale
 
     data, scale = cast(x)
     compiled_data, compiled_scale = torch.compile(cast)(x)

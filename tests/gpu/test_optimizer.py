@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from updates import SIZES, Data, adam, data_for, hard
 
 import fp8compile
-from fp8compile.kernels import update as reference
-from fp8compile.kernels import update_launch
-from fp8compile.kernels.emit_update import UpdateSchedule
-from fp8compile.kernels.update_spec import Update
+from fp8compile.kernels.optimizer import update as reference
+from fp8compile.kernels.optimizer import update_launch
+from fp8compile.kernels.optimizer.emit_update import UpdateSchedule
+from fp8compile.kernels.optimizer.update_spec import Update
 
 pytestmark = pytest.mark.gpu
 FORMATS = ["log", "e4m3", "e5m2", "e4m3/linear", "e5m2/linear"]
@@ -67,7 +67,7 @@ def test_parameters_bit_for_bit(parameter: str) -> None:
 
 def test_reference_on_the_gpu_is_the_reference() -> None:
     """The eager form of a state, on the device, stores the same codes."""
-    from fp8compile.kernels import state_reference
+    from fp8compile.kernels.reference import state_reference
 
     x = torch.randn(5000) * torch.exp(torch.randn(5000))
     counter = torch.tensor([3], dtype=torch.int32)

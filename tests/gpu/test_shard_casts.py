@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8compile.formats import E4M3
-from fp8compile.kernels import reference
+from fp8compile.kernels.reference import markers
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("granularity", ["tensor", "block(128)"])
 def test_a_models_shards(granularity: str, dtype: torch.dtype) -> None:
     """A hundred weights of random sizes and the rows that one of several ranks has of them; written to twice."""
-    from fp8compile.kernels.cast_tiles import Launch, Part
+    from fp8compile.kernels.casts.cast_tiles import Launch, Part
 
     torch.manual_seed(0)
     rng = random.Random(0)
@@ -29,10 +29,10 @@ def test_a_models_shards(granularity: str, dtype: torch.dtype) -> None:
         for x in weights:
             first = rng.randrange(x.shape[0])
             rows = slice(first, rng.randint(first + 1, x.shape[0])) if turn else slice(0, x.shape[0])
-            scale = reference.scale(reference.amax(x, granularity), "e4m3")
+            scale = markers.scale(markers.amax(x, granularity), "e4m3")
             target = torch.empty(x[rows].shape, dtype=E4M3.dtype, device="cuda")
             parts.append(Part(x[rows], target, scale, rows.start))
-            expected.append(reference.quantize(x, scale, "e4m3", granularity)[rows])
+            expected.append(markers.quantize(x, scale, "e4m3", granularity)[rows])
         launch.run(parts)
         for part, wanted in zip(parts, expected, strict=True):
             assert torch.equal(part.target.view(torch.uint8), wanted.view(torch.uint8))

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile.kernels import cast_losses, reference
-from fp8compile.kernels.cast_losses import PLAIN, measure
+from fp8compile.kernels.casts import cast_losses
+from fp8compile.kernels.casts.cast_losses import PLAIN, measure
+from fp8compile.kernels.reference import markers
 
 pytestmark = pytest.mark.gpu
 CASTS = ["e4m3 tensor", "e5m2 tensor", "e4m3 row", "e4m3 group(16)", "e4m3 group(128)", "e4m3 block(128)"]
@@ -24,7 +25,7 @@ def test_measured_with_kernels_or_in_plain_torch(
     """Values are the same; sums of up to 128 FP32 numbers are less than 128 · 2^-24 off."""
     format, granularity = cast.split(" ")
     x = (torch.randn(shape, device="cuda") * torch.randn(shape[-1], device="cuda").exp()).to(dtype)
-    scale = 0.7 * reference.scale(reference.amax(x, granularity, transpose), format)
+    scale = 0.7 * markers.scale(markers.amax(x, granularity, transpose), format)
     ours, plain = (measure(scale, [x, -x], cast, transpose, kernels) for kernels in (None, PLAIN))
     torch.testing.assert_close(ours, plain, rtol=2.0**-17, atol=0)
 

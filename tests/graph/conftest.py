@@ -10,7 +10,7 @@ from torch import fx
 
 from fp8compile import backend
 from fp8compile.passes import pipeline
-from fp8compile.passes.snapshot import copy_graph
+from fp8compile.passes.core.snapshot import copy_graph
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile
-from fp8compile.passes import attention_layout, pipeline
-from fp8compile.passes.compilation import Compilation, aten, value
+from fp8compile.passes import pipeline
+from fp8compile.passes.attention import attention_layout
+from fp8compile.passes.core.compilation import Compilation, aten, value
 
 BATCH, TOKENS, HEADS, DIM = 2, 128, 4, 64
 
@@ -42,7 +43,7 @@ def in_bfloat16(build: Callable[[], nn.Module]) -> nn.Module:
         torch.set_default_dtype(before)
 
 
-def traced(monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[list[torch.fx.Node], fp8compile.plan.Plan]:
+def traced(monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[list[torch.fx.Node], fp8compile.plan.rows.Plan]:
     """The attentions of the joint graph behind the pass (forward first), and the plan."""
     found: list[torch.fx.Node] = []
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile.passes import attention_strides
+from fp8compile.passes.attention import attention_strides
 
 HEADS, WIDTH, LENGTH = 2, 32, 24
 

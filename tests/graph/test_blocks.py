@@ -22,12 +22,12 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 
 import fp8compile
 from fp8compile import backend, ops
-from fp8compile.kernels import generated
-from fp8compile.kernels.spec import Region
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.spec import Region
 from fp8compile.passes import pipeline
-from fp8compile.passes.region_graph import regions_of, spec_of
-from fp8compile.passes.snapshot import copy_graph
-from fp8compile.plan import Lowered
+from fp8compile.passes.core.snapshot import copy_graph
+from fp8compile.passes.regions.region_graph import regions_of, spec_of
+from fp8compile.plan.rows import Lowered
 
 HERE = Path(__file__).parent
 MADE_WITH = (2, 13)

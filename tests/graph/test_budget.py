@@ -96,7 +96,7 @@ def test_a_higher_budget_rounds_less() -> None:
 
 def test_queries_that_share_keys_are_counted() -> None:
     """Attention of 8 heads to 2: two matmuls for each of the 8."""
-    from fp8compile.passes import save_budget
+    from fp8compile.passes.save import save_budget
 
     q, k, v = torch.empty(3, 8, 100, 32), torch.empty(3, 2, 60, 32), torch.empty(3, 2, 60, 16)
     graph = torch.fx.Graph()

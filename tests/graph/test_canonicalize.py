@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp8compile
 from fp8compile.devices import Device
 from fp8compile.options import Options
-from fp8compile.passes import canonicalize
-from fp8compile.passes.compilation import Compilation, aten
-from fp8compile.plan import Plan
+from fp8compile.passes.core.compilation import Compilation, aten
+from fp8compile.passes.matmul import canonicalize
+from fp8compile.plan.rows import Plan
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
 ROLES = ["grad_input", "grad_weight", "output"]

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile import backend
-from fp8compile.kernels import chunked_loss as chunked
-from fp8compile.kernels.chunked_loss import plain_step
-from fp8compile.passes import chunk_loss
-from fp8compile.passes.compilation import Compilation
+from fp8compile.kernels.loss import chunked_loss as chunked
+from fp8compile.kernels.loss.chunked_loss import plain_step
+from fp8compile.passes.core.compilation import Compilation
+from fp8compile.passes.loss import chunk_loss
 from llama import Llama, LlamaConfig
 
 ROWS, FEATURES, CLASSES, CHUNK = 96, 32, 80, 40  # two whole chunks and a part of one

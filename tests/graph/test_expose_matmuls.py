@@ -20,15 +20,15 @@ from torch.nn import functional
 
 import fp8compile
 from fp8compile import backend, ops
-from fp8compile.passes import call_matmuls as call_matmuls_module
-from fp8compile.passes import expose_matmuls as expose_matmuls_module
 from fp8compile.passes import pipeline
-from fp8compile.passes.call_matmuls import call_matmuls
-from fp8compile.passes.collectives import ALL_GATHER as GATHER
-from fp8compile.passes.collectives import WAIT
-from fp8compile.passes.compilation import aten
-from fp8compile.passes.expose_matmuls import REDUCE_SCATTER, expose_matmuls
-from fp8compile.passes.snapshot import copy_graph
+from fp8compile.passes.collectives import expose_matmuls as expose_matmuls_module
+from fp8compile.passes.collectives.expose_matmuls import REDUCE_SCATTER, expose_matmuls
+from fp8compile.passes.core.collectives import ALL_GATHER as GATHER
+from fp8compile.passes.core.collectives import WAIT
+from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.core.snapshot import copy_graph
+from fp8compile.passes.lower import call_matmuls as call_matmuls_module
+from fp8compile.passes.lower.call_matmuls import call_matmuls
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 EAGER = {"select": "all", "executor": "eager", "strict": True}

@@ -17,13 +17,13 @@ import fp8compile
 from fp8compile import devices, ops
 from fp8compile.errors import VerificationError
 from fp8compile.options import Options
-from fp8compile.passes import gather_as_fp8
-from fp8compile.passes.collectives import ALL_GATHER, AS_BYTES, WAIT, Journey
-from fp8compile.passes.compilation import Compilation, aten
-from fp8compile.passes.early_casts import Cast
-from fp8compile.passes.lower_markers import lower_markers
-from fp8compile.passes.verify import verify
-from fp8compile.plan import Plan, Transfer
+from fp8compile.passes.collectives import gather_as_fp8
+from fp8compile.passes.collectives.quantize_before_collective import Cast
+from fp8compile.passes.core.collectives import ALL_GATHER, AS_BYTES, WAIT, Journey
+from fp8compile.passes.core.compilation import Compilation, aten
+from fp8compile.passes.core.verify import verify
+from fp8compile.passes.lower.lower_markers import lower_markers
+from fp8compile.plan.rows import Plan, Transfer
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 EAGER = {"select": "all", "executor": "eager", "strict": True}

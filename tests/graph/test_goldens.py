@@ -17,8 +17,8 @@ from torch import fx, nn
 
 import fp8compile
 from fp8compile import backend
+from fp8compile.passes.core.snapshot import copy_graph
 from fp8compile.passes.pipeline import PIPELINE
-from fp8compile.passes.snapshot import copy_graph
 
 HERE = Path(__file__).parent
 MADE_WITH = (2, 13)  # decompositions drift between torch versions; the text is compared on this one, values on all

@@ -18,10 +18,11 @@ import fp8compile
 from fp8compile import devices, ops
 from fp8compile.errors import VerificationError
 from fp8compile.options import Options
-from fp8compile.passes import canonicalize, grouped_matmuls, quantize_matmuls, roles, save_budget, select_matmuls
-from fp8compile.passes.compilation import Compilation, Input
-from fp8compile.passes.verify import verify
-from fp8compile.plan import Matmul, Plan
+from fp8compile.passes.core.compilation import Compilation, Input
+from fp8compile.passes.core.verify import verify
+from fp8compile.passes.matmul import canonicalize, grouped_matmuls, quantize_matmuls, roles, select_matmuls
+from fp8compile.passes.save import save_budget
+from fp8compile.plan.rows import Matmul, Plan
 
 RAGGED = "contracts groups of tokens: FP8 needs multiples of 16, and only the data knows"
 ALL = "every matmul that can run"
@@ -270,7 +271,7 @@ def test_an_edited_plan_is_carried_out():
 )
 def test_a_plan_that_wants_what_no_unit_can_do_is_refused(role, casts, why):
     plan = run(Experts(4))
-    operands = {side: fp8compile.plan.Operand("e4m3", how) for side, how in casts.items()}
+    operands = {side: fp8compile.plan.rows.Operand("e4m3", how) for side, how in casts.items()}
     rows = [dataclasses.replace(m, decision="fp8", **operands) if m.role == role else m for m in plan.matmuls]
     torch.compiler.reset()
     with pytest.raises(Exception, match=f"the plan wants .*{role} in FP8, which cannot be: {why}"):
@@ -291,7 +292,7 @@ def rewritten() -> Compilation:
     x, w, *others = (node.name for node in graph.find_nodes(op="placeholder"))
     c = Compilation(graph, Options.parse({"select": "all"}), dataclasses.replace(DEVICE, grouped=True), Plan())
     c.inputs = {x: Input(False), w: Input(True, "w"), **{o: Input(False) for o in others}}
-    from fp8compile.passes import assign_scales
+    from fp8compile.passes.matmul import assign_scales
 
     for step in (canonicalize, select_matmuls, assign_scales, quantize_matmuls):
         step.run(c)
@@ -324,7 +325,7 @@ def test_scales_that_are_not_of_rows_are_found():
     amax = quantize.args[1].args[0]
     for node, argument in ((amax, 1), (quantize, 3), (marker, 5)):
         node.update_arg(argument, "tensor")
-    from fp8compile.passes.compilation import update_value
+    from fp8compile.passes.core.compilation import update_value
 
     update_value(amax)
     update_value(quantize.args[1])

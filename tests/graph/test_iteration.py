@@ -19,8 +19,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fp8compile.passes import iteration
-from fp8compile.passes.iteration import Access, NoAccessError
+from fp8compile.passes.core import iteration
+from fp8compile.passes.core.iteration import Access, NoAccessError
 
 SEEDS = range(400)
 DIMENSIONS = (1, 2, 3, 4, 5, 6, 8, 12)

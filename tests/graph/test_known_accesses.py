@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch._higher_order_ops import triton_kernel_wrap
 
-from fp8compile.passes import known_accesses
+from fp8compile.passes.lower import known_accesses
 
 
 class Kernel:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import backend, partitioner, plans
-from fp8compile.plan import Kernel
+from fp8compile import backend
+from fp8compile.plan import store
+from fp8compile.plan.rows import Kernel
+from fp8compile.torch_hooks import partitioner
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -42,7 +44,7 @@ class Layers(nn.Module):
 def compile_layers(layers: int) -> None:
     """Forward and backward of a stack of Llama blocks through all passes."""
     torch.compiler.reset()
-    plans.reset()
+    store.reset()
     torch.manual_seed(0)
     model = Layers(layers).bfloat16()
     x = torch.randn(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile import backend, devices
-from fp8compile.passes import matmul_costs, pipeline
-from fp8compile.passes.compilation import aten
-from fp8compile.passes.merge_matmuls import common_path
+from fp8compile.passes import pipeline
+from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.matmul import matmul_costs
+from fp8compile.passes.matmul.merge_matmuls import common_path
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
 RECIPES = ("mixed", "rowwise", "tensorwise")

@@ -14,8 +14,9 @@ from models import ZOO
 from torch import fx, nn
 from torch._functorch import partitioners
 
-from fp8compile import backend, ops, partitioner
+from fp8compile import backend, ops
 from fp8compile.formats import FP8_DTYPES
+from fp8compile.torch_hooks import partitioner
 
 NAMES = ["llama", "gpt2", "vit", "t5", "mlp", "cnn", "checkpoint"]
 

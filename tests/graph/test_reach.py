@@ -11,8 +11,8 @@ from models import Case
 from torch import Tensor, fx, nn
 
 import fp8compile
-from fp8compile import partitioner
-from fp8compile.passes import save_budget
+from fp8compile.passes.save import save_budget
+from fp8compile.torch_hooks import partitioner
 
 LAYERS, ROWS, WIDTH = 12, 128, 64
 

@@ -28,15 +28,17 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fp8compile import ops
 from fp8compile.formats import FP8_DTYPES
-from fp8compile.kernels import generated, trial
-from fp8compile.kernels import schedule as schedules
-from fp8compile.kernels.spec import Region
-from fp8compile.passes import combine_regions as combine
-from fp8compile.passes import fusible, sum_pieces
-from fp8compile.passes.combine_regions import combine_regions
-from fp8compile.passes.compilation import aten, update_value
-from fp8compile.passes.form_regions import form_regions
-from fp8compile.passes.region_graph import regions_of, spec_of
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen.spec import Region
+from fp8compile.passes.core import fusible
+from fp8compile.passes.core.compilation import aten, update_value
+from fp8compile.passes.regions import combine_regions as combine
+from fp8compile.passes.regions import sum_pieces
+from fp8compile.passes.regions.combine_regions import combine_regions
+from fp8compile.passes.regions.form_regions import form_regions
+from fp8compile.passes.regions.region_graph import regions_of, spec_of
 
 R, C = 32, 64
 # FP32 graphs: sums in another order are 2^-20 off or less, 120 dB, and statistics of statistics a little more. A
@@ -194,8 +196,8 @@ def test_kernels_read_what_an_image_has(length: int, monkeypatch: pytest.MonkeyP
     for region in formed.regions:
         schedule = schedules.choose(region)
         kernel = generated.kernel_of(region, schedule, "interpreter")
-        inputs = trial.random_inputs(region, [], 5, "cpu")
-        assert trial.check(kernel, region, schedule, inputs, []) == []
+        inputs = check_kernel.random_inputs(region, [], 5, "cpu")
+        assert check_kernel.check(kernel, region, schedule, inputs, []) == []
 
 
 def test_statistics_of_a_transposed_payload_come_from_another_region() -> None:
@@ -326,8 +328,8 @@ def test_kernels_put_sums_together(length: int, monkeypatch: pytest.MonkeyPatch,
     (region,) = [r for r in formed.regions if sum_pieces.adds_pieces(r)]
     schedule = schedules.choose(region)
     assert all(t.block_rows == 32 for t in schedule.tilings)
-    inputs = trial.random_inputs(region, [], 5, "cpu")
-    assert trial.check(generated.kernel_of(region, schedule, "interpreter"), region, schedule, inputs, []) == []
+    inputs = check_kernel.random_inputs(region, [], 5, "cpu")
+    assert check_kernel.check(generated.kernel_of(region, schedule, "interpreter"), region, schedule, inputs, []) == []
 
 
 # ---- amaxes and concatenations --------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_quantized import sqnr
 
 from fp8compile import backend
-from fp8compile.kernels.spec import ELEMENT
+from fp8compile.kernels.codegen.spec import ELEMENT
 from fp8compile.passes import pipeline
-from fp8compile.passes.compilation import STANDS_ALONE
-from fp8compile.passes.region_graph import regions_of, spec_of
-from fp8compile.passes.sum_pieces import adds_pieces
+from fp8compile.passes.core.compilation import STANDS_ALONE
+from fp8compile.passes.regions.region_graph import regions_of, spec_of
+from fp8compile.passes.regions.sum_pieces import adds_pieces
 
 
 class Patches(nn.Module):

@@ -189,7 +189,7 @@ def found(name: str) -> Found:
     return Found(ALL_FP8[name] if name in ALL_FP8 else KEPT[name][0])
 
 
-def activations(r: Found) -> list[fp8compile.plan.Saved]:
+def activations(r: Found) -> list[fp8compile.plan.rows.Saved]:
     """Rows of activations between the layers: no masks, no indices, no statistics, not the model's input."""
     floats = [row for row in r.rows if "float" in row.dtype and not row.node.startswith("primals")]
     return [row for row in floats if math.prod(row.shape) >= TOKENS * D]

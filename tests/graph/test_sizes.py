@@ -12,9 +12,9 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fp8compile.passes.compilation import aten, same_sizes, update_value
-from fp8compile.passes.part_values import RefusedError
-from fp8compile.passes.region_graph import GraphEditor
+from fp8compile.passes.core.compilation import aten, same_sizes, update_value
+from fp8compile.passes.regions.part_values import RefusedError
+from fp8compile.passes.regions.region_graph import GraphEditor
 
 Size = Any
 SIZES: dict[str, Callable[[Size, Size], Size]] = {

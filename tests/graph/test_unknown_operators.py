@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8compile import ops
-from fp8compile.passes import operators
-from fp8compile.passes.call_matmuls import keep_strides
-from fp8compile.passes.compilation import aten, value
-from fp8compile.passes.save_as_fp8 import _wasteful_slices
-from fp8compile.passes.stride_demands import ALIGNED, EXACT, RECORDED, ROWS, broken_strides, record
+from fp8compile.passes.core import operators
+from fp8compile.passes.core.compilation import aten, value
+from fp8compile.passes.core.stride_demands import ALIGNED, EXACT, RECORDED, ROWS, broken_strides, record
+from fp8compile.passes.lower.call_matmuls import keep_strides
+from fp8compile.passes.save.save_as_fp8 import _wasteful_slices
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
 D, TOKENS, HEADS = 64, 64, 2

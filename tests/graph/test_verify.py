@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8compile import ops
 from fp8compile.errors import VerificationError
 from fp8compile.passes import pipeline
-from fp8compile.passes.compilation import aten
-from fp8compile.passes.verify import signature, verify
+from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.core.verify import signature, verify
 
 BF16 = torch.bfloat16
 

@@ -13,18 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8compile import backend, ops, partitioner
+from fp8compile import backend, ops
 from fp8compile.errors import VerificationError
-from fp8compile.kernels.coverage import unwritten
-from fp8compile.kernels.schedule import choose
-from fp8compile.kernels.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.check.coverage import unwritten
+from fp8compile.kernels.codegen.schedule import choose
+from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes import pipeline
-from fp8compile.passes.compilation import aten, attach_views
-from fp8compile.passes.lower_regions import lower_regions
-from fp8compile.passes.region_graph import regions_of, spec_of
-from fp8compile.passes.verify_halves import verify_halves
-from fp8compile.passes.verify_kernels import late_read, outputs_of, verify_kernels
-from fp8compile.passes.verify_optimizer import verify_optimizer, written_inputs
+from fp8compile.passes.core.compilation import aten, attach_views
+from fp8compile.passes.core.verify_halves import verify_halves
+from fp8compile.passes.lower.lower_regions import lower_regions
+from fp8compile.passes.lower.verify_kernels import late_read, outputs_of, verify_kernels
+from fp8compile.passes.optimizer.verify_optimizer import verify_optimizer, written_inputs
+from fp8compile.passes.regions.region_graph import regions_of, spec_of
+from fp8compile.torch_hooks import partitioner
 
 D = 64
 
@@ -206,7 +207,7 @@ def test_an_output_that_becomes_a_view_of_an_input(seen: Seen) -> None:
 
 def test_two_launches_share_a_buffer(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, outputs = seen.regions[0]
-    monkeypatch.setattr("fp8compile.passes.lower_regions._kernel", lambda *_: object())
+    monkeypatch.setattr("fp8compile.passes.lower.lower_regions._kernel", lambda *_: object())
     lower_regions(graph)
     attach_views(graph)
     verify_kernels(graph, "some_step", outputs)

@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import devices
 from fp8compile.options import Options
-from fp8compile.passes import canonicalize, select_matmuls
-from fp8compile.passes.compilation import Compilation, Input
-from fp8compile.passes.grouped_matmuls import role_of
-from fp8compile.passes.matmul_costs import Costs
-from fp8compile.plan import Matmul, Plan
+from fp8compile.passes.core.compilation import Compilation, Input
+from fp8compile.passes.matmul import canonicalize, select_matmuls
+from fp8compile.passes.matmul.grouped_matmuls import role_of
+from fp8compile.passes.matmul.matmul_costs import Costs
+from fp8compile.plan.rows import Matmul, Plan
 
 BF16, CASTS = 700e12, 3e12  # FLOP/s, bytes/s
 DEVICE = devices.Device(

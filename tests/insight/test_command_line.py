@@ -15,7 +15,7 @@ from torch import nn
 import fp8compile
 from fp8compile.insight import doctor
 from fp8compile.insight.command_line import main
-from fp8compile.insight.text import one_line
+from fp8compile.insight.tables.text import one_line
 
 SCRIPT = """
 import sys, torch, fp8compile

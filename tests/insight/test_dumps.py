@@ -20,11 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8compile
 from fp8compile import backend
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
-from fp8compile.insight import stages
-from fp8compile.insight.memory import timeline
-from fp8compile.passes import optimizer_pipeline, pipeline
-from fp8compile.passes.compilation import Compilation, aten
-from fp8compile.passes.optimizer_pipeline import OPTIMIZER
+from fp8compile.insight.dump import stages
+from fp8compile.insight.dump.memory import timeline
+from fp8compile.passes import pipeline
+from fp8compile.passes.core.compilation import Compilation, aten
+from fp8compile.passes.optimizer import optimizer_pipeline
+from fp8compile.passes.optimizer.optimizer_pipeline import OPTIMIZER
 
 ALL = {"select": "all", "executor": "eager"}
 JOINT = ["input", *(step.name for step in pipeline.PIPELINE)]

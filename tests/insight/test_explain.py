@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp8compile
 from fp8compile import delayed
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
-from fp8compile.insight import grouping, numbers
-from fp8compile.insight.totals import flops, totals
+from fp8compile.insight.tables import grouping, numbers
+from fp8compile.insight.tables.totals import flops, totals
 from fp8compile.passes import pipeline
-from fp8compile.plan import Kernel, Lowered, Matmul, Plan, Recomputed, Saved
+from fp8compile.plan.rows import Kernel, Lowered, Matmul, Plan, Recomputed, Saved
 
 ALL = {"select": "all"}
 
@@ -333,7 +333,7 @@ def test_a_pass_that_fails_is_the_reason(monkeypatch: pytest.MonkeyPatch):
     def fail(graph: fx.Graph) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("fp8compile.passes.merge_updates.run", fail)
+    monkeypatch.setattr("fp8compile.passes.optimizer.merge_updates.run", fail)
     with pytest.warns(Fp8Warning, match="planted"):
         (row,) = fp8compile.explain(torch.optim.Adam(weights_and_bias()).step).rows("updates")
     assert row["reason"] == "not merged: a pass failed: RuntimeError: planted"

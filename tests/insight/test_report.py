@@ -17,9 +17,9 @@ from models import ZOO
 
 import fp8compile
 from fp8compile.errors import Fp8Error
-from fp8compile.insight import layout, stages
 from fp8compile.insight.command_line import main
-from fp8compile.insight.report import report_data, write_report
+from fp8compile.insight.dump import layout, stages
+from fp8compile.insight.dump.report import report_data, write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -209,7 +209,7 @@ def test_the_page_works_in_a_browser(dump: Path, tmp_path: Path):
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_the_page_of_a_failure_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from fp8compile.passes import share_casts
+    from fp8compile.passes.matmul import share_casts
 
     def fails(*_: Any) -> None:
         raise RuntimeError("on <b>purpose</b>")

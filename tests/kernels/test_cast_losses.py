@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator, as a launch does
 
 from fp8compile.formats import parse_granularity
-from fp8compile.kernels import cast_losses, measure_casts, reference
-from fp8compile.kernels.cast_losses import LINE, PLAIN, ROW, SUMS, Kernels, measure
+from fp8compile.kernels.casts import cast_losses, measure_casts
+from fp8compile.kernels.casts.cast_losses import LINE, PLAIN, ROW, SUMS, Kernels, measure
+from fp8compile.kernels.reference import markers
 
 interpreted = pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu/test_watching.py runs it compiled")
 CASTS = ["e4m3 tensor", "e5m2 tensor", "e4m3 row", "e4m3 group(16)", "e4m3 group(128)", "e4m3 block(128)"]
@@ -35,7 +36,7 @@ def uneven(*shape: int) -> Tensor:
 
 def scale_of(x: Tensor, cast: str, transpose: bool = False) -> Tensor:
     format, granularity = cast.split(" ")
-    return reference.scale(reference.amax(x, granularity, transpose), format)
+    return markers.scale(markers.amax(x, granularity, transpose), format)
 
 
 def named(sums: Tensor) -> dict[str, float]:
@@ -157,7 +158,7 @@ def test_what_is_not_finite_is_skipped_even_if_it_is_not_sampled(monkeypatch, ba
 
 def test_without_a_scale_it_is_the_current_one():
     x = [uneven(20, 30), uneven(20, 30)]
-    scale = reference.scale(torch.stack(x).abs().amax(), "e4m3")
+    scale = markers.scale(torch.stack(x).abs().amax(), "e4m3")
     assert torch.equal(measure(None, x, "e4m3 tensor", True), measure(scale, x, "e4m3 tensor", True))
 
 
@@ -207,7 +208,7 @@ def test_all_numbers_are_rounded_as_torch_does(scale: float, format: str):
     y, of = torch.empty_like(x), torch.tensor(scale)
     kernel: Any = cast_all
     kernel[(1,)](x, of, y, len(x), E5M2=format == "e5m2", BLOCK=1 << 17)
-    assert torch.equal(y, reference.quantize(x[None], of, format, "tensor")[0].float())
+    assert torch.equal(y, markers.quantize(x[None], of, format, "tensor")[0].float())
 
 
 @interpreted

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import E4M3
-from fp8compile.kernels import reference
+from fp8compile.kernels.reference import markers
 
 DEVICE = "cuda" if torch.cuda.is_available() and not interpreter.INTERPRETED else "cpu"
 pytestmark = pytest.mark.skipif(
@@ -26,12 +26,12 @@ def weight(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def expected(x: Tensor, scale: Tensor, granularity: str) -> Tensor:
-    return reference.quantize(x, scale, "e4m3", granularity).view(torch.uint8)
+    return markers.quantize(x, scale, "e4m3", granularity).view(torch.uint8)
 
 
 def run(pieces: list[tuple[Tensor, str, slice]]) -> None:
     """Cast rows of weights, all in one launch, into one buffer between bytes that must stay."""
-    from fp8compile.kernels.cast_tiles import Launch, Part
+    from fp8compile.kernels.casts.cast_tiles import Launch, Part
 
     interpreter.prepare()
     starts = [0]
@@ -40,7 +40,7 @@ def run(pieces: list[tuple[Tensor, str, slice]]) -> None:
     buffer = torch.full((starts[-1],), 0x55, dtype=torch.uint8, device=DEVICE)
     parts = []
     for (x, granularity, rows), start in zip(pieces, starts, strict=False):
-        scale = reference.scale(reference.amax(x, granularity), "e4m3")
+        scale = markers.scale(markers.amax(x, granularity), "e4m3")
         target = buffer[start : start + x[rows].numel()].view(E4M3.dtype).view(x[rows].shape)
         parts.append(Part(x[rows], target, scale, rows.start))
     launch = Launch()
@@ -72,7 +72,7 @@ def test_what_is_not_finite(granularity: str) -> None:
 
 def test_saturation() -> None:
     """Scales that are too small (delayed, of another weight): at most the format's maximum, in both directions."""
-    from fp8compile.kernels.cast_tiles import Launch, Part
+    from fp8compile.kernels.casts.cast_tiles import Launch, Part
 
     interpreter.prepare()
     x = torch.tensor([448.0, 449.0, 464.0, 465.0, 1e30, -1e30, 2.0**-10, -(2.0**-10)] * 2, device=DEVICE).view(1, 16)

@@ -17,10 +17,12 @@ import torch
 from casts import Cast
 from ranks import copies
 
-from fp8compile.kernels import emit, generated, region_reference, trial
-from fp8compile.kernels import schedule as schedules
-from fp8compile.kernels.schedule import Schedule, Tiling
-from fp8compile.kernels.spec import Buffer, Input, Part, Region, Size, Store, Value
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import emit, generated
+from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen.schedule import Schedule, Tiling
+from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Size, Store, Value
+from fp8compile.kernels.reference import region_reference
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +93,8 @@ def test_rows_that_are_held_have_the_bits_of_the_reference(cols: int) -> None:
     schedule = schedules.choose(region)
     assert schedule.tilings[0].held
     kernel = generated.kernel_of(region, schedule, "interpreter")
-    inputs = trial.random_inputs(region, [5], 4, "cpu")
-    assert trial.check(kernel, region, schedule, inputs, [5]) == []
+    inputs = check_kernel.random_inputs(region, [5], 4, "cpu")
+    assert check_kernel.check(kernel, region, schedule, inputs, [5]) == []
 
 
 def test_symbolic_rows_are_masked_unless_known_to_divide() -> None:
@@ -247,9 +249,9 @@ def test_sizes_for_a_trial_fit_together() -> None:
         draw = regions.draw(seed)
         if not draw.region.sizes:
             continue
-        names = trial.pick_sizes(draw.region, about=64)
+        names = check_kernel.pick_sizes(draw.region, about=64)
         sizes = [names[n] for n in draw.region.sizes]
-        inputs = trial.random_inputs(draw.region, sizes, 0, "cpu")
+        inputs = check_kernel.random_inputs(draw.region, sizes, 0, "cpu")
         for part in draw.region.parts:
             values = region_reference.Evaluation(part, inputs, names)
             for store in part.stores:

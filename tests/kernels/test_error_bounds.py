@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from fp8compile.kernels.error_bounds import Bounds
-from fp8compile.kernels.region_reference import Evaluation
-from fp8compile.kernels.schedule import Tiling
-from fp8compile.kernels.spec import Input, Part, Value
+from fp8compile.kernels.check.error_bounds import Bounds
+from fp8compile.kernels.codegen.schedule import Tiling
+from fp8compile.kernels.codegen.spec import Input, Part, Value
+from fp8compile.kernels.reference.region_reference import Evaluation
 
 ROWS, COLS = ((1, 4),), ((4, 1),)
 A = [2e38, 2e38, 1e30, 1.0]

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8compile import ops
-from fp8compile.kernels import chunked_loss
-from fp8compile.kernels.chunked_loss import Curve, chunks, plain_step
+from fp8compile.kernels.loss import chunked_loss
+from fp8compile.kernels.loss.chunked_loss import Curve, chunks, plain_step
 
 interpreted = pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu/test_chunked_loss.py runs it compiled")
 CURVES = {"as it is": Curve(), "scaled": Curve(-0.5), "soft-capped": Curve(0.25, 8.0)}
@@ -117,7 +117,7 @@ def test_chunks_cover_all_rows_once_in_equal_parts(m: int, rows: int, sizes: lis
 def step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """The interpreted kernel, with blocks so small that a row has several."""
     interpreter.prepare()
-    from fp8compile.kernels import softmax_gradient
+    from fp8compile.kernels.loss import softmax_gradient
 
     monkeypatch.setattr(softmax_gradient, "BLOCK", 32)
     return softmax_gradient.step

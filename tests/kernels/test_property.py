@@ -9,7 +9,8 @@ import pytest
 import regions
 import torch
 
-from fp8compile.kernels import generated, trial
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import generated
 
 pytestmark = [
     pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu/test_generated.py runs it compiled"),
@@ -66,7 +67,7 @@ def test_comparison_notices_one_wrong_element() -> None:
     for seed in range(300, 360):
         draw = regions.draw(seed)
         sizes = draw.sizes[-1]
-        inputs = trial.random_inputs(draw.region, sizes, 4 * seed, "cpu")
+        inputs = check_kernel.random_inputs(draw.region, sizes, 4 * seed, "cpu")
         buffers = generated.launch(draw.region, draw.schedule, inputs, sizes, "interpreter")
         for part in draw.region.parts:
             for store in part.stores:
@@ -75,7 +76,7 @@ def test_comparison_notices_one_wrong_element() -> None:
                 changed = [b.clone() for b in buffers]
                 _change(changed[store.buffer], store.offset if isinstance(store.offset, int) else 0)
                 tried += 1
-                noticed += trial.compare(draw.region, draw.schedule, inputs, sizes, changed) != []
+                noticed += check_kernel.compare(draw.region, draw.schedule, inputs, sizes, changed) != []
     assert tried > 100
     assert noticed >= 0.9 * tried, (noticed, tried)
 
@@ -90,7 +91,7 @@ def _change(buffer: torch.Tensor, at: int) -> None:
 
 def test_comparison_notices_writes_outside() -> None:
     draw = next(d for d in map(regions.draw, range(100)) if len(d.region.buffers) == 1 and not d.region.sizes)
-    inputs = trial.random_inputs(draw.region, [], 0, "cpu")
+    inputs = check_kernel.random_inputs(draw.region, [], 0, "cpu")
 
     class Careless:
         """Writes one byte too many."""
@@ -103,5 +104,5 @@ def test_comparison_notices_writes_outside() -> None:
 
             return launch
 
-    lines = trial.check(Careless(), draw.region, replace(draw.schedule), inputs, [])
+    lines = check_kernel.check(Careless(), draw.region, replace(draw.schedule), inputs, [])
     assert "y0: written outside of it" in lines

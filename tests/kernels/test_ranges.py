@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8compile.kernels import generated, ranges, region_reference
-from fp8compile.kernels.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.codegen import generated, ranges
+from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.reference import region_reference
 from fp8compile.passes import pipeline
-from fp8compile.passes.region_graph import regions_of, spec_of
+from fp8compile.passes.regions.region_graph import regions_of, spec_of
 
 CONSTANT_ONE = Value("constant", (), (1.0,))
 LOADS = (Value("load", (), (0,)), Value("load", (), (1,)))

@@ -10,7 +10,7 @@ import torch
 from casts import COLS, GRANULARITIES, INF, NAN, ROWS, Cast
 
 from fp8compile.formats import FORMATS
-from fp8compile.kernels import reference
+from fp8compile.kernels.reference import markers
 
 pytestmark = [
     pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu/test_generated.py runs it compiled"),
@@ -92,7 +92,7 @@ def test_every_16_bit_number(dtype: torch.dtype, granularity: str, multiple: int
     codes, transposed, scale = casts.run(cast, x)
     rows, cols = cast.shared
     spread = scale.repeat_interleave(rows, 0)[:201].repeat_interleave(cols, 1)[:, :300]
-    expected = reference.quantize(x, spread, "e4m3", "tensor").view(torch.uint8)
+    expected = markers.quantize(x, spread, "e4m3", "tensor").view(torch.uint8)
     appended = [-n % multiple for n in x.shape]
     assert torch.equal(codes, torch.nn.functional.pad(expected, (0, appended[1], 0, appended[0])))
     assert torch.equal(transposed, codes)

@@ -8,7 +8,8 @@ from experts import GROUPS, ends
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile import ops
-from fp8compile.kernels import matmul, reference
+from fp8compile.kernels.matmul import scaled_mm
+from fp8compile.kernels.reference import markers
 
 K, N = 80, 48
 
@@ -74,7 +75,7 @@ def test_a_gpu_would_get_its_operands_in_its_own_layout():
         a, scale_a, b, scale_b, offs = (
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in args
         )
-        out = matmul.scaled_mm(a, scale_a, "row", b, scale_b, "row", None, torch.float32, True, offs)
+        out = scaled_mm.scaled_mm(a, scale_a, "row", b, scale_b, "row", None, torch.float32, True, offs)
     assert (out.shape, out.dtype, out.device.type) == ((96, N), torch.float32, "cuda")
 
 
@@ -82,7 +83,7 @@ def test_fast_accumulation_changes_nothing_here():
     args = operands(GROUPS["eight"])
     offs = ends(GROUPS["eight"])
     slow, fast = (
-        reference.scaled_mm(args[0], args[1], "row", args[2], args[3], "row", None, torch.float32, how, offs)
+        markers.scaled_mm(args[0], args[1], "row", args[2], args[3], "row", None, torch.float32, how, offs)
         for how in (False, True)
     )
     assert torch.equal(slow, fast)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8compile.kernels import grouped_trial
+from fp8compile.kernels.matmul import check_grouped
 
 CPU = torch.device("cpu")
 
@@ -44,9 +44,9 @@ def raising(*_: Any, **__: Any) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
-    grouped_trial.why_it_fails.cache_clear()
+    check_grouped.why_it_fails.cache_clear()
     yield
-    grouped_trial.why_it_fails.cache_clear()
+    check_grouped.why_it_fails.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,6 @@ def fresh() -> Any:
 def test_what_is_taken(monkeypatch: pytest.MonkeyPatch, kernel: Any, why: str) -> None:
     monkeypatch.setattr(torch, "_scaled_grouped_mm", kernel)
     with FakeTensorMode():  # as passes find it
-        found = grouped_trial.why_it_fails(CPU)
+        found = check_grouped.why_it_fails(CPU)
     assert why in found
     assert bool(found) == bool(why)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8compile.formats import E4M3, E5M2, FORMATS, parse_granularity
-from fp8compile.kernels import reference
+from fp8compile.kernels.reference import markers
 
 GRANULARITIES = ("tensor", "row", "group(16)", "group(32)", "group(64)", "group(128)", "block(128)")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,13 +66,13 @@ def spread(scale: torch.Tensor, granularity: str, shape: torch.Size) -> np.ndarr
 
 
 def cast(x: torch.Tensor, granularity: str, format: str = "e4m3", power_of_two: bool = False, **layout):
-    scale = reference.scale(reference.amax(x, granularity, **layout), format, power_of_two)
-    return reference.quantize(x, scale, format, granularity, **layout), scale
+    scale = markers.scale(markers.amax(x, granularity, **layout), format, power_of_two)
+    return markers.quantize(x, scale, format, granularity, **layout), scale
 
 
 def round_trip(x: torch.Tensor, granularity: str, format: str = "e4m3", **how) -> torch.Tensor:
     data, scale = cast(x, granularity, format, **how)
-    return reference.dequantize(data, scale, granularity, torch.float32)
+    return markers.dequantize(data, scale, granularity, torch.float32)
 
 
 def sqnr(exact: torch.Tensor, approximate: torch.Tensor) -> float:
@@ -88,8 +88,8 @@ def sqnr(exact: torch.Tensor, approximate: torch.Tensor) -> float:
 def test_scale_is_amax_over_format_max(format):
     amax = torch.tensor([1.0, 448.0, 3.25, 1e-3, 57344.0])
     wanted = (amax.numpy() / np.float32({"e4m3": 448.0, "e5m2": 57344.0}[format])).astype(np.float32)
-    assert reference.scale(amax, format).dtype == torch.float32
-    assert np.array_equal(reference.scale(amax, format).numpy(), wanted)
+    assert markers.scale(amax, format).dtype == torch.float32
+    assert np.array_equal(markers.scale(amax, format).numpy(), wanted)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -98,13 +98,13 @@ def test_zeros_have_scale_one_and_stay_exact_zeros(granularity, format):
     data, scale = cast(torch.zeros(5, 130), granularity, format)
     assert torch.equal(scale, torch.ones_like(scale))
     assert not data.view(torch.uint8).any()
-    assert torch.equal(reference.dequantize(data, scale, granularity, torch.float32), torch.zeros(5, 130))
+    assert torch.equal(markers.dequantize(data, scale, granularity, torch.float32), torch.zeros(5, 130))
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_power_of_two_scale_is_one_and_lies_between_the_exact_scale_and_twice_it(format):
     amax = torch.cat([torch.rand(200) * 10.0 ** torch.arange(-30, 10).repeat(5), torch.tensor([448.0, 896.0, 57344.0])])
-    exact, rounded = reference.scale(amax, format), reference.scale(amax, format, power_of_two=True)
+    exact, rounded = markers.scale(amax, format), markers.scale(amax, format, power_of_two=True)
     assert (rounded.numpy() == 2.0 ** np.round(np.log2(rounded.double().numpy()))).all()
     assert (rounded >= exact).all()
     assert (rounded < 2 * exact).all()
@@ -112,21 +112,21 @@ def test_power_of_two_scale_is_one_and_lies_between_the_exact_scale_and_twice_it
 
 def test_power_of_two_scale_of_a_power_of_two_is_itself():
     amax = 448.0 * 2.0 ** torch.arange(-20.0, 20.0)
-    assert torch.equal(reference.scale(amax, "e4m3", power_of_two=True), 2.0 ** torch.arange(-20.0, 20.0))
+    assert torch.equal(markers.scale(amax, "e4m3", power_of_two=True), 2.0 ** torch.arange(-20.0, 20.0))
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("amax", [1e-45, 1e-40, 1.1754944e-38, 1e-36])
 def test_scale_is_never_subnormal(amax, power_of_two):
-    scale = reference.scale(torch.tensor(amax), "e4m3", power_of_two)
+    scale = markers.scale(torch.tensor(amax), "e4m3", power_of_two)
     assert scale >= torch.finfo(torch.float32).tiny
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("amax", [INF, NAN])
 def test_scale_of_a_non_finite_amax_is_non_finite(amax, power_of_two):
-    assert not torch.isfinite(reference.scale(torch.tensor([amax, 1.0]), "e4m3", power_of_two)[0])
-    assert torch.isfinite(reference.scale(torch.tensor([amax, 1.0]), "e4m3", power_of_two)[1])
+    assert not torch.isfinite(markers.scale(torch.tensor([amax, 1.0]), "e4m3", power_of_two)[0])
+    assert torch.isfinite(markers.scale(torch.tensor([amax, 1.0]), "e4m3", power_of_two)[1])
 
 
 # --- amax
@@ -137,7 +137,7 @@ def test_scale_of_a_non_finite_amax_is_non_finite(amax, power_of_two):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_amax_is_the_maximum_of_every_part(granularity, shape, dtype):
     x = torch.randn(shape).to(dtype)
-    amax = reference.amax(x, granularity)
+    amax = markers.amax(x, granularity)
     assert amax.dtype == torch.float32
     assert list(amax.shape) == parse_granularity(granularity).scale_shape(shape)
     assert np.array_equal(amax.numpy().reshape(-1), amax_by_loops(x.float().numpy(), granularity).reshape(-1))
@@ -149,7 +149,7 @@ def test_a_batch_is_cast_matrix_by_matrix(granularity):
     data, scale = cast(x, granularity)
     for i in range(3):
         if granularity == "tensor":  # one scale for the whole batch
-            alone = reference.quantize(x[i], scale, "e4m3", granularity)
+            alone = markers.quantize(x[i], scale, "e4m3", granularity)
         else:
             alone, alone_scale = cast(x[i], granularity)
             assert torch.equal(alone_scale, scale[i])
@@ -167,7 +167,7 @@ def test_every_code_survives_a_round_trip(format):
     data, scale = cast(values, "tensor", format)
     assert scale == 1.0  # the largest code is the format's maximum
     assert torch.equal(data.view(torch.uint8).reshape(-1), codes)
-    assert torch.equal(reference.dequantize(data, scale, "tensor", torch.float32), values)
+    assert torch.equal(markers.dequantize(data, scale, "tensor", torch.float32), values)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -178,7 +178,7 @@ def test_data_is_the_nearest_code_with_ties_to_even(format):
     between = levels[:-1, None] + np.diff(levels)[:, None] * np.array([0.1, 0.3, 0.7, 0.9])
     positive = np.concatenate([levels, ties, near, between.ravel()]).astype(np.float32)
     values = np.concatenate([positive, -positive])
-    data = reference.quantize(torch.tensor(values)[None], torch.tensor(1.0), format, "tensor")
+    data = markers.quantize(torch.tensor(values)[None], torch.tensor(1.0), format, "tensor")
     assert np.array_equal(data.view(torch.uint8).numpy()[0], codes_of(values, format))
 
 
@@ -186,7 +186,7 @@ def test_data_is_the_nearest_code_with_ties_to_even(format):
 def test_a_value_beyond_the_maximum_saturates(format):
     top = FORMATS[format].max
     x = torch.tensor([[top * 1.01, top * 1.2, top * 1e10, -top * 1.01, -top * 1e10]])
-    data = reference.quantize(x, torch.tensor(1.0), format, "tensor")
+    data = markers.quantize(x, torch.tensor(1.0), format, "tensor")
     assert data.float().tolist() == [[top, top, top, -top, -top]]
 
 
@@ -215,7 +215,7 @@ def test_data_and_scale_stand_for_x(granularity, shape, dtype):
     # half the distance of neighbouring codes: 2^-4 relative for normal codes (3 bits of mantissa), half of 2^-9 scales
     # for subnormal ones; 2^-22 for the FP32 roundings of the quotient and of the product
     bound = np.maximum(np.abs(exact) * 2.0**-4, s * 2.0**-10) * (1 + 2.0**-20)
-    error = np.abs(reference.dequantize(data, scale, granularity, torch.float32).double().numpy() - exact)
+    error = np.abs(markers.dequantize(data, scale, granularity, torch.float32).double().numpy() - exact)
     assert (error <= bound).all()
 
 
@@ -227,7 +227,7 @@ def test_a_hand_computed_block(granularity):
     own_scale = granularity not in ("tensor", "block(128)")
     wanted = [[448.0, 1.0, -18.0, 0.0], [224.0, 0.5, 16.0, -20.0]]
     data, scale = cast(x, granularity)
-    assert reference.dequantize(data, scale, granularity, torch.float32).tolist() == wanted
+    assert markers.dequantize(data, scale, granularity, torch.float32).tolist() == wanted
     assert data[1].float().tolist() == ([448.0, 1.0, 32.0, -40.0] if own_scale else wanted[1])
     assert scale.reshape(-1).tolist() == ([1.0, 0.5] if own_scale else [1.0])
 
@@ -237,7 +237,7 @@ def test_dequantize_rounds_once_to_the_dtype(dtype):
     data = torch.tensor([[448.0, -1.125, 0.0]]).to(torch.float8_e4m3fn)
     scale = torch.tensor(0.3)
     wanted = (torch.tensor([[448.0, -1.125, 0.0]]) * scale).to(dtype)
-    assert torch.equal(reference.dequantize(data, scale, "tensor", dtype), wanted)
+    assert torch.equal(markers.dequantize(data, scale, "tensor", dtype), wanted)
 
 
 # --- layouts
@@ -286,7 +286,7 @@ def test_multiples_that_divide_already_append_nothing():
 def test_extreme_magnitudes_neither_overflow_nor_vanish_beyond_the_bound(granularity, size):
     x = torch.randn(5, 130).clamp(-3, 3) * size
     data, scale = cast(x, granularity)
-    back = reference.dequantize(data, scale, granularity, torch.float32).double().numpy()
+    back = markers.dequantize(data, scale, granularity, torch.float32).double().numpy()
     exact, s = x.double().numpy(), spread(scale, granularity, x.shape)
     assert np.isfinite(back).all()
     # as in test_data_and_scale_stand_for_x; the smallest FP32 number, 2^-149, for products that are subnormal
@@ -300,7 +300,7 @@ def test_the_largest_number_of_a_dtype_stays_finite(dtype, format):
     top = torch.finfo(dtype).max
     x = torch.tensor([[top, -top, top / 3, 0.0]], dtype=dtype)
     data, scale = cast(x, "row", format)
-    assert torch.isfinite(reference.dequantize(data, scale, "row", dtype)).all()
+    assert torch.isfinite(markers.dequantize(data, scale, "row", dtype)).all()
 
 
 # --- non-finite values
@@ -317,7 +317,7 @@ def test_non_finite_in_non_finite_out_only_where_the_scale_is_shared(granularity
     back = round_trip(x, granularity, format)
     marks = torch.zeros(130, 257)
     marks[129, 130] = 1.0
-    scale_mark = reference.amax(marks, granularity)
+    scale_mark = markers.amax(marks, granularity)
     hit = torch.tensor(spread(scale_mark, granularity, x.shape) > 0)
     assert not torch.isfinite(back[hit]).any()
     assert torch.equal(back[~hit], round_trip(clean, granularity, format)[~hit])
@@ -329,7 +329,7 @@ def test_a_non_finite_zero_padded_operand_keeps_its_overflow(granularity, bad):
     x = torch.randn(21, 140)
     x[20, 139] = bad
     data, scale = cast(x, granularity, row_multiple=16, col_multiple=128)
-    back = reference.dequantize(data, scale, granularity, torch.float32)
+    back = markers.dequantize(data, scale, granularity, torch.float32)
     assert not torch.isfinite(back[20, 139])
 
 
@@ -342,7 +342,7 @@ def test_empty_tensors_are_cast_to_empty_data(granularity, shape):
     data, scale = cast(torch.empty(shape), granularity)
     assert data.shape == shape
     assert list(scale.shape) == parse_granularity(granularity).scale_shape(shape)
-    assert reference.dequantize(data, scale, granularity, torch.bfloat16).shape == shape
+    assert markers.dequantize(data, scale, granularity, torch.bfloat16).shape == shape
 
 
 # --- scaled_mm
@@ -363,7 +363,7 @@ def test_scaled_mm_is_the_product_of_the_dequantized_operands(pair, with_bias, o
     left = a.double().numpy() * spread(scale_a, pair[0], a.shape)
     right = b.double().numpy() * spread(scale_b, pair[1], b.shape)
     wanted = left @ right.T + (0.0 if bias is None else bias.double().numpy())
-    out = reference.scaled_mm(a, scale_a, pair[0], b, scale_b, pair[1], bias, out_dtype)
+    out = markers.scaled_mm(a, scale_a, pair[0], b, scale_b, pair[1], bias, out_dtype)
     assert out.dtype == out_dtype
     # sums of k FP32 products: k·2^-24 of the sum of magnitudes at worst, and one rounding to out_dtype
     bound = (k + 8) * 2.0**-24 * (np.abs(left) @ np.abs(right).T + 4) + torch.finfo(out_dtype).eps / 2 * np.abs(wanted)
@@ -374,9 +374,9 @@ def test_scaled_mm_is_the_product_of_the_dequantized_operands(pair, with_bias, o
 def test_scaled_mm_of_a_batch_is_that_of_each_matrix(pair):
     a, scale_a = cast(torch.randn(3, 16, 128), pair[0])
     b, scale_b = cast(torch.randn(3, 32, 128), pair[1])
-    out = reference.scaled_mm(a, scale_a, pair[0], b, scale_b, pair[1], None, torch.float32)
+    out = markers.scaled_mm(a, scale_a, pair[0], b, scale_b, pair[1], None, torch.float32)
     for i in range(3):
-        one = reference.scaled_mm(
+        one = markers.scaled_mm(
             a[i],
             scale_a if pair[0] == "tensor" else scale_a[i],
             pair[0],
@@ -393,8 +393,8 @@ def test_scaled_mm_of_a_batch_is_that_of_each_matrix(pair):
 def test_scaled_mm_multiplies_e5m2_with_e4m3():
     a, scale_a = cast(torch.tensor([[1.0, -3.0], [0.5, 57344.0]]), "row", "e5m2")
     b, scale_b = cast(torch.tensor([[2.0, 4.0]]), "tensor", "e4m3")
-    left = reference.dequantize(a, scale_a, "row", torch.float32)
-    out = reference.scaled_mm(a, scale_a, "row", b, scale_b, "tensor", None, torch.float32)
+    left = markers.dequantize(a, scale_a, "row", torch.float32)
+    out = markers.scaled_mm(a, scale_a, "row", b, scale_b, "tensor", None, torch.float32)
     # 1 and -3 are E5M2 codes under a scale 3/57344; the products are small integers up to FP32's rounding
     torch.testing.assert_close(out, left @ torch.tensor([[2.0], [4.0]]), rtol=1e-6, atol=0)
     assert left[1, 1] == 57344.0
@@ -404,7 +404,7 @@ def test_fast_accumulation_changes_nothing_in_the_reference():
     a, scale_a = cast(torch.randn(16, 32), "row")
     b, scale_b = cast(torch.randn(16, 32), "row")
     outs = [
-        reference.scaled_mm(a, scale_a, "row", b, scale_b, "row", None, torch.float32, fast) for fast in (False, True)
+        markers.scaled_mm(a, scale_a, "row", b, scale_b, "row", None, torch.float32, fast) for fast in (False, True)
     ]
     assert torch.equal(*outs)
 
@@ -416,7 +416,7 @@ def test_a_non_finite_row_makes_its_results_non_finite(pair, bad):
     x[3, 5] = bad
     a, scale_a = cast(x, pair[0])
     b, scale_b = cast(torch.randn(16, 128), pair[1])
-    out = reference.scaled_mm(a, scale_a, pair[0], b, scale_b, pair[1], None, torch.bfloat16)
+    out = markers.scaled_mm(a, scale_a, pair[0], b, scale_b, pair[1], None, torch.bfloat16)
     assert not torch.isfinite(out[3]).any()
     if pair[0] in ("row", "group(128)"):
         assert torch.isfinite(out[[0, 1, 2, *range(4, 16)]]).all()
@@ -425,7 +425,7 @@ def test_a_non_finite_row_makes_its_results_non_finite(pair, bad):
 def test_a_matmul_without_elements_to_contract_gives_zeros():
     a, scale_a = cast(torch.empty(4, 0), "tensor")
     b, scale_b = cast(torch.empty(16, 0), "tensor")
-    out = reference.scaled_mm(a, scale_a, "tensor", b, scale_b, "tensor", None, torch.bfloat16)
+    out = markers.scaled_mm(a, scale_a, "tensor", b, scale_b, "tensor", None, torch.bfloat16)
     assert torch.equal(out, torch.zeros(4, 16, dtype=torch.bfloat16))
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import fp8compile
-from fp8compile.compilations import translator
-from fp8compile.optim import MADE_ANEW
-from fp8compile.states import FP8State
+from fp8compile.optimizer.prepare import MADE_ANEW
+from fp8compile.optimizer.states import FP8State
+from fp8compile.torch_hooks.compilations import translator
 
 EXACT = "float32"  # states kept in FP32: what is left are the passes
 SHAPES = ((96, 64), (64, 65), (7,), (64, 96))

@@ -12,10 +12,10 @@ import pytest
 import torch
 from updates import Data, adam, data_for, hard, unscaled
 
-from fp8compile.kernels import update as reference
-from fp8compile.kernels import update_launch
-from fp8compile.kernels.emit_update import UpdateSchedule
-from fp8compile.kernels.update_spec import Update
+from fp8compile.kernels.optimizer import update as reference
+from fp8compile.kernels.optimizer import update_launch
+from fp8compile.kernels.optimizer.emit_update import UpdateSchedule
+from fp8compile.kernels.optimizer.update_spec import Update
 
 FORMATS = ["log", "e4m3", "e5m2", "e4m3/linear", "e5m2/linear"]
 SCHEDULE = UpdateSchedule(groups=16)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8compile import state_ops
-from fp8compile.kernels import state_reference
-from fp8compile.passes import merge_updates
-from fp8compile.passes.compilation import aten
+from fp8compile.kernels.reference import state_reference
+from fp8compile.optimizer import state_ops
+from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.optimizer import merge_updates
 
 SHAPE = (32, 256)
 

@@ -9,8 +9,8 @@ import torch
 from test_states_once import Step, adam, graph_of, returned, view
 from torch import fx
 
-from fp8compile.passes import open_states, states_once
-from fp8compile.states import INNER, FP8State
+from fp8compile.optimizer.states import INNER, FP8State
+from fp8compile.passes.optimizer import hoist_state_load_store, open_states
 
 
 def as_buffer(step: Step, format: str, rounding: str) -> fx.GraphModule:
@@ -19,7 +19,7 @@ def as_buffer(step: Step, format: str, rounding: str) -> fx.GraphModule:
     del gm.s
     torch.manual_seed(0)
     gm.register_buffer("s", FP8State.of(torch.rand(4, 128), rounding, format=format, salt=3))
-    states_once.run(gm)
+    hoist_state_load_store.run(gm)
     return gm
 
 

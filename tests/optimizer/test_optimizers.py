@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8compile
-from fp8compile import optim
 from fp8compile.errors import Fp8Warning, OptionError, StateError
-from fp8compile.state_recipe import StateRecipe
-from fp8compile.states import FP8State
+from fp8compile.optimizer import prepare
+from fp8compile.optimizer.state_recipe import StateRecipe
+from fp8compile.optimizer.states import FP8State
 
 EXACT = "float32"  # states kept in FP32: what is left are the passes
 
@@ -507,7 +507,7 @@ def test_a_failing_pass_costs_the_merging_and_warns(monkeypatch):
             graph.erase_node(copy)
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("fp8compile.passes.merge_updates.run", fails_half_way)
+    monkeypatch.setattr("fp8compile.passes.optimizer.merge_updates.run", fails_half_way)
     opt, mine, reference, theirs = twins(torch.optim.AdamW, {})
     step, _ = compiled(opt, states=EXACT, strict=False)
     set_gradients(mine, 0)
@@ -564,4 +564,4 @@ def test_mistakes_in_recipes_are_named():
     opt = fp8compile.prepare_optimizer(torch.optim.AdamW(make_parameters()))
     with pytest.raises(OptionError, match="another recipe"):
         fp8compile.prepare_optimizer(opt, "e4m3")
-    assert optim.is_prepared(opt)
+    assert prepare.is_prepared(opt)

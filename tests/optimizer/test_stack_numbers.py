@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import fp8compile
-from fp8compile import state_ops
-from fp8compile.kernels.update_spec import from_json
-from fp8compile.passes import stack_numbers
-from fp8compile.passes.compilation import aten, update_value, value
-from fp8compile.passes.snapshot import copy_graph
+from fp8compile.kernels.optimizer.update_spec import from_json
+from fp8compile.optimizer import state_ops
+from fp8compile.passes.core.compilation import aten, update_value, value
+from fp8compile.passes.core.snapshot import copy_graph
+from fp8compile.passes.optimizer import batch_scalars
 
 EXACT = "float32"
 
@@ -27,14 +27,14 @@ EXACT = "float32"
 def pairs(monkeypatch) -> list[tuple[fx.Graph, fx.Graph]]:
     """Graphs before the pass, and after it."""
     seen: list[tuple[fx.Graph, fx.Graph]] = []
-    run = stack_numbers.run
+    run = batch_scalars.run
 
     def observed(graph: fx.Graph) -> None:
         before = copy_graph(graph)
         run(graph)
         seen.append((before, copy_graph(graph)))
 
-    monkeypatch.setattr(stack_numbers, "run", observed)
+    monkeypatch.setattr(batch_scalars, "run", observed)
     return seen
 
 
@@ -85,7 +85,7 @@ def test_rates_of_the_cpu_for_parameters_elsewhere(pairs, groups, of_each, first
     (matrix,) = update.args[2]
     assert matrix.meta["val"].device.type == "meta"
     copies = [n for n in after.nodes if n.target is torch.ops.prims.device_put.default]
-    assert len(copies) == (2 if groups > stack_numbers.LAUNCHED_WITH else 0), "rates, and decays"
+    assert len(copies) == (2 if groups > batch_scalars.LAUNCHED_WITH else 0), "rates, and decays"
     assert all(n.args[2] for n in copies), "nothing waits for them"
 
 
@@ -93,18 +93,18 @@ def test_rates_of_the_cpu_for_parameters_elsewhere(pairs, groups, of_each, first
 def graphs(monkeypatch) -> list[fx.Graph]:
     """Graphs as the pass leaves them."""
     seen: list[fx.Graph] = []
-    run = stack_numbers.run
+    run = batch_scalars.run
 
     def observed(graph: fx.Graph) -> None:
         run(graph)
         seen.append(graph)
 
-    monkeypatch.setattr(stack_numbers, "run", observed)
+    monkeypatch.setattr(batch_scalars, "run", observed)
     return seen
 
 
 @pytest.fixture
-def stacker() -> tuple[stack_numbers._Stacker, Callable[..., fx.Node]]:
+def stacker() -> tuple[batch_scalars._Stacker, Callable[..., fx.Node]]:
     """For parameters on the meta device, in a graph of its own; and what adds an operator, or a number, to it."""
     graph, mode = fx.Graph(), FakeTensorMode()
     place = graph.output(())
@@ -119,7 +119,7 @@ def stacker() -> tuple[stack_numbers._Stacker, Callable[..., fx.Node]]:
             update_value(made)
         return made
 
-    return stack_numbers._Stacker(graph, place, torch.device("meta")), node  # under no mode, as Inductor runs it
+    return batch_scalars._Stacker(graph, place, torch.device("meta")), node  # under no mode, as Inductor runs it
 
 
 def test_numbers_of_two_devices_come_together(stacker):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.errors import OptionError
-from fp8compile.kernels import state_reference as states
+from fp8compile.kernels.reference import state_reference as states
 from fp8compile.state_formats import GROUP, MINIFLOATS, parse_state_format
 
 EXPANDED = ("log", "e4m3", "e5m2")

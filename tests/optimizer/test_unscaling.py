@@ -10,8 +10,8 @@ from optimizers import OPTIMIZERS, Lion, compiled, make_parameters, set_gradient
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import unscaling
 from fp8compile.errors import OptionError, StateError
+from fp8compile.optimizer import unscaling
 
 SUPPORTED = [name for name in OPTIMIZERS if name not in ("sgd", "nesterov", "plain_sgd", "lion")]
 STATES = {"first": "log/stochastic", "second": "log/stochastic"}
@@ -199,7 +199,7 @@ def test_schedulers_of_rates():
 
 
 def test_a_failing_pass_still_skips(monkeypatch):
-    from fp8compile.passes import merge_updates
+    from fp8compile.passes.optimizer import merge_updates
 
     def fail(graph: object) -> None:
         raise RuntimeError("planted")

@@ -11,8 +11,8 @@ from optimizers import compiled, formats, relative
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import state_recipe
-from fp8compile.state_recipe import is_slow, is_weight
+from fp8compile.optimizer import state_recipe
+from fp8compile.optimizer.state_recipe import is_slow, is_weight
 
 SHAPE, STEPS = (64, 128), 150
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile import statistics
+from fp8compile.plan import cast_statistics
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
 # Equal payloads and scales; FP32 sums in another order, so that here and there a BF16 rounding of 2^-8 falls elsewhere,
@@ -168,17 +168,17 @@ def test_the_input_is_kept_as_the_payload_that_the_matmul_reads():
 
 def test_a_watched_step_measures_both_operands_by_rows():
     model, offs = Experts(4).bfloat16(), ends(GROUPS["uneven"])
-    statistics.start("experts")
+    cast_statistics.start("experts")
     step(compiled(model, watch="experts"), model, offs)
-    rows = [row for row in statistics.rows("experts") if row.role != "saved"]
-    statistics.stop("experts")
+    rows = [row for row in cast_statistics.rows("experts") if row.role != "saved"]
+    cast_statistics.stop("experts")
     measured = {(row.role, row.side): row.cast for row in rows}
     assert measured == {(role, side): "e4m3 row" for role in ("output", "grad_input") for side in ("left", "right")}
     assert all(25 < (row.sqnr or 0) < 40 for row in rows)
     # a plan made of them never asks for what no grouped matmul takes
     matmul = fp8compile.last_compile().converted[0]
     sides = [dataclasses.replace(row, what_if={"e4m3 tensor": 60.0}) for row in rows[:2]]
-    assert statistics._improved(matmul, sides, 50.0).decision == "bf16"
+    assert cast_statistics._improved(matmul, sides, 50.0).decision == "bf16"
 
 
 # --- models

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile import backend, edits, ops
+from fp8compile import backend, ops
 from fp8compile.errors import Fp8Warning
 from fp8compile.passes import pipeline
-from fp8compile.passes.compilation import Compilation, aten
-from fp8compile.plan import Lowered, Plan
+from fp8compile.passes.core.compilation import Compilation, aten
+from fp8compile.plan import overrides
+from fp8compile.plan.rows import Lowered, Plan
 
 
 def _break_and_raise(c: Compilation) -> None:
@@ -79,7 +80,7 @@ def test_graph_is_compiled_as_it_was() -> None:
             *(("2", r) for r in ("output", "grad_input", "grad_weight")),
         ]
     }
-    assert edits.load(plan) == edits.load(Plan())  # handed back, it decides nothing
+    assert overrides.load(plan) == overrides.load(Plan())  # handed back, it decides nothing
 
 
 @pytest.mark.usefixtures("broken")

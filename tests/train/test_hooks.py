@@ -11,9 +11,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fp8compile
-from fp8compile import hooks, ops
+from fp8compile import ops
 from fp8compile.errors import Fp8Warning
-from fp8compile.passes.compilation import aten
+from fp8compile.passes.core.compilation import aten
+from fp8compile.torch_hooks import graph_passes
 
 JOINT = "joint_custom_pre_pass"
 
@@ -72,21 +73,21 @@ def test_passes_of_inductor_run_beside_ours(hook: str) -> None:
 def test_what_was_cached_with_other_passes_is_not_taken() -> None:
     def key(theirs: Any) -> list[Any]:
         """What torch's cache knows a hook's passes by."""
-        passes = hooks.shared({JOINT: theirs}, {JOINT: Swap(name="ours")})[JOINT]
+        passes = graph_passes.shared({JOINT: theirs}, {JOINT: Swap(name="ours")})[JOINT]
         every = passes if isinstance(passes, tuple) else (passes,)
         return [p.uuid() if isinstance(p, CustomGraphPass) else None for p in every]
 
     a, b = Swap(name="a"), Swap(name="b")
     assert key(a) == key(a) != key(b) != key(None)
     assert None in key(a.__call__), "a plain function has no name in a cache"
-    assert hooks.theirs_uuid({JOINT: a}, JOINT) != hooks.theirs_uuid({JOINT: b}, JOINT)
-    assert hooks.theirs_uuid({JOINT: None}, JOINT) == hooks.theirs_uuid({}, JOINT) == ""
+    assert graph_passes.theirs_uuid({JOINT: a}, JOINT) != graph_passes.theirs_uuid({JOINT: b}, JOINT)
+    assert graph_passes.theirs_uuid({JOINT: None}, JOINT) == graph_passes.theirs_uuid({}, JOINT) == ""
 
 
 def test_another_cut_is_refused_aloud() -> None:
     model = _model(nn.ReLU()).requires_grad_(True)
     with (
-        inductor_config.patch({hooks.CUT: lambda *args, **kwargs: pytest.fail("not to be called")}),
+        inductor_config.patch({graph_passes.CUT: lambda *args, **kwargs: pytest.fail("not to be called")}),
         pytest.warns(Fp8Warning, match="custom_partitioner_fn is not used.*'activation_budget'"),
     ):
         _run(model, executor="eager").sum().backward()

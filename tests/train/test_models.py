@@ -17,7 +17,7 @@ from models import BATCH, LENGTH, WIDTH, ZOO, Blocks, Case, blocks, next_token, 
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import plans
+from fp8compile.plan import store
 
 # dB, of every gradient and of the output. A cast to E4M3 keeps about 31 dB and one to E5M2 25 dB; a matmul has two, and
 # a gradient of these models has passed some ten matmuls, whose noise adds up: 31 - 10 log10(20) = 18; 3 are for what
@@ -197,7 +197,7 @@ def test_graph_break_changes_no_bit_and_loses_no_matmul() -> None:
     whole, broken = blocks(), blocks(broken=True)
     a = train_step(whole, compiled(whole.model, kernels="inductor"))
     assert len([p for p in fp8compile.compiles() if p.converted]) == 1
-    plans.reset()
+    store.reset()
     b = train_step(broken, compiled(broken.model, kernels="inductor"))
     assert [len(p.converted) for p in fp8compile.compiles() if p.converted] == [6, 6]  # one block each: two linears
     assert same_bits(a, b)

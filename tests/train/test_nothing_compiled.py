@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import compiled_calls
 from fp8compile.errors import Fp8Warning
+from fp8compile.torch_hooks import compiled_calls
 
 SIZE = 32
 OPTIONS = {"executor": "eager", "strict": True, "select": "all"}

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.errors import Fp8Warning
-from fp8compile.passes.saved_forms import NOTHING_IN_FP8
+from fp8compile.passes.save.saved_forms import NOTHING_IN_FP8
 
 # Kernels of Inductor: generated ones keep in FP32 what BF16 rounds between operators.
 EAGER = {"executor": "eager", "strict": True, "select": "all", "save_min_bytes": 0, "kernels": "inductor"}

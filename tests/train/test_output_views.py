@@ -13,7 +13,7 @@ from fake_quantized import sqnr
 from torch import Tensor, fx, nn
 
 from fp8compile import backend
-from fp8compile.output_strides import VISIBLE
+from fp8compile.torch_hooks.output_strides import VISIBLE
 
 
 @contextlib.contextmanager

@@ -21,10 +21,13 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fp8compile import ops, plans
-from fp8compile.kernels import generated, region_reference, trial
+from fp8compile import ops
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.reference import region_reference
 from fp8compile.passes import pipeline
-from fp8compile.passes.region_graph import regions_of
+from fp8compile.passes.regions.region_graph import regions_of
+from fp8compile.plan import store
 
 # A value rounded to BF16 or not before its cast lands on another code one time in 16 (2^-9 of half a step of 2^-4), and
 # is then 2^-4 off: 36 dB. A gradient has passed up to ten such tensors, 10 dB, and nonlinearities cost some more.
@@ -88,7 +91,7 @@ class Watch:
             if self.kernels and (region, schedule) not in self.tried:
                 self.tried.add((region, schedule))
                 kernel = generated.kernel_of(region, schedule, "interpreter")
-                self.wrong += trial.check(kernel, region, schedule, inputs, sizes)
+                self.wrong += check_kernel.check(kernel, region, schedule, inputs, sizes)
             return run(region, schedule, inputs, sizes)
 
         return checked
@@ -129,7 +132,7 @@ def train_step(model: nn.Module, run: Callable[..., Any], inputs: list[Tensor], 
 
 def forget() -> None:
     torch.compiler.reset()
-    plans.reset()
+    store.reset()
 
 
 def both(build: Callable[[], nn.Module], inputs: list[Tensor], recipe: Any = "mixed", repeats: int = 1) -> None:

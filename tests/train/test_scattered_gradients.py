@@ -34,7 +34,9 @@ def test_a_table_of_distances_at_changing_lengths(options: dict[str, object]) ->
     model = Biased().bfloat16()
     given = {"select": "all", "strict": True, "save_min_bytes": 0, **options}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8compile.partitioner, "warn_user", lambda _: None)  # less than the budget cannot be kept
+        patch.setattr(
+            fp8compile.torch_hooks.partitioner, "warn_user", lambda _: None
+        )  # less than the budget cannot be kept
         run = torch.compile(model, backend="fp8", dynamic=True, options=given)
         for length in (32, 48):
             x = torch.randn(2, length, 64).bfloat16()

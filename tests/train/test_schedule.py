@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import fp8compile
+from fp8compile.adaptive.settings import Schedule
 from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import Options
-from fp8compile.schedule_options import Schedule
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "schedule.py"
 RUN = {"select": "all", "executor": "eager", "strict": True, "save_min_bytes": 0}
@@ -62,7 +62,7 @@ def train(step, steps: int, rows: int = 32, width: int = 32) -> None:
         out.float().square().mean().backward()
 
 
-def schedule(training: bool = True) -> fp8compile.scheduled.Scheduled:
+def schedule(training: bool = True) -> fp8compile.adaptive.versions.Scheduled:
     (found,) = [s for s in fp8compile.schedules() if s.is_training == training]
     return found
 
@@ -221,9 +221,9 @@ def test_bf16_steps_are_those_of_bf16():
 
 def test_looks_are_rare_and_between_them_nothing_is_measured(monkeypatch):
     looked = []
-    original = fp8compile.scheduled.Scheduled._watched
+    original = fp8compile.adaptive.versions.Scheduled._watched
     monkeypatch.setattr(
-        fp8compile.scheduled.Scheduled, "_watched", lambda self: (looked.append(self.step), original(self))[1]
+        fp8compile.adaptive.versions.Scheduled, "_watched", lambda self: (looked.append(self.step), original(self))[1]
     )
     measured = []
     add = fp8compile.Statistics.add
@@ -315,7 +315,7 @@ def test_what_cannot_be_compiled_again_stays_as_it_is_and_says_so(monkeypatch):
     def fail(self, options):
         raise ValueError("no more memory")
 
-    monkeypatch.setattr(fp8compile.scheduled.Captured, "again", fail)
+    monkeypatch.setattr(fp8compile.adaptive.versions.Captured, "again", fail)
     model.plant(1e6)
     with pytest.warns(Fp8Warning, match="stays as it is: not compiled again: ValueError: no more memory"):
         train(step, 8)
@@ -328,7 +328,7 @@ def test_a_version_that_would_need_more_guards_is_not_used(monkeypatch):
     step = compiled(model)
     train(step, 3)
     counts = iter(range(1000))
-    monkeypatch.setattr(fp8compile.scheduled, "_guards", lambda context: next(counts))
+    monkeypatch.setattr(fp8compile.adaptive.versions, "_guards", lambda context: next(counts))
     model.plant(1e6)
     with pytest.warns(Fp8Warning, match="it would specialise symbolic sizes"):
         train(step, 8)
@@ -336,7 +336,7 @@ def test_a_version_that_would_need_more_guards_is_not_used(monkeypatch):
 
 
 def test_products_skip_rows_and_edges_keep_more():
-    from fp8compile.moves import outermost
+    from fp8compile.adaptive.policy import outermost
 
     class SwiGLU(nn.Module):
         def __init__(self):

@@ -1,0 +1,66 @@
+"""Option `schedule`: the settings of the automatic schedule (`fp8compile/adaptive/versions.py`, `docs/schedule.md`).
+
+options={"schedule": "auto"}                       the settings below
+options={"schedule": {"bf16_steps": 100, …}}       with some of them changed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fp8compile.errors import OptionError, shown, unknown_name
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a schedule looks, what it demands, and how often it may move. Steps are executions of a training graph.
+
+    bf16_steps: the first so many steps run in BF16.
+    every: steps between two looks; the first ones, and those after a move, come after 1, 2, 4, … steps.
+    minimum: dB of SQNR that each cast must keep.
+    even: dB that it must keep with every row, and every column, counting the same
+    (`fp8compile/plan/cast_statistics.py`).
+    margin: dB more that a cheaper cast must have to be returned to.
+    patience: looks in a row at which it must have them.
+    edges: dB more that the first and the last layer must keep, and products of two activations (SwiGLU).
+    recompiles: how many moves, each of one or more matmuls at once, a graph may make; then it is left as it is.
+    """
+
+    bf16_steps: int = 0
+    every: int = 100
+    minimum: float = 20.0
+    even: float = 10.0
+    margin: float = 3.0
+    patience: int = 3
+    edges: float = 3.0
+    recompiles: int = 8
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _check(f.name, getattr(self, f.name), type(f.default))
+
+    @staticmethod
+    def parse(value: Any) -> Schedule | None:
+        """Settings from "auto", a mapping of them, a `Schedule`, or None (no schedule). Raises `OptionError`."""
+        if value is None or isinstance(value, Schedule):
+            return value
+        if isinstance(value, str) and value == "auto":
+            return Schedule()
+        if not isinstance(value, Mapping):
+            raise OptionError(f'it is "auto" or a mapping of its settings, not {shown(value)}')
+        names = [f.name for f in fields(Schedule)]
+        for name in value:
+            if name not in names:
+                raise unknown_name("setting of a schedule", name, names)
+        return Schedule(**value)
+
+
+def _check(name: str, value: Any, kind: type) -> None:
+    least = 1 if name in ("every", "patience") else 0
+    wanted = "a number of dB" if kind is float else "a whole number"
+    is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    if not is_number or not least <= value < math.inf:
+        raise OptionError(f"schedule: {name} is {wanted} of at least {least}, not {shown(value)}")

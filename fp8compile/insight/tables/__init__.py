@@ -1,0 +1,1 @@
+"""Plans as tables of text and HTML."""

@@ -1,0 +1,245 @@
+"""`FP8State`: an optimizer state that looks like a plain tensor and is kept in 8 bits.
+
+    FP8State = payload (a byte an element, in the state's shape) · side (two FP32 a group of 128)
+               · counter (int32 [1], of random bits) · low (int16, the missing bits of a BF16 parameter)
+
+Reading dequantizes, writing quantizes; torch sees through it (`__tensor_flatten__`), so a compiled optimizer step has
+payload and side as its inputs. In a compiled step the passes take care that each state is read once and written once;
+run without a compiler, every in-place operation of an optimizer stores, which is slower and less precise.
+
+A step with graph breaks does so between two graphs, where Dynamo would compile what runs here as functions of the user,
+one by one: hence `never_compiled`. In a graph nothing of this is traced by Dynamo, only by AOTAutograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map  # no public name; DTensor and others use the same
+
+from fp8compile.errors import StateError
+from fp8compile.optimizer import state_ops
+from fp8compile.state_formats import GROUP, parse_state_format
+from fp8compile.torch_hooks.untraced import never_compiled
+
+aten = torch.ops.aten
+INNER = ("payload", "side", "counter", "low")
+AS_THEY_ARE = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default}
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default}
+
+
+class FP8State(Tensor):
+    """x ≈ decode(payload, side); see the module. Made with `FP8State.of(x, format)`."""
+
+    payload: Tensor
+    side: Tensor
+    counter: Tensor | None
+    low: Tensor | None
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls,
+        payload: Tensor,
+        side: Tensor,
+        counter: Tensor | None,
+        low: Tensor | None,
+        format: str,
+        parameter: str,
+        dtype: torch.dtype,
+    ) -> FP8State:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, payload.shape, strides=payload.stride(), dtype=dtype, device=payload.device
+        )
+
+    def __init__(
+        self,
+        payload: Tensor,
+        side: Tensor,
+        counter: Tensor | None,
+        low: Tensor | None,
+        format: str,
+        parameter: str,
+        dtype: torch.dtype,
+    ) -> None:
+        self.payload, self.side, self.counter, self.low = payload, side, counter, low
+        self.format, self.parameter = format, parameter
+
+    @staticmethod
+    @never_compiled
+    def of(
+        x: Tensor, rounding: str = "nearest", *, format: str, salt: int = 0, dtype: torch.dtype | None = None
+    ) -> FP8State:
+        """`x` stored in `format`, a state in `dtype` (default: x's) to those who read it.
+
+        `rounding` is that of its parameter, whose missing bits or random bits it carries; `salt` sets its random bits
+        apart from those of other states.
+        """
+        how = parse_state_format(format)
+        counter = low = None
+        if how.stochastic or rounding == "stochastic":
+            counter = torch.tensor([salt % (1 << 31)], dtype=torch.int32, device=x.device)
+        if rounding == "split":
+            low = torch.zeros(x.shape, dtype=torch.int16, device=x.device)
+        payload, side = state_ops.store_state(x.detach().contiguous(), counter, low, format, rounding)
+        return FP8State(payload, side, counter, low, format, rounding, dtype or x.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, str, torch.dtype]]:
+        names = [name for name in INNER if getattr(self, name) is not None]
+        return names, (self.format, self.parameter, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> FP8State:
+        return FP8State(*(inner.get(name) for name in INNER), *context)  # type: ignore[arg-type]
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code depends on, for torch's caches."""
+        what = [tuple(self.shape), self.stride(), self.dtype, self.device, [getattr(self, n) is None for n in INNER]]
+        return f"FP8State {self.format} {self.parameter} {what}"
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"FP8State({list(self.shape)}, {self.format}, dtype={self.dtype}, device={self.device})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return rebuild, (*(getattr(self, name) for name in INNER), self.format, self.parameter, self.dtype)
+
+    @never_compiled
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The state as a plain tensor."""
+        return state_ops.load_state(self.payload, self.side, self.format, dtype or self.dtype)
+
+    @never_compiled
+    def store(self, x: Tensor) -> FP8State:
+        """Write `x`, in place."""
+        x = x.to(self.dtype) if x.dtype not in (self.dtype, torch.float32) else x
+        x = x if x.shape == self.shape else x.expand(self.shape)
+        payload, side = state_ops.store_state(x.contiguous(), self.counter, self.low, self.format, self.parameter)
+        self.payload.copy_(payload)
+        self.side.copy_(side)
+        if self.counter is not None:
+            self.counter.add_(1)
+        return self
+
+    def like(self, function: Any) -> FP8State:
+        """The same state with `function` applied to each of its tensors."""
+        inner = [None if (x := getattr(self, name)) is None else function(x) for name in INNER]
+        return FP8State(*inner, self.format, self.parameter, self.dtype)  # type: ignore[arg-type]
+
+    def rows(self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> FP8State | None:
+        """Some rows of the state, sharing its memory; None where they are not whole groups."""
+        count = self.shape[0]
+        first, last, _ = slice(start, stop).indices(count)
+        row = self.payload[0].numel() if count else 0
+        if dim != 0 or step != 1 or first * row % GROUP or (last * row % GROUP and last != count):
+            return None
+        groups = slice(first * row // GROUP, -(-last * row // GROUP))
+        side = self.side if not self.side.shape[0] else self.side[groups]
+        low = None if self.low is None else self.low[first:last]
+        payload = self.payload[first:last]
+        return FP8State(payload, side, self.counter, low, self.format, self.parameter, self.dtype)
+
+    def check(self) -> None:
+        """Raise `StateError` if this cannot be what `store` left."""
+        _check(self)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    @never_compiled
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in AS_THEY_ARE:
+            return args[0].like(lambda x: func(x))
+        if func in VIEWS and list(args[1]) == list(args[0].shape):
+            return args[0].like(lambda x: x.view(x.shape))
+        if func is aten._to_copy.default and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
+            return args[0].like(lambda x: aten._to_copy.default(x, device=kwargs.get("device")))
+        if func is aten.copy_.default and isinstance(args[0], FP8State):
+            return _copy(*args[:2])
+        if func is aten.slice.Tensor and isinstance(args[0], FP8State):
+            rows = args[0].rows(*args[1:])
+            if rows is not None:
+                return rows
+        if func.is_view and type(args[0]) is FP8State and type(args[0].payload) is Tensor:
+            raise StateError(
+                f"{func} of an 8-bit optimizer state outside of a compiled step: what is written to a view would be "
+                "lost. Read state.dequantize(), compile the step, or take fp8compile.plain_state_dict(opt). Only rows "
+                f"that are whole groups of {GROUP} elements can be taken as they are"
+            )
+        return _through_plain(func, args, kwargs)
+
+
+def _copy(target: FP8State, source: Tensor) -> FP8State:
+    same = isinstance(source, FP8State) and source.format == target.format and source.shape == target.shape
+    if not same:
+        return target.store(source.dequantize(torch.float32) if isinstance(source, FP8State) else source)
+    for name in INNER:
+        mine, other = getattr(target, name), getattr(source, name)
+        if mine is not None and other is not None:
+            mine.copy_(other)
+    return target
+
+
+def _through_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run `func` on dequantized states, and store those that it changed."""
+    plain: dict[int, tuple[FP8State, Tensor]] = {}
+
+    def dequantized(x: Any) -> Any:
+        if not isinstance(x, FP8State):
+            return x
+        if id(x) not in plain:
+            plain[id(x)] = x, x.dequantize()
+        return plain[id(x)][1]
+
+    result = func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs))
+    changed = _written(func, args, kwargs)
+    for state in changed:
+        state.store(plain[id(state)][1])
+    back = {id(x): state for state, x in plain.values() if any(state is c for c in changed)}
+    return tree_map(lambda x: back.get(id(x), x), result)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[FP8State]:
+    """The states among those arguments that `func` writes to."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        found += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, FP8State)]
+    return found
+
+
+def rebuild(*parts: Any) -> FP8State:
+    """A state from a file; raises `StateError` for parts that do not fit together."""
+    if len(parts) != 7 or not all(x is None or isinstance(x, Tensor) for x in parts[:4]):
+        raise StateError("a stored FP8 optimizer state has other parts than this version of fp8compile writes")
+    state = FP8State(*parts)
+    state.check()
+    return state
+
+
+def _check(state: FP8State) -> None:
+    how = parse_state_format(state.format)
+    payload, side = state.payload, state.side
+    if payload.dtype != how.payload_dtype or list(side.shape) != how.side_shape(payload.numel()):
+        raise StateError(
+            f"an optimizer state in {how} has a payload of {payload.dtype}{list(payload.shape)} and side data of "
+            f"{list(side.shape)}; expected {how.payload_dtype} and {how.side_shape(payload.numel())}"
+        )
+    if (how.stochastic or state.parameter == "stochastic") and state.counter is None:
+        raise StateError(f"an optimizer state in {how} lacks its counter of random bits")
+    if state.low is not None and (state.low.shape != payload.shape or state.low.dtype != torch.int16):
+        raise StateError("the missing bits of a split parameter have not its shape, or are no int16")
+    least, greatest = side[:, 0].abs(), side[:, 1]
+    wrong = (greatest.isfinite() & ~(least <= greatest)) | torch.signbit(greatest)
+    if bool(wrong.any()):
+        raise StateError(
+            f"{int(wrong.sum())} of {wrong.numel()} groups of an optimizer state have a least magnitude above their "
+            "greatest: the state is corrupted, load another checkpoint"
+        )
+
+
+# Under the names by which checkpoints refer to them; those of 0.1.0 name the module that this one was then.
+torch.serialization.add_safe_globals([FP8State, rebuild, (rebuild, "fp8compile.states.rebuild")])

@@ -1,0 +1,254 @@
+"""Statistics of casts in training: how well FP8 holds each tensor, and what another cast would do.
+
+    SQNR          10·log10(Σ x² / Σ (x − x̂)²) in dB, x̂ = data · scale
+    amax          the largest magnitude
+    saturated     share of the elements with |x| / scale so far above the format's maximum that rounding alone would not
+                  have brought them there (none with current scaling)
+    underflown    share of the nonzero elements that become 0
+    by_rows       SQNR in which every row counts the same: 10·log10 of 1 / (mean over the rows of noise / signal)
+    by_columns    likewise every column, a column being an index of the contracted dimension
+
+over all measured steps. With options={"watch": name} the pass `passes/matmul/observe_casts.py` puts `fp8::observe`
+behind every scale; it adds up here, under that name, on the tensors' device and without waiting for it. After `steps`
+measured executions (one in `every`) a cast is measured no more. Tensors that hold an inf or nan are left out and
+counted. amax, and saturation under the scale of a whole tensor, are those of all elements. All else is measured on
+whole rows, of large tensors 2²⁰ elements in all (`kernels/casts/cast_losses.py` says which, and does the measuring).
+
+A few large columns (outlier channels) or rows (attention sinks) make up most of the signal, so SQNR stays high while
+all else is lost; `by_columns` and `by_rows` see that.
+
+    watched = fp8compile.watch(model, steps=10)       # call it in place of the model for some steps
+    print(watched.statistics)
+    options = {"plan": watched.statistics.plan(minimum=25.0)}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8compile.errors import Fp8Error, OptionError
+from fp8compile.formats import parse_granularity
+from fp8compile.kernels.casts.cast_losses import ALTERNATIVES, LINE, SUMS, measure
+from fp8compile.plan.json_rows import an_object, made, parsed, require
+from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Plan
+
+RUNNABLE = ("e4m3 tensor", "e4m3 row")  # what any operand of a matmul may be, cheapest first
+Operands: TypeAlias = tuple[tuple[str, str, int, str], ...]  # path, role, occurrence, left or right
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operand of one matmul, over all measured steps. what_if: SQNR in dB by cast; sqnr None: it was never finite,
+    or all zeros.
+
+    evenly: (by_rows, by_columns) by cast. trait: "product" of an operand that is the product of two matmuls' results,
+    as SwiGLU's. delayed: of how many steps its scale comes, 0: of this one. role "saved": a tensor kept for backward;
+    occurrence and side are then the rest of its key.
+    """
+
+    path: str
+    role: str
+    occurrence: int
+    side: str
+    cast: str
+    steps: int
+    skipped: int
+    amax: float
+    saturated: float
+    underflown: float
+    sqnr: float | None
+    what_if: dict[str, float | None] = field(default_factory=dict)
+    by_rows: float | None = None
+    by_columns: float | None = None
+    evenly: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    trait: str = ""
+    delayed: int = 0
+
+
+@dataclass
+class Statistics:
+    """What was measured under one name. steps: how often each cast is measured; every: in one of how many executions,
+    the casts taking turns."""
+
+    name: str
+    steps: int = 10
+    every: int = 1
+    plans: list[Plan] = field(default_factory=list)
+    _sums: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _kept: list[Row] = field(default_factory=list, repr=False)
+    _turns: dict[str, int] = field(default_factory=dict, repr=False)  # executions of a cast since its first turn
+
+    def add(self, scale: Tensor | None, tensors: Sequence[Tensor], cast: str, transpose: bool, key: str) -> None:
+        """Measure one execution of a cast; `key` is the JSON of its cast, its `Operands`, and a trait if it has one."""
+        turn = self._turns.setdefault(key, -(len(self._turns) % self.every))  # casts begin one after the other
+        self._turns[key] = turn + 1
+        if 0 <= turn < self.steps * self.every and turn % self.every == 0:
+            measured = measure(scale, tensors, cast, transpose)
+            sums = self._sums.get(key)
+            self._sums[key] = measured if sums is None else _joined(sums, measured)
+
+    def rows(self) -> list[Row]:
+        """One `Row` for each operand that was measured, in the order of their first execution."""
+        found = list(self._kept)
+        for key, sums in self._sums.items():
+            cast, operands, *trait = json.loads(key)
+            cast, _, delay = cast.partition(" delayed(")
+            history = int(delay.removesuffix(")") or 0)
+            found += [_row(operand, cast, sums.tolist(), "".join(trait), history) for operand in operands]
+        return found
+
+    def plan(self, minimum: float) -> list[Plan]:
+        """The watched plans, changed so that every operand keeps `minimum` dB: for options={"plan": …}.
+
+        An operand below it gets the first cast of `RUNNABLE` that reaches it; a matmul with an operand that no such
+        cast can hold stays BF16.
+        """
+        known = {(row.path, row.role, row.occurrence, row.side): row for row in self.rows()}
+        return [_changed(plan, known, minimum) for plan in self.plans]
+
+    def save(self, path: str | Path) -> None:
+        """Write rows and plans as JSON; a report shows them if they lie in its dump as statistics.json."""
+        plans = [json.loads(plan.to_json()) for plan in self.plans]
+        data = {"name": self.name, "steps": self.steps, "rows": [asdict(row) for row in self.rows()], "plans": plans}
+        Path(path).write_text(json.dumps(data, indent=1))
+
+    @staticmethod
+    def load(path: str | Path) -> Statistics:
+        """What `save` wrote. Raises `Fp8Error` for another file."""
+        file = Path(path)
+        if not file.is_file():
+            raise Fp8Error(f"{path} holds no statistics: it is {'a folder' if file.is_dir() else 'not there'}")
+        try:
+            data = an_object(parsed(file.read_text()), "statistics")
+            require(data, ("name", "steps", "rows", "plans"), "statistics")
+            plans = [Plan.from_json(json.dumps(plan)) for plan in data["plans"]]
+            rows = [made(Row, _with_pairs(row), f"rows[{i}]") for i, row in enumerate(data["rows"])]
+        except (OptionError, UnicodeDecodeError, TypeError, AttributeError) as error:
+            raise Fp8Error(f"{path} holds no statistics: {error}") from error
+        return Statistics(data["name"], data["steps"], plans=plans, _kept=rows)
+
+    def __str__(self) -> str:
+        from fp8compile.insight.tables.text import (
+            statistics_text,  # the tables know statistics, not the other way round
+        )
+
+        rows = self.rows()
+        return statistics_text(rows) if rows else self._nothing()
+
+    def _nothing(self) -> str:
+        if not self.plans:
+            return "nothing measured yet: call what is watched, then backward()\n"
+        fp8 = sum(len(plan.converted) for plan in self.plans)
+        why = "; call it again" if fp8 else ": no matmul runs in FP8, so no operand is cast"
+        return f"nothing measured{why}\n"
+
+
+_watched: dict[str, Statistics] = {}
+
+
+def start(name: str, steps: int = 10, every: int = 1) -> Statistics:
+    """Fresh statistics under `name`, for what is compiled with options={"watch": name}."""
+    _watched[name] = Statistics(name, steps, every)
+    return _watched[name]
+
+
+def observe(scale: Tensor, tensors: list[Tensor], cast: str, transpose: bool, name: str, key: str) -> Tensor:
+    """`fp8::observe`: measures the cast of `tensors` under `scale`, and returns the scale."""
+    statistics = _watched.get(name)
+    if statistics is not None:
+        with torch.no_grad():
+            statistics.add(scale, tensors, cast, transpose, key)
+    return scale.clone()
+
+
+def probe(x: Tensor, transpose: bool, name: str, key: str) -> Tensor:
+    """`fp8::probe`: measures what a cast of `x` would lose, as `key` names it, and returns a copy of `x`."""
+    statistics = _watched.get(name)
+    if statistics is not None:
+        with torch.no_grad():
+            statistics.add(None, [x], json.loads(key)[0], transpose, key)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def rows(name: str) -> list[Row]:
+    """What has been measured under `name`."""
+    return _watched[name].rows() if name in _watched else []
+
+
+def stop(name: str) -> None:
+    """What runs under `name` measures no more."""
+    _watched.pop(name, None)
+
+
+def _with_pairs(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "evenly": {cast: tuple(pair) for cast, pair in row.get("evenly", {}).items()}}
+
+
+# ---- sums and rows ---------------------------------------------------------------------------------------------------
+
+
+def _joined(a: Tensor, b: Tensor) -> Tensor:
+    where = SUMS.index("amax")
+    total = a + b
+    total[where] = torch.maximum(a[where], b[where])
+    return total
+
+
+def _row(operand: Sequence[Any], cast: str, sums: Sequence[float], trait: str = "", history: int = 0) -> Row:
+    s = dict(zip(SUMS, sums, strict=False))
+    path, role, occurrence, side = operand
+    rows, columns = (sums[len(SUMS) + i * len(LINE) :][: len(LINE)] for i in range(2))
+    # Σ signal / signal is how many there are
+    even = [(_decibels(rows[-1], r), _decibels(columns[-1], c)) for r, c in zip(rows[:-1], columns[:-1], strict=True)]
+    return Row(
+        path, role, occurrence, side, cast, int(s["steps"]), int(s["skipped"]), s["amax"],
+        s["saturated"] / max(s["elements"], 1), s["underflown"] / max(s["nonzero"], 1),
+        _decibels(s["signal"], s["noise"]), {c: _decibels(s["signal"], s[c]) for c in ALTERNATIVES},
+        *even[0], dict(zip(ALTERNATIVES, even[1:], strict=True)), trait, history,
+    )  # fmt: skip
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    """None for silence; 200 where nothing was lost."""
+    if signal == 0:
+        return None
+    return 200.0 if noise == 0 else 10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64)).item()
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def _changed(plan: Plan, known: dict[tuple[str, str, int, str], Row], minimum: float) -> Plan:
+    seen: dict[tuple[str, str], int] = {}
+    rows = []
+    for row in plan.matmuls:
+        occurrence = seen[row.path, row.role] = seen.get((row.path, row.role), -1) + 1
+        sides = [known.get((row.path, row.role, occurrence, side)) for side in ("left", "right")]
+        rows.append(_improved(row, sides, minimum) if row.decision == FP8 else row)
+    return replace(plan, matmuls=rows)
+
+
+def _improved(row: Matmul, sides: Sequence[Row | None], minimum: float) -> Matmul:
+    operands = []
+    for operand, measured in zip((row.left, row.right), sides, strict=True):
+        if measured is None or measured.sqnr is None or measured.sqnr >= minimum:
+            operands.append(operand)
+            continue
+        casts = () if row.kind == "grouped" else RUNNABLE  # which takes rows alone, and has them
+        better = [c for c in casts if (measured.what_if.get(c) or -200.0) >= minimum]
+        if not better:
+            worst = f"{measured.side} operand at {measured.sqnr:.1f} dB"
+            return replace(row, decision=BF16, reason=f"measured: {worst}", left=None, right=None)
+        format, granularity = better[0].split(" ")
+        operands.append(Operand(format, granularity))
+    kinds = {parse_granularity(o.granularity).kind for o in operands if o is not None}
+    if kinds <= {"tensor", "row"} or operands == [row.left, row.right]:
+        return replace(row, left=operands[0], right=operands[1])
+    return replace(row, decision=BF16, reason="measured: no cast of one operand fits the other", left=None, right=None)

@@ -1,0 +1,1 @@
+"""Where torch calls the compiler, and where its behaviour is changed for this backend."""

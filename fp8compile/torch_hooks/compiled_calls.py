@@ -1,0 +1,245 @@
+"""Calls of compiled functions: whether one reached a graph of this backend, and what is said where none did.
+
+torch may leave a function before any backend is asked (an nn.LSTM, an optimizer with fused=True): then nothing is
+compiled, and torch says nothing. torch enters a backend's `backend_ctx_ctor` around each call of what was compiled with
+it, so here is one: it compares what ran, and what Dynamo gave up, before and after a call. Where no graph of this
+backend ran and Dynamo had reasons, one warning names them (`fp8compile/torch_hooks/uncompiled_calls.py`), and
+`last_compile()` tells of this call.
+
+Private API of torch, imported here only: torch's wrapper of a backend with its options, which hands on a backend's
+`reset` and not its `backend_ctx_ctor`; Dynamo's counters; and the frame in which a compiled function is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config  # lets the steps of optimizers read numbers from tensors
+from torch._dynamo import (
+    eval_frame,  # which function is called, whether by choice eagerly; whom reset() tells
+    trace_rules,  # which code Dynamo does not take up by itself
+)
+from torch._dynamo.utils import counters  # what Dynamo gave up, and why
+from torch.optim import Optimizer
+
+from fp8compile.plan import store
+from fp8compile.plan.rows import Plan
+from fp8compile.torch_hooks import uncompiled_calls
+from fp8compile.torch_hooks.user_frame import warn_user
+
+Compiled = Callable[..., Any]
+
+
+@dataclass
+class Runs:
+    """Count graphs of this process: those asked for, those that ran, and of these those with matmuls."""
+
+    asked: int = 0
+    graphs: int = 0
+    matmuls: int = 0
+
+
+_runs = Runs()
+_steps: list[Calls] = []  # of optimizers, that are running
+_given_up: dict[CodeType, Sequence[str]] = {}  # code that Dynamo takes up no more, and why
+
+
+def asked(backend: Callable[..., Any]) -> None:
+    """Note that the backend is asked for a graph, and let `torch.compiler.reset()` reach it, also after a reset."""
+    _runs.asked += 1
+    eval_frame.cached_backends.setdefault(id(backend), backend)
+
+
+def counted(compiled: Compiled, made: Sequence[Plan]) -> Compiled:
+    """Return `compiled`, counting its runs. made: the plans of its graph."""
+    has_matmuls = any(plan.matmuls for plan in made)
+
+    def run(*args: Any) -> Any:
+        _runs.graphs += 1
+        _runs.matmuls += has_matmuls
+        return compiled(*args)
+
+    run.__dict__.update(vars(compiled) if isinstance(compiled, FunctionType) else {})
+    return run
+
+
+def step_is_told() -> bool:
+    """Return whether a step is running of which it was said already that nothing of it is compiled."""
+    return any(calls.is_told for calls in _steps)
+
+
+def reset() -> None:
+    """Forget all plans, and what Dynamo gave up; torch calls it by the backend's `reset` in its own."""
+    store.reset()
+    _given_up.clear()
+
+
+def watch(backend: Callable[..., Any]) -> None:
+    """Have torch enter calls of what it compiles with `backend` from now on."""
+    backend.reset = reset  # type: ignore[attr-defined]
+    wrapper = getattr(torch, "_TorchCompileWrapper", None)
+    if wrapper is not None and not isinstance(vars(wrapper).get("compiler_fn"), _CompilerFunction):
+        wrapper.compiler_fn = _CompilerFunction()
+
+
+class _CompilerFunction:
+    """The attribute `compiler_fn` of torch's wrapper of a backend: where it is one of ours, the wrapper also gets a
+    `backend_ctx_ctor`. As an attribute of the class, since the wrapper that looks the backend up for the first time
+    exists already when this module is imported."""
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        if wrapper is None or "compiler_fn" not in vars(wrapper):
+            raise AttributeError("compiler_fn")
+        return vars(wrapper)["compiler_fn"]
+
+    def __set__(self, wrapper: Any, backend: Any) -> None:
+        vars(wrapper)["compiler_fn"] = backend
+        if getattr(backend, "reset", None) is reset:
+            vars(wrapper)["backend_ctx_ctor"] = Calls()
+
+
+@dataclass
+class Calls:
+    """Contexts for the calls of what one torch.compile made; once a call has shown whether it reaches a graph, the next
+    ones are let through."""
+
+    is_known: bool = False
+    is_optimizer: bool = False
+    is_told: bool = False  # that it reached none
+
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of one call."""
+        return contextlib.nullcontext() if self.is_known and not self.is_optimizer else Call(self)
+
+
+@dataclass
+class Call:
+    """One call of a compiled function."""
+
+    calls: Calls
+    function: Any = None
+    optimizer: Optimizer | None = None
+    before: Runs = field(default_factory=Runs)
+    reasons: dict[str, int] = field(default_factory=dict)
+    frames: int = 0
+    error: BaseException | None = None
+    undo: Callable[[], Any] | None = None
+
+    def __enter__(self) -> Call:
+        self.function, self.optimizer = _called()
+        self.calls.is_optimizer = self.optimizer is not None
+        if self.optimizer is not None:  # a step that reads a number from a tensor is one graph all the same
+            self.undo = _reading_numbers()
+            _steps.append(self.calls)
+        if not self.calls.is_known:
+            eval_frame.cached_backends.setdefault(id(reset), _Reset)  # type: ignore[arg-type]
+            self.before = Runs(**vars(_runs))
+            self.reasons, self.frames = _reasons(), counters["frames"]["total"]
+            self.error = sys.exc_info()[1]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.undo is not None:
+            self.undo()
+            _steps.pop()
+        if self.calls.is_known:
+            return
+        why = [text for text, count in _reasons().items() if count > self.reasons.get(text, 0)]
+        found = self._verdict(why)
+        if sys.exc_info()[1] is not self.error:  # torch does not say that a call raised
+            return
+        if found is not None:
+            store.nothing_compiled(found)
+            warn_user(f"fp8: {found.failure}")
+            self.calls.is_told = True
+        self.calls.is_known = found is not None or _runs != self.before
+        self.function = self.optimizer = None
+
+    def _verdict(self, why: Sequence[str]) -> Plan | None:
+        """What is to be said of this call; None where it reached a graph, or there was nothing to compile."""
+        if _runs.matmuls > self.before.matmuls:
+            return None
+        name, code = _name_of(self.function, self.optimizer), _code_of(self.function)
+        if _runs.graphs > self.before.graphs or _runs.asked > self.before.asked:
+            return uncompiled_calls.without_matmuls(name, why) if self.optimizer is None else None
+        if counters["frames"]["total"] == self.frames:
+            return self._untried(name, code) if _is_on() else None
+        why = uncompiled_calls.unwanted(why, self.optimizer)
+        if why and code is not None:
+            _given_up[code] = why
+        return uncompiled_calls.plan(name, self.optimizer, why) if why else None
+
+    def _untried(self, name: str, code: CodeType | None) -> Plan | None:
+        """What is to be said where Dynamo did not even try."""
+        if code is not None and code in _given_up:
+            return uncompiled_calls.plan(name, self.optimizer, _given_up[code], is_earlier=True)
+        module = getattr(self.function, "__self__", None)
+        by_itself = getattr(self.function, "__name__", "") == "_call_impl"  # module.compile()
+        if by_itself and isinstance(module, torch.nn.Module) and trace_rules.check(module.forward):
+            return uncompiled_calls.in_place(name)
+        return None
+
+
+class _Reset:
+    """What `torch.compiler.reset()` finds among the backends whose code it forgets."""
+
+    reset = staticmethod(reset)
+
+
+def _reasons() -> dict[str, int]:
+    """Why Dynamo has left code to Python, with counts."""
+    return {**counters["unimplemented"], **counters["graph_break"]}
+
+
+def _is_on() -> bool:
+    return getattr(getattr(eval_frame, "_stance", None), "stance", "default") == "default"
+
+
+def _reading_numbers() -> Callable[[], Any]:
+    """Let Dynamo trace `Tensor.item()`, as its own contexts change a setting for a call; what undoes it."""
+    return dynamo_config._make_closure_patcher(capture_scalar_outputs=True)()  # type: ignore[attr-defined]
+
+
+def _called() -> tuple[Any, Optimizer | None]:
+    """The function whose compiled form is called, and the optimizer whose step it is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == eval_frame.__file__ and "fn" in (names := frame.f_locals) and "args" in names:
+            function = names["fn"]
+            owners = [_owner(function), *names["args"][:1]]
+            return function, next((x for x in owners if isinstance(x, Optimizer)), None)
+        frame = frame.f_back
+    return None, None
+
+
+def _owner(function: Any) -> Any:
+    """The object of a method, also where torch put a function around it."""
+    while function is not None:
+        for owner in (function, getattr(function, "__self__", None)):
+            if isinstance(owner, (Optimizer, torch.nn.Module)):
+                return owner
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _name_of(function: Any, optimizer: Optimizer | None) -> str:
+    if optimizer is not None:
+        return f"{type(optimizer).__name__}.step"
+    owner = _owner(function)
+    if isinstance(owner, torch.nn.Module):
+        return type(owner).__name__
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _code_of(function: Any) -> CodeType | None:
+    """The code that Dynamo takes up, or no more: of a module that torch wraps itself, code that all such ones share."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        return getattr(owner.forward, "__code__", None)
+    return getattr(function, "__code__", None)

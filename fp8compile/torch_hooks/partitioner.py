@@ -1,0 +1,255 @@
+"""The partitioner: joint graph → forward and backward, by our own cut (`passes/save/min_cut.py`).
+
+    forms      in which form each value would be kept           passes/save/saved_forms.py
+    cut        which values are kept, within a budget            passes/save/min_cut.py, save_budget.py
+    rewrite    what is kept as FP8 becomes payload and scales    passes/save/save_as_fp8.py
+
+Everything else is torch's: which nodes each half needs, the two graphs, checkpointing with random numbers, the order of
+backward. These functions have no public name; they are imported here and nowhere else. A graph without FP8 casts in
+which nothing would be kept as FP8 is left to torch's own partitioner; so is, unless option `save` or a plan asks for
+rounding, a graph without FP8 matmuls: its gradients are then those of BF16.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config  # whether equal nodes are unified before the cut
+from torch._functorch import partitioners as torch_partitioners  # the parts of torch's partitioner that we keep
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's base: its uuid() keys the caches
+
+from fp8compile import devices, ops
+from fp8compile.errors import OptionError
+from fp8compile.options import KEEP_ALL, Options
+from fp8compile.passes.core.compilation import Compilation, aten, attach_views, device_of, remove_dead
+from fp8compile.passes.core.snapshot import Snapshot
+from fp8compile.passes.core.verify import signature, verify
+from fp8compile.passes.core.verify_halves import verify_halves
+from fp8compile.passes.lower import describe
+from fp8compile.passes.save.min_cut import Halves, is_object, may_be_computed_again, run_again
+from fp8compile.passes.save.rounding_hazards import find_sensitive
+from fp8compile.passes.save.save_as_fp8 import save_as_fp8
+from fp8compile.passes.save.save_budget import plan_within
+from fp8compile.passes.save.saved_forms import Form, Graph, as_it_is, find_forms
+from fp8compile.passes.save.saved_overrides import edit_saved, saved_keys
+from fp8compile.plan import overrides
+from fp8compile.plan.rows import Plan
+from fp8compile.plan.store import Record
+from fp8compile.source_digest import source_digest
+from fp8compile.torch_hooks import failures, nested_regions
+from fp8compile.torch_hooks.user_frame import warn_user
+
+ADDING = {
+    aten.index_put.default, aten._unsafe_index_put.default, aten._unsafe_masked_index_put_accumulate.default,
+    aten.scatter_add.default, aten.index_add.default, aten.embedding_dense_backward.default,
+}  # fmt: skip
+
+
+class Partitioner(CustomPartitionerFn):
+    """torch's hook for a partitioner; `record` is told what is saved."""
+
+    def __init__(self, options: Options, record: Record | None = None):
+        self.options = options
+        self.record = record
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        """(forward, backward) of the joint graph `gm`."""
+        kwargs = with_static_parts(gm, kwargs)
+        ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
+        backup, forms = Snapshot(gm.graph), {}
+        try:
+            if not ours:
+                forms = {node.name: form for node, form in _halves(gm, kwargs, self.options).forms.items()}
+            if ours or any(form.granularity for form in forms.values()):
+                return _partition(gm, joint_inputs, kwargs, self.options, self.record)
+        except Exception as error:
+            if self.options.strict or isinstance(error, OptionError):
+                raise
+            gm.graph = backup.graph()
+            failures.warn(error, gm.graph, self.options, "What backward needs is chosen and kept as without FP8")
+        return self._by_torch(gm, joint_inputs, kwargs, forms)
+
+    def _by_torch(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any], known: dict[str, Form]
+    ) -> Any:
+        """torch's own partitioner, and the plan's rows about what it saves."""
+        p = torch_partitioners
+        forward, backward = p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if self.record is not None:
+            primals = [n for n in forward.graph.find_nodes(op="placeholder") if p._is_primal(n)]
+            static = {primals[i] for i in kwargs.get("static_lifetime_input_indices") or [] if i < len(primals)}
+            outputs: Any = forward.graph.output_node().args[0]
+            saved = [n for n in outputs[kwargs["num_fwd_outputs"] :] if isinstance(n, fx.Node)]
+            tensors = [n for n in saved if isinstance(n.meta.get("val"), torch.Tensor)]
+            why = {n: known[n.name].reason if n.name in known else "saved by torch's own cut" for n in tensors}
+            forms = {n: as_it_is(n.meta["val"], why[n]) for n in tensors}
+            self.record.add_saved(describe.describe_saved(saved, static, forms), {}, [])
+        return forward, backward
+
+    def uuid(self) -> str:
+        """The source and the options decide what it does."""
+        return f"partitioner-{source_digest()}-{self.options!r}"
+
+
+def with_static_parts(gm: fx.GraphModule, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` with the inputs that stay where they are numbered as `gm` has them. Of a nested region torch names none.
+
+    torch numbers them as the user's function has them, where a tensor subclass is one input; in the graph it is several
+    (the payload and the scale of a weight), and whatever follows would be taken for another input.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if held := [i for i, node in enumerate(inputs) if node.meta.get(nested_regions.HELD)]:
+        return {**kwargs, "static_lifetime_input_indices": held}
+    descs = [node.meta.get("desc") for node in inputs]
+    if not any(hasattr(desc, "attr") for desc in descs):
+        return kwargs
+    given = set(kwargs.get("static_lifetime_input_indices") or [])
+    static = [i for i, desc in enumerate(descs) if _outer_index(desc) in given]
+    return {**kwargs, "static_lifetime_input_indices": static}
+
+
+def _outer_index(desc: Any) -> int | None:
+    """Which input of the user's function an input is (a part of); None for what is none of them."""
+    while not hasattr(desc, "idx") and hasattr(desc, "base"):
+        desc = desc.base
+    return getattr(desc, "idx", None)
+
+
+def _partition(
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    kwargs: dict[str, Any],
+    options: Options,
+    record: Record | None = None,
+) -> Any:
+    p = torch_partitioners
+    remove_dead(gm.graph)
+    if functorch_config.cse:
+        gm.graph = fx_graph_cse(gm.graph)
+    checkpointed, random = p.has_recomputable_ops(gm), p.has_recomputable_rng_ops(gm)
+    if checkpointed:
+        gm = p.cleanup_recompute_tags(gm, is_default_partition=False)
+    p.force_save_collectives(gm)
+    p.force_save_effectful_ops(gm)
+    p.force_save_bw_mutation_src(gm)
+    halves = _halves(gm, kwargs, options)
+    outputs = signature(gm.graph)
+    if not halves.backward:
+        return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    choice = plan_within(gm.graph, halves, options.activation_budget, devices.describe(device_of(gm.graph)))
+    if choice.missed:
+        warn_user(f"fp8: {choice.missed}")
+    saved = choice.saved
+    sizes = [n for n in saved if p.is_sym_node(n)]
+    objects = [n for n in saved if n not in sizes and is_object(n)]
+    saved = _save(gm, [n for n in saved if n not in sizes and n not in objects], halves, options, record)
+    attach_views(gm.graph)
+    if options.verify:
+        verify(gm.graph, "save_as_fp8", outputs)
+    extra: dict[str, Any] = {}
+    if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes"):
+        extra = {"saved_opaque_nodes": objects}
+    else:
+        saved += objects
+    forward, backward = p._extract_fwd_bwd_modules(
+        gm,
+        saved,
+        saved_sym_nodes=sizes,
+        num_fwd_outputs=kwargs["num_fwd_outputs"],
+        static_lifetime_input_nodes=halves.static,  # type: ignore[arg-type]
+        **extra,
+    )
+    if checkpointed and random:
+        forward, backward = p.functionalize_rng_ops(gm, forward, backward, len(sizes))
+    backward = p.reordering_to_mimic_autograd_engine(backward)
+    forward, backward = p.raise_getitems(forward), p.raise_getitems(backward)
+    forward = p.thread_graphsafe_rng_from_hops(forward, is_backward=False)
+    backward = p.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+    if options.verify:
+        verify_halves(forward.graph, backward.graph, outputs[: kwargs["num_fwd_outputs"]])
+    return forward, backward
+
+
+def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Halves:
+    """What is known of the two halves, with the form of every value."""
+    p = torch_partitioners
+    outputs = kwargs["num_fwd_outputs"]
+    info = p.classify_nodes(gm, kwargs.get("static_lifetime_input_indices") or [], outputs)
+    recomputable = p.get_default_op_list().is_recomputable
+    if device_of(gm.graph).type == "cpu":
+        recomputable = _but_for_places(recomputable)
+    halves = Halves(
+        set(info.inputs),
+        set(info.required_fw_nodes),
+        {n for n in info.required_bw_nodes if n.op != "output"},
+        set(info.static_lifetime_input_nodes),
+        recomputable,
+    )
+    returned, gradients, *_ = p._extract_fwd_bwd_outputs(gm, num_fwd_outputs=outputs)
+    primals = [n for n in gm.graph.find_nodes(op="placeholder") if p._is_primal(n)]
+    differentiable = {n for n, gradient in zip(primals, gradients, strict=False) if gradient is not None}
+    known = Graph(
+        {n for n in returned if isinstance(n, fx.Node)},
+        (halves.inputs - differentiable) | halves.static,
+        halves.forward - halves.backward,
+        _is_in_fp8(gm) or overrides.wants_fp8(options.plan),
+    )
+    device = devices.describe(device_of(gm.graph))
+    if (device.has_fp8 or device.emulated) and options.save != KEEP_ALL:
+        again = {n for n in gm.graph.nodes if n not in halves.backward and may_be_computed_again(n, recomputable)}
+        sensitive = find_sensitive(gm.graph, again.__contains__, halves.backward.__contains__)
+        halves.exact.update(sensitive)
+        halves.forms.update(find_forms(gm.graph, known, options, sensitive))
+    return halves
+
+
+def _is_in_fp8(gm: fx.GraphModule) -> bool:
+    """Whether any matmul of a graph, or of the regions that it calls, is in FP8."""
+    return any(n.target is ops.scaled_mm for body in nested_regions.bodies(gm) for n in body.graph.nodes)
+
+
+def _but_for_places(is_recomputable: Callable[[fx.Node], bool]) -> Callable[[fx.Node], bool]:
+    """Return `is_recomputable`, but for numbers of the places at which something is added up, of symbolic shapes.
+
+    Where Inductor's C++ computes such a place in a tile that it transposes, it counts the tile's inner loop twice, and
+    adds elsewhere (torch 2.11 and 2.13). What is loaded instead is right.
+    """
+
+    def is_place(node: fx.Node) -> bool:
+        x = node.meta.get("val")
+        return (
+            isinstance(x, torch.Tensor)
+            and x.dtype in (torch.int32, torch.int64)
+            and not all(isinstance(n, int) for n in x.shape)
+            and any(user.target in ADDING for user in node.users)
+        )
+
+    return lambda node: not is_place(node) and is_recomputable(node)
+
+
+def _save(
+    gm: fx.GraphModule, saved: list[fx.Node], halves: Halves, options: Options, record: Record | None
+) -> list[fx.Node]:
+    """What is saved, payloads in place of values; and the plan's rows about it."""
+    again = run_again(gm.graph, saved, halves)
+    c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
+    restored = describe.describe_restored(again, halves)  # before nodes are doubled
+    keys = saved_keys(saved, halves)
+    edit_saved(keys, halves, options.plan)
+    kept, forms = save_as_fp8(c, saved, halves, keys if options.watch else None)
+    if record is not None:
+        record.add_saved(
+            describe.describe_saved(saved, halves.static, {**halves.forms, **forms}),
+            describe.describe_recomputed(again, halves),
+            restored,
+        )
+    return kept
+
+
+def _takes(function: Any, name: str) -> bool:
+    return name in inspect.signature(function).parameters

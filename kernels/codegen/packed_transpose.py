@@ -1,0 +1,43 @@
+"""Which parts may be computed in quarters: every fourth row of a tile as a tensor of its own, four of them in all.
+
+A transposed payload has the codes of four rows next to each other. Where one thread has all four, they cross shared
+memory as one word; code by code that is four times as many instructions, and the slowest ones of a kernel that stores
+several payloads.
+"""
+
+from __future__ import annotations
+
+from fp8compile.formats import round_up
+from fp8compile.kernels.codegen.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Store
+
+STEP = 4  # codes of a word
+JOINED = ("col_group_amax", "block_amax")  # what is found in each quarter, and joined
+NOT_IN_QUARTERS = (*PARTIALS, *ROW_REDUCTIONS)
+
+
+def possible(part: Part) -> bool:
+    """Whether all that is stored transposed are codes, in words that are whole and aligned, and nothing joins rows."""
+    values, extents = part.values, part.extents
+    coded = {i for i, v in enumerate(values) if v.op == "quantize"}
+    transposed = [s for s in part.stores if s.transposed and part.stored_extent(s) == ELEMENT]
+    return (
+        bool(transposed)
+        and not any(v.op in NOT_IN_QUARTERS or coded & set(v.args) for v in values)
+        and not any(v.op in JOINED and v.params[0] % STEP for v in values)
+        and not any(1 < rows < STEP for rows, _ in extents)
+        and all(s.value in coded and _in_words(part, s) for s in transposed)
+        and all(part.stored_extent(s) == extents[s.value] for s in part.stores)
+        and not any(s.transposed and extents[s.value][0] == 1 for s in part.stores if s not in transposed)
+    )
+
+
+def _in_words(part: Part, store: Store) -> bool:
+    """Whether each column of this store is made of whole words that begin at multiples of four."""
+    if isinstance(part.rows, str):
+        rows = store.row_multiple % STEP == 0 or part.row_divisor % STEP == 0
+        lead = store.lead == part.rows and part.row_divisor % STEP == 0
+    else:
+        rows, lead = round_up(part.rows, store.row_multiple) % STEP == 0, False
+    if isinstance(store.lead, int):
+        lead = store.lead % STEP == 0
+    return rows and lead and isinstance(store.offset, int) and store.offset % STEP == 0

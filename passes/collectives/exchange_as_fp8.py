@@ -1,0 +1,69 @@
+"""Exchange as FP8: rows that experts get from other ranks, and give back, are cast before they travel.
+
+Before      %y = all_to_all(%x)   %q = fp8.quantize(%y, %s, e4m3, row)   %d = _grouped_mm(%dy, %y)
+After       %q = fp8.quantize(%x, …)   %y = all_to_all(%q)               %d = _grouped_mm(%dy, fp8.dequantize(%y, …))
+
+Where only FP8 matmuls read the rows (in inference, or with frozen experts) they get the same values, bit for bit
+(`passes/collectives/quantize_before_collective.py`). Elsewhere it takes wire="fp8", for somebody reads rounded rows:
+grad_weight of experts, which is a BF16 matmul, or, behind the experts, the model. A row with a scale of its own loses
+what a cast for a matmul would.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8compile.formats import E4M3
+from fp8compile.passes.collectives.gather_as_fp8 import (
+    SAME,
+    finish,
+    record,
+    replace_exactly,
+    replace_rounded,
+    why_inexact,
+    why_none,
+    why_small,
+)
+from fp8compile.passes.collectives.quantize_before_collective import Cast, Early, readers_of
+from fp8compile.passes.core.collectives import ALL_TO_ALL, Journey, journeys
+from fp8compile.passes.core.compilation import Compilation, value
+
+ROWS = Cast(E4M3.name, "row")
+LEAST = 64  # elements of a row that is worth a scale of its own: numbers for a router have fewer
+
+
+def run(c: Compilation) -> None:
+    """Cast before all-to-alls, and say of each what became of it."""
+    finish(c, [journey for journey in journeys(c.graph, ALL_TO_ALL) if _exchange(c, journey)])
+
+
+def _exchange(c: Compilation, journey: Journey) -> bool:
+    x = value(journey.source)
+    if not x.is_floating_point() or x.element_size() == 1:
+        return False
+    readers = readers_of(journey)
+    casts, reason = [*readers.early], SAME
+    why = why_none(c, journey)
+    exact = "no FP8 matmul reads it" if not casts and not readers.late else why_inexact(readers, x)
+    if not why and exact:
+        casts, reason = [*casts, ROWS][:1], "wire='fp8': its rows are rounded before they travel"
+        why = _why_unfit(x) or ("" if c.options.wire == "fp8" else f"{exact}; wire='fp8' rounds it")
+    why = why or why_small(c, journey, casts)
+    record(c, journey, [] if why else casts, why or reason)
+    if why:
+        return False
+    early = Early(c, journey)
+    if exact:
+        replace_rounded(early, readers, casts[0])
+    else:
+        replace_exactly(early, readers)
+    return True
+
+
+def _why_unfit(x: torch.Tensor) -> str:
+    """Why the rows of `x` are not to be rounded; "" if they may be."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(x.dtype).removeprefix('torch.')}: the model asks for its precision"
+    if x.dim() < 2 or not isinstance(x.shape[-1], int):
+        return "it has no rows of a known size"
+    return "" if x.shape[-1] >= LEAST else f"rows of {x.shape[-1]}: fewer than {LEAST}"

@@ -1,0 +1,35 @@
+"""Where a node comes from, in the user's terms: the module's path and the line of source."""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+from fp8compile.source_digest import HERE
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module whose forward made `node`, as model.named_modules() spells it; "" if unknown."""
+    stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack")
+    return clean_path(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def clean_path(path: str) -> str:
+    """A module path without the compiler's decoration: "L['self'].layers[0].fc" → "layers.0.fc"."""
+    path = re.sub(r"""^[LG]\[['"][^\]]*['"]\]""", "", path)
+    path = re.sub(r"""\[['"]?([^'"\]]+)['"]?\]""", r".\1", path)
+    path = re.sub(r"^.*\.__closure__\.\d+\.cell_contents\b", "", path)  # a model that an inner function holds
+    path = re.sub(r"\._modules\b|\._parameters\b|\b_orig_mod\.|\b_checkpoint_wrapped_module\.", "", path)
+    return path.strip(".")
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line that made `node`, "file:line  code"; "" if unknown."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*([^\n]+)', trace)
+    frames = [frame for frame in frames if not frame[0].startswith(f"{HERE}/insight/")]  # explain's, not the user's
+    if not frames:
+        return ""
+    file, line, code = frames[-1]
+    return f"{file.rsplit('/', 1)[-1]}:{line}  {code.strip()}"

@@ -1,0 +1,237 @@
+"""The verifier: what must hold of a graph between any two passes.
+
+- the graph is well-formed, and its outputs have the shapes and dtypes that they had before the first pass
+- every node carries its value, and its arguments hold symbolic sizes as nodes, never raw; a marker's value is what the
+  operator says of its arguments
+- FP8 data comes from fp8.quantize (or views and concatenations of such data), or from outside; it is contiguous along
+  the contracted dimension where a matmul reads it, and its contracted dimension is a multiple of 16
+- FP8 data is read only by fp8.scaled_mm, fp8.dequantize and regions (or passes through views, concatenations, graph
+  outputs; or travels to other ranks as bytes)
+- the groups of a grouped matmul are int32 numbers, one for each matrix of its right operand, and its scales are rows'
+- a view has its value in the memory of what it is a view of: torch decides by that what backward may overwrite
+- operators that demand strides find their inputs as they came (`passes/core/stride_demands.py`)
+- data meets the scale it was made with, or arrived with, in the granularity it was made in, and the scale has the shape
+  of that; data from other ranks meets a scale of the amaxes that travelled with it
+
+A broken rule is our bug: `VerificationError` names the pass, the node and the rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims.rng_prims import (  # torch gives them no values
+    graphsafe_run_with_rng_state,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
+
+from fp8compile import ops
+from fp8compile.errors import VerificationError
+from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
+from fp8compile.passes.core.collectives import AS_BYTES, CARRIERS
+from fp8compile.passes.core.compilation import VIEWS, aten, divides, is_detached, same_sizes, value
+from fp8compile.passes.core.graph_text import graph_text
+from fp8compile.passes.core.stride_demands import Broken, check_strides
+
+TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default, aten.reshape.default}
+HELD = {*FP8_DTYPES, torch.uint8}
+READERS = (
+    ops.scaled_mm,
+    ops.dequantize,
+    ops.region,
+)  # what a region does with FP8 data: `passes/lower/verify_kernels.py`
+Signature = list[tuple[str, list[str]] | None]
+
+
+def signature(graph: fx.Graph) -> Signature:
+    """Dtypes and shapes of the graph's outputs."""
+    outputs = graph.output_node().args[0]
+    return [_type(a) for a in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
+
+
+def _type(node: Any) -> tuple[str, list[str]] | None:
+    val = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return (str(val.dtype), [str(s) for s in val.shape]) if isinstance(val, torch.Tensor) else None
+
+
+def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None, broken: Broken = ()) -> None:
+    """Check all rules of this module after `stage`; raises `VerificationError`. `broken`: demands of strides that were
+    not met before."""
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise VerificationError(f"after {stage}: malformed graph: {error}") from error
+    expected: dict[str, torch.Tensor] = {}
+    for node in graph.nodes:
+        why = _broken_rule(node, expected)
+        if why:
+            raise VerificationError(f"after {stage}: %{node.name}: {why}\n{excerpt(graph, node)}")
+    check_strides(graph, stage, broken)
+    if outputs is not None and signature(graph) != outputs:
+        raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
+
+
+def _broken_rule(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
+    if node.op == "call_function" and "val" not in node.meta and _returns(node):
+        return "carries no value"
+    if _holds_raw_size((node.args, node.kwargs)):
+        return "has a raw symbolic size among its arguments"
+    if node.target in ops.MARKERS:
+        why = _wrong_marker(node, expected)
+        if why:
+            return why
+    if node.op == "call_function" and node.all_input_nodes and is_detached(node):
+        return f"has memory of its own, and is a view of %{node.all_input_nodes[0].name}"
+    if isinstance(node.meta.get("val"), torch.Tensor) and value(node).dtype in HELD and _is_ours(node):
+        return _wrong_users(node)
+    return ""
+
+
+def _holds_raw_size(arg: Any) -> bool:
+    if isinstance(arg, (tuple, list)):
+        return any(map(_holds_raw_size, arg))
+    if isinstance(arg, dict):
+        return any(map(_holds_raw_size, arg.values()))
+    return isinstance(arg, torch.SymInt)
+
+
+def _returns(node: fx.Node) -> bool:
+    """Whether an operator has a result with a value (an assertion has none, nor what keeps a generator's state)."""
+    if node.target in (run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state):
+        return False
+    return not (isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns)
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether FP8 data comes from our quantize; a user's own FP8 tensors are none of our business."""
+    while node.target in TRANSPARENT | CARRIERS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.target is ops.quantize
+
+
+def _wrong_users(node: fx.Node) -> str:
+    for user in node.users:
+        if not _may_read(node, user):
+            return f"FP8 data is read without its scale by %{user.name} ({user.target})"
+    return ""
+
+
+def _may_read(node: fx.Node, user: fx.Node) -> bool:
+    if user.op == "output" or user.target in TRANSPARENT:
+        return True
+    if user.target is AS_BYTES:
+        return value(user).dtype in HELD
+    as_bytes = value(node).dtype == torch.uint8
+    return user.target in (CARRIERS if as_bytes else READERS)
+
+
+def _wrong_marker(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
+    call = f"{node.target}{fx.map_arg(node.args, lambda n: _describe(n.meta['val']))}"
+    if call not in expected:  # layers are alike
+        expected[call] = _evaluate(node)
+    wanted, actual = expected[call], value(node)
+    if wanted.dtype != actual.dtype or not same_sizes(wanted.shape, actual.shape):
+        return f"has value {_describe(actual)}, its arguments give {_describe(wanted)}"
+    if node.target is ops.scaled_mm:
+        return _wrong_scaled_mm(node)
+    if node.target is ops.dequantize:
+        return _wrong_operand(node.args[0], node.args[1], node.args[2])  # type: ignore[arg-type]
+    if node.target is ops.quantize:
+        scale, granularity = node.args[1], parse_granularity(node.args[3])  # type: ignore[arg-type]
+        wanted = granularity.scale_shape(value(node).shape)
+        if not same_sizes(value(scale).shape, wanted):  # type: ignore[arg-type]
+            return f"its scale has shape {list(value(scale).shape)}, {granularity} needs {wanted}"  # type: ignore[arg-type]
+        if value(scale).dtype != torch.float32:  # type: ignore[arg-type]
+            return "its scale is not FP32"
+    return ""
+
+
+def _evaluate(node: fx.Node) -> torch.Tensor:
+    args = fx.map_arg(node.args, lambda n: n.meta["val"])
+    return ops.FAKES[node.target](*args)  # type: ignore[index]  # takes values of several fake modes, as backward has
+
+
+def _wrong_scaled_mm(node: fx.Node) -> str:
+    a, scale_a, how_a, b, scale_b, how_b, *rest = node.args
+    why = _wrong_operand(a, scale_a, how_a) or _wrong_operand(b, scale_b, how_b)  # type: ignore[arg-type]
+    if why:
+        return why
+    k_a, k_b = value(a).shape[-1], value(b).shape[-1]  # type: ignore[arg-type]
+    if not same_sizes([k_a], [k_b]):
+        return f"contracts {k_a} with {k_b} elements"
+    if not divides(ALIGNMENT, k_a) or not divides(ALIGNMENT, value(b).shape[-2]):  # type: ignore[arg-type]
+        return f"K {k_a} or N {value(b).shape[-2]} is not a multiple of {ALIGNMENT}"  # type: ignore[arg-type]
+    offs = rest[3] if len(rest) > 3 else None
+    return "" if offs is None else _wrong_groups(value(a), value(b), value(offs), {how_a, how_b})  # type: ignore[arg-type]
+
+
+def _wrong_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, how: set[str]) -> str:
+    if (a.dim(), b.dim(), offs.dim()) != (2, 3, 1) or not same_sizes(offs.shape, b.shape[:1]):
+        return f"groups {list(offs.shape)} of {list(a.shape)} for {list(b.shape)}"
+    if offs.dtype != torch.int32:
+        return f"its groups end at {offs.dtype} numbers, not int32"
+    return "" if how == {"row"} else f"its groups have scales of {' and '.join(sorted(how))}, not of rows"
+
+
+def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:
+    """Why `data` and `scale` do not belong together; "" if they do."""
+    v = value(data)
+    if v.dtype not in FP8_DTYPES:
+        return f"%{data.name} is {v.dtype}, not FP8"
+    arrived = data.op == "placeholder"  # lies as who made it liked; scaled_mm's tag has Inductor copy it
+    if str(v.stride(-1)) != "1" and not arrived and not any(str(s) == "0" for s in v.shape):
+        return f"%{data.name} is not contiguous along its contracted dimension"
+    for made in quantizes(data):
+        if made.args[3] != granularity:
+            return f"%{data.name} was cast by {made.args[3]} and is read as {granularity}"
+        own: fx.Node = made.args[1]  # type: ignore[assignment]
+        if own is not scale and own not in scale.all_input_nodes and made_of(own) != made_of(scale):
+            return f"%{data.name} was made with %{made.args[1]} and is read with %{scale.name}"
+    if _arrived_with(data) != _arrived_with(scale):
+        return f"%{data.name} did not arrive with %{scale.name}"
+    wanted = parse_granularity(granularity).scale_shape(v.shape)
+    if not same_sizes(value(scale).shape, wanted):
+        return f"%{scale.name} has shape {list(value(scale).shape)}, {granularity} of {list(v.shape)} needs {wanted}"
+    return ""
+
+
+def quantizes(data: fx.Node) -> list[fx.Node]:
+    """Return the casts whose results `data` shows or concatenates."""
+    if data.target is ops.quantize:
+        return [data]
+    shows = data.target in TRANSPARENT | CARRIERS
+    return [q for i in data.all_input_nodes for q in quantizes(i)] if shows else []
+
+
+def made_of(scale: fx.Node) -> object:
+    """Return the amax that `scale` is made of, before it has travelled, and how; `scale` itself where it is made
+    otherwise."""
+    while scale.target is ops.observe:
+        scale = scale.args[0]  # type: ignore[assignment]
+    if scale.target is not ops.scale:
+        return scale
+    amax = scale.all_input_nodes[0]
+    while amax.target in TRANSPARENT | CARRIERS:
+        amax = amax.all_input_nodes[0]
+    return amax, scale.args[1:]
+
+
+def _arrived_with(node: fx.Node) -> object:
+    """The input of the user's function that an input of the graph is a part of, seen through views and copies."""
+    while node.target in TRANSPARENT and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return getattr(node.meta.get("desc"), "base", None) if node.op == "placeholder" else None
+
+
+def _describe(val: Any) -> str:
+    return f"{val.dtype}{list(val.shape)}"
+
+
+def excerpt(graph: fx.Graph, node: fx.Node) -> str:
+    """Return the lines of `graph` around `node`, for an error."""
+    lines = graph_text(graph).splitlines()
+    at = list(graph.nodes).index(node)
+    return "\n".join(("-> " if i == at else "   ") + lines[i] for i in range(max(0, at - 4), min(len(lines), at + 3)))

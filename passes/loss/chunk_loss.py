@@ -1,0 +1,216 @@
+"""Chunk loss: an output head and its cross-entropy, in chunks of rows. All logits never exist, nor their FP32 copy.
+
+Before      %logits = mm(%x, %Wᵀ);  … %chosen = gather(log_softmax(%logits), 1, %labels);  %loss = …(%chosen)
+            %dlogits = …(%logits, %labels, %tangent);  %dx = mm(%dlogits, %W);  %dW = mm(%dlogitsᵀ, %x)
+After       %chosen, %gx, %gW = fp8.chunked_loss(%x, %W, %labels, %weights);  %loss = …(%chosen)
+            %dx = %gx · %tangent;  %dW = %gW · %tangent
+
+What a loss makes of log-probabilities (a mean over labels that count, a sum over a number of items, weights of rows)
+stays as the user wrote it; only how much each row counts is told the operator (`passes/loss/loss_weights.py`). Sound
+because `passes/loss/find_loss.py` proves by execution that what is replaced computes what the operator does, and
+because gradients are linear in the incoming number. What cannot be replaced is left, with its reason in the plan.
+
+Where only backward knows how much a row counts (losses of rows are returned, or it depends on the loss itself, as of a
+preference or a policy), the operator runs twice: for the terms in forward, with logits again for gradients in backward.
+That is a fourth matmul, so "auto" does not.
+
+After       %chosen = fp8.chunked_loss(%x, %W, %labels);  …;  %dx, %dW = fp8.chunked_loss(%x, %W, %labels, %g)
+
+"auto" leaves logits whole that are small (LEAST_BYTES), or of which a chunk would be more than half: the gradient of
+the weight, which now waits for backward in FP32, takes as much as two chunks of logits.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile import ops
+from fp8compile.kernels.loss.chunked_loss import DROPPED, TERMS, rows_of_chunk
+from fp8compile.passes.core import fusible
+from fp8compile.passes.core.compilation import (
+    Compilation,
+    aten,
+    dependents,
+    is_tangent,
+    reshape,
+    sort_topologically,
+    value,
+)
+from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.loss import label_indexing
+from fp8compile.passes.loss.dropped_rows import with_dropped, without_dropped
+from fp8compile.passes.loss.find_loss import Found, find_loss
+from fp8compile.passes.loss.loss_equivalence import SCATTERS
+from fp8compile.passes.loss.loss_parts import NotFoundError
+from fp8compile.passes.loss.loss_weights import known_in_backward, known_in_forward, weighted_sum
+from fp8compile.passes.matmul.roles import Site
+from fp8compile.passes.save.saved_forms import as_it_is, count
+from fp8compile.plan.rows import BF16, FP8, Loss
+
+LEAST_BYTES = 256 * 2**20
+ROLES = ("grad_input", "grad_weight", "grad_bias")
+prims = torch.ops.prims
+
+
+def run(c: Compilation) -> None:
+    """Rewrite the heads that qualify; a row of the plan for each that was looked at."""
+    if c.options.chunk_loss is False:
+        return
+    heads = [s for s in c.sites.values() if s.role == "output" and s.kind in ("mm", "addmm") and not s.weight_on_left]
+    if c.options.chunk_loss == "auto":
+        heads = [s for s in heads if _bytes(s) >= LEAST_BYTES]
+    for classes in {s.n for s in heads}:
+        label_indexing.run(c, classes)
+    heads = [s for s in heads if _has_labels(s)]
+    for site in heads:  # one changes what the next is read by
+        _run_on(c, site, dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n))))
+        sort_topologically(c.graph)
+
+
+def _has_labels(site: Site) -> bool:
+    """Whether something like a cross-entropy may read what `site` computes: labels choose classes, or a softmax is
+    taken, not far away."""
+    frontier, seen = [site.node], {site.node}
+    for _ in range(16):
+        frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
+        seen.update(frontier)
+    near = seen.union(*(n.all_input_nodes for n in seen))
+    lines = [n.args[0] for n in near if n.target in SCATTERS or n.target in (aten.gather.default, aten.amax.default)]
+    return any(str(value(x).shape[-1]) == str(site.n) for x in lines)  # type: ignore[arg-type]
+
+
+def _run_on(c: Compilation, site: Site, backward: set[fx.Node]) -> None:
+    wanted, size = c.options.chunk_loss, _bytes(site)
+    rows = rows_of_chunk(site.k) if isinstance(wanted, (bool, str)) else wanted
+    try:
+        if wanted == "auto":
+            _refuse(c, site, rows)
+        found = find_loss(site, backward)
+        said = _rewrite(c, found, rows, backward, again=wanted != "auto")
+    except NotFoundError as why:
+        _describe(c, site, size, 0, str(why))
+        return
+    _describe(c, site, size, rows, said)
+    reason = f"the output head and its loss run in chunks of {rows} rows"
+    for gone in (site, *site.grads):
+        c.plan.update(gone.key, decision=BF16, reason=reason, milliseconds_fp8=None, milliseconds_bf16=None)
+        del c.sites[gone.key]
+
+
+def _bytes(site: Site) -> int:
+    """What whole logits take."""
+    return as_it_is(value(site.node), "").bytes
+
+
+def _refuse(c: Compilation, site: Site, rows: int) -> None:
+    """Raise what "auto" has against it."""
+    row = c.plan.row(site.key)
+    if row is not None and row.decision == FP8:
+        raise NotFoundError("its matmul runs in FP8; chunk_loss=True would leave it in BF16, in chunks")
+    if count([site.m]) < 2 * rows:
+        raise NotFoundError(f"fewer than two chunks of {rows} rows: the weight's gradient would take as much")
+
+
+def _describe(c: Compilation, site: Site, size: int, chunk: int, reason: str) -> None:
+    m, n = (x if isinstance(x, int) else str(x) for x in (site.m, site.n))
+    dtype = str(value(site.node).dtype).removeprefix("torch.")
+    c.plan.losses.append(Loss(site.key, site.path, site.source, m, n, dtype, size, chunk, reason))
+
+
+def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], again: bool) -> str:
+    """Put the operator in place of the head; dead code takes the rest. again: logits may be computed again in backward.
+
+    Returns what is said of it.
+    """
+    like, wanted = found.labelled, [role in found.gradients for role in ROLES]
+    weights, unknown = None, None
+    try:
+        weights = known_in_forward(c, found, backward) if found.cotangents else None
+    except NotFoundError as why:
+        if not again:
+            raise NotFoundError(f"{why}; chunk_loss=True computes logits in chunks, and again in backward") from why
+        unknown = why
+    index = _index(c, found)
+    if unknown is None:
+        results = _call(c, found, rows, index, weights and weights.values, wanted, like)
+        terms, said = results[0], "every chunk's gradients are computed beside its losses"
+    else:
+        terms = _call(c, found, rows, index, None, [False] * len(ROLES), like)[0]
+        place = min(found.gradients.values(), key=list(c.graph.nodes).index)
+        weights = known_in_backward(c, found, place)
+        results = _call(c, found, rows, index, weights.values, wanted, place)
+        said = f"logits are computed again in backward: {unknown}"
+    _replace_ends(c, found, terms)
+    for role, gradient in zip((role for role in ROLES if role in found.gradients), results[1:], strict=True):
+        assert weights is not None
+        _replace_gradient(c, found, role, gradient, weights.number)
+    return said
+
+
+def _index(c: Compilation, found: Found) -> fx.Node:
+    """The labels of all rows."""
+    index = reshape(c, found.labelled.args[2], [-1], found.labelled)  # type: ignore[arg-type]
+    return index if found.cut is None else with_dropped(c, index, found.cut, found.labelled, DROPPED)
+
+
+def _call(
+    c: Compilation,
+    found: Found,
+    rows: int,
+    index: fx.Node,
+    weights: fx.Node | None,
+    wanted: list[bool],
+    like: fx.Node,
+) -> list[fx.Node]:
+    """A call of the operator: its terms, and the gradients that are wanted."""
+    site, curve = found.site, found.curve
+    assert site.left is not None
+    assert site.right is not None
+    given = (site.left, c.transposed(site.right, like), site.bias, index, weights)
+    loss = c.emit(ops.chunked_loss, *given, rows, curve.inner, curve.outer, wanted, found.every_term, like=like)
+    results = _results(c, loss)
+    for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
+        node.meta.pop("recompute", None)
+    return results
+
+
+def _replace_ends(c: Compilation, found: Found, terms: fx.Node) -> None:
+    """Make what is read from outside of the operator's terms: log-probabilities [rows], or [len(TERMS), rows]."""
+    for end, factors in found.ends.items():
+        new = weighted_sum(c, factors, [terms] if not found.every_term else _rows(c, terms, end), end)
+        if found.cut is not None:
+            new = without_dropped(c, new, found.cut, end)
+        new = reshape(c, new, list(value(end).shape), end)
+        replace_value(c, end, _narrowed(c, new, end))
+
+
+def _rows(c: Compilation, terms: fx.Node, like: fx.Node) -> list[fx.Node]:
+    return [c.emit(aten.select.int, terms, 0, i, like=like) for i in range(len(TERMS))]
+
+
+def _results(c: Compilation, loss: fx.Node) -> list[fx.Node]:
+    return [c.emit(operator.getitem, loss, i, like=loss, before=loss.next) for i in range(len(loss.meta["val"]))]
+
+
+def _narrowed(c: Compilation, node: fx.Node, like: fx.Node) -> fx.Node:
+    """`node`, which is FP32, in the dtype of `like`."""
+    dtype = value(like).dtype
+    return node if dtype is torch.float32 else c.emit(prims.convert_element_type.default, node, dtype, like=like)
+
+
+def _replace_gradient(c: Compilation, found: Found, role: str, gradient: fx.Node, number: fx.Node | None) -> None:
+    old = found.gradients[role]
+    new = gradient if number is None else c.emit(aten.mul.Tensor, gradient, number, like=old)
+    new = _narrowed(c, new, old)
+    matmul: Any = next((s for s in found.site.grads if s.node is old), None)
+    if matmul is None:
+        new = c.emit(aten.unsqueeze.default, new, 0, like=old)
+        if value(old).dim() == 1:
+            new = c.emit(aten.view.default, new, [-1], like=old)
+    elif matmul.weight_on_left:  # its gradient is the right factor: the product is the transpose of ours
+        new = c.emit(aten.permute.default, new, [1, 0], like=old)
+    replace_value(c, old, new)

@@ -1,0 +1,63 @@
+"""Label indexing: labels that index classes, row by row, become a gather's, which a loss in chunks knows.
+
+Before      %c = index(%x, [iota(R), %y])                  index_put(zeros [R, N], [iota(R), %y], %g, True)
+After       %i = unsqueeze(where(%y < 0, %y + N, %y), 1)
+            %c = squeeze(gather(%x, 1, %i), 1)             scatter_add(zeros, 1, %i, unsqueeze(%g, 1))
+
+As users write it: log_probabilities[torch.arange(R), labels]. Sound because the numbers from 0 to R − 1 are every row
+once; an index below zero counts from the end, which a gather's does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile.passes.core.compilation import Compilation, aten, value
+from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.loss.dropped_rows import is_zero
+
+prims = torch.ops.prims
+
+
+def run(c: Compilation, classes: Any) -> None:
+    """Rewrite what indexes matrices of so many `classes`."""
+    if not isinstance(classes, int):
+        return
+    for node in list(c.graph.nodes):
+        if node.target is aten.index.Tensor and _is_of_labels(node, classes):
+            chosen = c.emit(aten.gather.default, node.args[0], 1, _index(c, node, classes), like=node)
+            replace_value(c, node, c.emit(aten.squeeze.dim, chosen, 1, like=node))
+        elif node.target is aten.index_put.default and _is_of_labels(node, classes) and is_zero(node.args[0]):
+            zeros, _, added, *_ = node.args
+            given = c.emit(aten.unsqueeze.default, added, 1, like=node)
+            replace_value(
+                c, node, c.emit(aten.scatter_add.default, zeros, 1, _index(c, node, classes), given, like=node)
+            )
+
+
+def _is_of_labels(node: fx.Node, classes: int) -> bool:
+    """Whether `node` takes one class of every row of a matrix, or puts one there."""
+    args: Any = node.args
+    x, indices = value(args[0]), args[1]
+    if x.dim() != 2 or x.shape[1] != classes or len(indices) != 2 or None in indices:
+        return False
+    if node.target is aten.index_put.default and value(args[2]).dim() != 1:
+        return False
+    rows, labels = indices
+    return (
+        rows.target is prims.iota.default
+        and (rows.kwargs.get("start"), rows.kwargs.get("step")) == (0, 1)
+        and value(labels).dtype is torch.int64
+        and all(value(i).dim() == 1 and str(value(i).shape[0]) == str(x.shape[0]) for i in indices)
+    )
+
+
+def _index(c: Compilation, node: fx.Node, classes: int) -> fx.Node:
+    args: Any = node.args
+    _, labels = args[1]
+    from_the_end = c.emit(aten.add.Tensor, labels, classes, like=node)
+    below = c.emit(aten.lt.Scalar, labels, 0, like=node)
+    return c.emit(aten.unsqueeze.default, c.emit(aten.where.self, below, from_the_end, labels, like=node), 1, like=node)

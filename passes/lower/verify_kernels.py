@@ -1,0 +1,164 @@
+"""Verify the graphs from which kernels are made: a half after each step that lowers it.
+
+Beside the rules of `passes/core/verify.py`:
+
+- the outputs have the shapes, dtypes and strides that they had, and none shows memory of an input that did not before
+- a region reads tensors in the dtypes and strides for which its spec was made, inside of their memory; FP8 data only
+  to multiply it by a scale
+- a region writes every element of its buffers once, padding included (`kernels/check/coverage.py`)
+- a launch has buffers of its own, which nothing else reads or writes
+- nothing reads an input after it was overwritten
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from fp8compile import ops
+from fp8compile.errors import VerificationError
+from fp8compile.kernels.check.coverage import unwritten
+from fp8compile.kernels.codegen.spec import Part, Region, number_of
+from fp8compile.passes.core.compilation import VIEWS, aten, hint, is_tensor, value
+from fp8compile.passes.core.stride_demands import Broken
+from fp8compile.passes.core.verify import excerpt, verify
+from fp8compile.passes.lower.lower_regions import LAUNCH
+from fp8compile.passes.regions.region_graph import spec_of
+
+SHOWS = {*VIEWS, aten.reshape.default, operator.getitem}
+Outputs = list[tuple[Any, ...] | None]
+
+
+def outputs_of(graph: fx.Graph) -> Outputs:
+    """Return what readers of each output of `graph` rely on: dtype, shape, strides, and of which input it is a view."""
+    outputs = graph.output_node().args[0]
+    return [_described(a) for a in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
+
+
+def _described(node: Any) -> tuple[Any, ...] | None:
+    if not isinstance(node, fx.Node) or not is_tensor(node):
+        return None
+    x = value(node)
+    strides = [str(s) for s, n in zip(x.stride(), x.shape, strict=True) if str(n) not in ("0", "1")]
+    owner = _owner(node)
+    return str(x.dtype), [str(s) for s in x.shape], strides, owner.name if owner.op == "placeholder" else ""
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` shows."""
+    while node.op == "call_function" and node.target in SHOWS and is_tensor(node.all_input_nodes[0]):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def verify_kernels(graph: fx.Graph, stage: str, outputs: Outputs, broken: Broken = ()) -> None:
+    """Check all rules of this module after `stage`; raises `VerificationError`.
+
+    outputs, broken: of the graph before the first step; what a compiler has laid out otherwise it brings in order.
+    """
+    verify(graph, stage, broken=broken)
+    tried: dict[Any, str] = {}
+    for node in graph.nodes:
+        why = _broken_rule(node, tried)
+        if why:
+            raise VerificationError(f"after {stage}: %{node.name}: {why}\n{excerpt(graph, node)}")
+    for n, (before, after) in enumerate(zip(outputs, outputs_of(graph), strict=True)):
+        if before is not None and after is not None and not _agrees(before, after):
+            raise VerificationError(f"after {stage}: output {n} changed from {before} to {after}")
+    why = late_read(graph)
+    if why:
+        raise VerificationError(f"after {stage}: {why}")
+
+
+def _agrees(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    return before[:3] == after[:3] and after[3] in ("", before[3])
+
+
+def _broken_rule(node: fx.Node, tried: dict[Any, str]) -> str:
+    if node.target is ops.region:
+        return _wrong_region(node, tried)
+    if node.meta.get(LAUNCH):
+        return _shared_buffer(node)
+    return ""
+
+
+# ---- regions --------------------------------------------------------------------------------------------------------
+
+
+def _wrong_region(node: fx.Node, tried: dict[Any, str]) -> str:
+    tensors, sizes, *texts = node.args
+    region, schedule = spec_of(node)
+    if len(tensors) != region.tensors or len(sizes) != len(region.sizes):  # type: ignore[arg-type]
+        return f"reads {len(tensors)} tensors and {len(sizes)} sizes, its spec {region.tensors} and {len(region.sizes)}"  # type: ignore[arg-type]
+    names = {name: _hint(size) for name, size in zip(region.sizes, sizes, strict=True)}  # type: ignore[arg-type]
+    inputs = [(value(t).dtype, tuple(map(hint, value(t).shape)), tuple(map(hint, value(t).stride()))) for t in tensors]  # type: ignore[arg-type, union-attr]
+    key = (*texts, tuple(names.values()), tuple(inputs))
+    if key not in tried:  # layers are alike
+        tried[key] = wrong_reads(region, inputs, names) or unwritten(region, schedule, names)
+    return tried[key]
+
+
+def _hint(size: Any) -> int:
+    return hint(size.meta["val"] if isinstance(size, fx.Node) else size)
+
+
+def wrong_reads(region: Region, inputs: Sequence[tuple[Any, ...]], sizes: Mapping[str, int]) -> str:
+    """Return why `region` cannot read tensors of these (dtype, shape, strides); "" if it can."""
+    for n, ((_, shape, strides), wanted) in enumerate(zip(inputs, region.strides, strict=False)):
+        known = [number_of(s, sizes) for s in wanted]
+        if any(a != b and size > 1 for a, b, size in zip(strides, known, shape, strict=True)):
+            return f"tensor {n} has strides {list(strides)}, its spec was made for {known}"
+    for part in region.parts:
+        for n, read in enumerate(part.inputs):
+            dtype, shape, strides = inputs[read.tensor]
+            if str(dtype) != f"torch.{read.dtype}":
+                return f"tensor {read.tensor} is {dtype}, its spec reads {read.dtype}"
+            room = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
+            if read.reach(sizes) > room:
+                return f"reads element {read.reach(sizes) - 1} of tensor {read.tensor}, which has {room}"
+            if "float8" in read.dtype and not _is_scaled(part, n):
+                return f"reads FP8 data of tensor {read.tensor} without a scale"
+    return ""
+
+
+def _is_scaled(part: Part, read: int) -> bool:
+    """Whether all that is done with what input `read` loads is to multiply it."""
+    loads = {i for i, v in enumerate(part.values) if v.op == "load" and v.params[0] == read}
+    return all(v.op == "mul" for v in part.values if loads & set(v.args))
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _shared_buffer(launch: fx.Node) -> str:
+    """Why the buffers of a launch are not its own; "" if they are."""
+    kwargs: Any = launch.kwargs["kwargs"]
+    for name in launch.kwargs["tensors_to_clone"]:  # type: ignore[union-attr]
+        buffer = kwargs[name]
+        if buffer.target is not aten.empty.memory_format:
+            return f"writes into %{buffer.name}, which is no buffer of its own"
+        if len(buffer.users) != 1 or sum(x is buffer for x in kwargs.values()) != 1:
+            return f"shares its buffer %{buffer.name} with {', '.join(f'%{u.name}' for u in buffer.users)}"
+    return ""
+
+
+def late_read(graph: fx.Graph) -> str:
+    """Return which node reads an input of `graph` after a copy into it has overwritten it; "" if none does."""
+    written: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not aten.copy_.default and is_computed(node):
+            for read in node.all_input_nodes:
+                copy = written.get(_owner(read) if is_tensor(read) else read)
+                if copy is not None and read is not copy:
+                    return f"%{node.name} reads %{read.name} after %{copy.name} has overwritten it"
+        elif node.target is aten.copy_.default and _owner(node.args[0]).op == "placeholder":
+            written[_owner(node.args[0])] = node
+    return ""
+
+
+def is_computed(node: fx.Node) -> bool:
+    """Return whether `node` reads elements of its inputs: a view does not."""
+    return node.target not in SHOWS

@@ -1,0 +1,141 @@
+"""Canonicalize: one form for matmuls, one node for one view.
+
+Before                                               After
+    %v1 = view(%norm, [64, 32])                          %v1 = view(%norm, [64, 32])
+    %v2 = view(%norm, [64, 32])                          (v2 is v1)
+    %p  = permute(%w, [1, 0])
+    %pp = permute(%p, [1, 0])                            (pp is w)
+    %y  = bmm(%x [1, 64, 32], %w [1, 32, 16])            mm(squeeze(x), squeeze(w)) and unsqueeze
+    %y  = bmm(%x [8, 64, 32], expand(%w [32, 16]))       mm(view(x, [512, 32]), w) and view
+    %g  = sum(bmm(%xᵀ [8, 32, 64], %dy [8, 64, 16]), 0)  mm(view(x)ᵀ, view(dy))
+    %y  = baddbmm(%b, %x, %w)                            add(%b, bmm(%x, %w))
+
+Sound because two views of one base with equal sizes, strides and offset are the same tensor, a batch of one is a
+matrix, and a broadcast weight multiplies all batches alike (its gradient sums over them).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from fp8compile.passes.core.compilation import (
+    VIEWS,
+    Compilation,
+    aten,
+    base,
+    same_sizes,
+    sort_topologically,
+    value,
+)
+from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.matmul import gathered_weights
+
+
+def run(c: Compilation) -> None:
+    """Bring the graph into the form above."""
+    gathered_weights.normalize(c)
+    _merge_equal_views(c)
+    for node in list(c.graph.nodes):
+        if node.target is aten.baddbmm.default and not node.kwargs:
+            _split_baddbmm(c, node)
+    for node in list(c.graph.nodes):
+        if node.target is aten.sum.dim_IntList:
+            _fold_batch_of_gradient(c, node)
+    for node in list(c.graph.nodes):
+        if node.target is aten.bmm.default:
+            _drop_batch(c, node)
+    sort_topologically(c.graph)  # a transpose may have been taken from further down
+    _merge_equal_views(c)
+
+
+def _geometry(node: fx.Node) -> tuple[object, ...]:
+    v = value(node)
+    sizes = (str(v.dtype), *map(str, v.shape), "|", *map(str, v.stride()), str(v.storage_offset()))
+    return (base(node), *sizes)
+
+
+def _merge_equal_views(c: Compilation) -> None:
+    known: dict[tuple[object, ...], fx.Node] = {}
+    for node in list(c.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        if node.target not in VIEWS:
+            continue
+        owner = base(node)
+        if not isinstance(owner.meta.get("val"), torch.Tensor):
+            continue
+        known.setdefault(_geometry(owner), owner)
+        same = known.setdefault(_geometry(node), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            c.graph.erase_node(node)
+
+
+def _split_baddbmm(c: Compilation, node: fx.Node) -> None:
+    bias, a, b = node.args
+    product = c.emit(aten.bmm.default, a, b, like=node)
+    replace_value(c, node, c.emit(aten.add.Tensor, product, bias, like=node))
+
+
+def _drop_batch(c: Compilation, node: fx.Node) -> None:
+    a, b = node.args
+    batch = value(a).shape[0]  # type: ignore[arg-type]
+    if isinstance(batch, int) and batch == 1:
+        product = c.emit(aten.mm.default, *(c.emit(aten.squeeze.dim, x, 0, like=node) for x in (a, b)), like=node)
+        replace_value(c, node, c.emit(aten.unsqueeze.default, product, 0, like=node))
+    elif _is_broadcast(b) and _rows_collapse(a):
+        _one_matmul(c, node, a, b)  # type: ignore[arg-type]
+    elif _is_broadcast(a) and _rows_collapse(_mirrored := c.transposed(b, like=node)):  # type: ignore[arg-type]
+        # (W xᵀ)[i] = (x[i] Wᵀ)ᵀ: one matmul over all batches, whose result is read transposed
+        mirror = c.emit(aten.bmm.default, _mirrored, c.transposed(a, like=node), like=node)  # type: ignore[arg-type]
+        back = c.transposed(mirror, like=node)
+        replace_value(c, node, back)
+        _one_matmul(c, mirror, *mirror.args)  # type: ignore[arg-type]
+
+
+def _one_matmul(c: Compilation, node: fx.Node, a: fx.Node, b: fx.Node) -> None:
+    """bmm(a, broadcast b) as one mm over the collapsed rows of `a`."""
+    batch, m, k = value(a).shape
+    n = value(b).shape[-1]
+    if not all(isinstance(s, int) for s in (batch, m, k, n)):
+        return
+    rows = c.emit(aten.view.default, a, [batch * m, k], like=node)
+    product = c.emit(aten.mm.default, rows, c.emit(aten.select.int, b, 0, 0, like=node), like=node)
+    replace_value(c, node, c.emit(aten.view.default, product, [batch, m, n], like=node))
+
+
+def _is_broadcast(node: object) -> bool:
+    v = value(node)  # type: ignore[arg-type]
+    return isinstance(v.shape[0], int) and v.shape[0] > 1 and v.stride(0) == 0
+
+
+def _rows_collapse(node: object) -> bool:
+    """Whether [B, M, K] can be viewed as [B·M, K]."""
+    v = value(node)  # type: ignore[arg-type]
+    return same_sizes([v.stride(0)], [v.shape[1] * v.stride(1)])
+
+
+def _fold_batch_of_gradient(c: Compilation, node: fx.Node) -> None:
+    """sum over the batch of bmm(xᵀ, dy), the gradient of a broadcast weight, as one mm."""
+    product, dims = node.args[0], list(node.args[1] or [])  # type: ignore[arg-type]  # None: over all
+    keep = len(node.args) > 2 and bool(node.args[2])
+    if not isinstance(product, fx.Node) or product.target is not aten.bmm.default or len(product.users) != 1:
+        return
+    left, right = product.args
+    sizes = (*value(left).shape, value(right).shape[-1])  # type: ignore[arg-type]
+    if dims != [0] or node.kwargs or not all(isinstance(s, int) for s in sizes):
+        return
+    batch, k, m, n = sizes
+    x = c.transposed(left, like=node)  # type: ignore[arg-type]
+    if not (_rows_collapse(x) and _rows_collapse(right)):
+        return
+    rows = c.emit(aten.view.default, x, [batch * m, k], like=product)
+    grads = c.emit(aten.view.default, right, [batch * m, n], like=product)
+    total = c.emit(aten.mm.default, c.transposed(rows, like=product), grads, like=product)
+    shape = [1, k, n] if keep else [k, n]
+    replace_value(c, node, c.emit(aten.view.default, total, shape, like=node))
+    if math.prod(sizes) and not product.users:
+        c.graph.erase_node(product)

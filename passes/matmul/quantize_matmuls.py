@@ -1,0 +1,205 @@
+"""Quantize matmuls: carry out the plan with markers.
+
+Before      %y = mm(%x, permute(%w))
+After       %ax = fp8.amax(%x, row)         %sx = fp8.scale(%ax, e4m3)     %qx = fp8.quantize(%x, %sx, e4m3, row)
+            %aw = fp8.amax(%w, tensor)      %sw = fp8.scale(%aw, e4m3)     %qw = fp8.quantize(%w, %sw, e4m3, tensor)
+            %y  = fp8.scaled_mm(%qx, %sx, row, %qw, %sw, tensor, bias=None, bfloat16)
+
+Each operand is cast into the layout in which the contracted dimension is contiguous: from the tensor that the graph
+has, or transposed on the way. A concatenation is cast part by part into one buffer. A contracted dimension that is no
+multiple of 16 is filled up with zeros, which add nothing to the sum; so is the last dimension of the result, which is
+then cut off. A weight that arrived in FP8 is taken as it is (`passes/matmul/gathered_weights.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp8compile import ops
+from fp8compile.formats import ALIGNMENT, Granularity, parse_granularity
+from fp8compile.passes.core.compilation import (
+    Compilation,
+    aten,
+    divides,
+    is_transpose_of,
+    same_sizes,
+    sort_topologically,
+    value,
+)
+from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.matmul.gathered_weights import Gathered, gathered
+from fp8compile.passes.matmul.roles import Site
+from fp8compile.plan.rows import Matmul, Operand
+
+GROUP_ROWS = 4  # cuBLAS reads the scales of grouped rows in pieces of four
+
+
+@dataclass(frozen=True)
+class Layout:
+    """In which orientation, and with how much padding, an operand's data is written."""
+
+    transpose: bool
+    row_multiple: int = 1
+    col_multiple: int = 1
+
+    @property
+    def args(self) -> tuple[bool, int, int]:
+        """As the operators take it."""
+        return self.transpose, self.row_multiple, self.col_multiple
+
+
+def run(c: Compilation) -> None:
+    """Replace every matmul that the plan converts."""
+    seen: Counter[str] = Counter()
+    for row in c.plan.converted:
+        key = f"{c.namespace}/{row.path}/{row.role}"
+        nth = seen[key]  # a module may hold several matmuls, or be called several times: each has its own history
+        seen[key] += 1
+        _rewrite(c, row, c.sites[row.node], f"{key}#{nth}" if nth else key)
+    sort_topologically(c.graph)
+
+
+def _rewrite(c: Compilation, row: Matmul, site: Site, key: str) -> None:
+    assert row.left is not None
+    assert row.right is not None
+    assert site.left is not None
+    assert site.right is not None
+    node = site.node
+    cols = 1 if divides(ALIGNMENT, site.k) else ALIGNMENT
+    n_rows = 1 if divides(ALIGNMENT, site.n) else ALIGNMENT
+    grouped = parse_granularity(row.left.granularity).kind == "group"
+    m_rows = GROUP_ROWS if grouped and not divides(GROUP_ROWS, site.m) else 1
+    left = _operand(c, site.left, True, row.left, f"{key}/left", m_rows, cols, node)
+    right = _operand(c, site.right, False, row.right, f"{key}/right", n_rows, cols, node)
+    fits = site.bias is not None and same_sizes(value(site.bias).shape, [site.n]) and n_rows == m_rows == 1
+    bias = site.bias if fits else None
+    out = c.emit(
+        ops.scaled_mm, *left, row.left.granularity, *right, row.right.granularity, bias,
+        value(node).dtype, row.fast_accumulation, *([] if site.offs is None else [site.offs]), like=node,
+    )  # fmt: skip
+    for dim, multiple, size in ((-1, n_rows, site.n), (-2, m_rows, site.m)):
+        if multiple > 1:
+            out = c.emit(aten.slice.Tensor, out, value(out).dim() + dim, 0, _length(c, site, dim, size), like=node)
+    if site.bias is not None and bias is None:
+        out = c.emit(aten.add.Tensor, out, site.bias, like=node)
+    replace_value(c, node, out)
+    padded = [
+        f"{name} {size} to a multiple of {multiple}"
+        for name, size, multiple in (("K", site.k, cols), ("N", site.n, n_rows), ("M", site.m, m_rows))
+        if multiple > 1
+    ]
+    c.plan.update(row.node, node=out.name, padded=tuple(padded))
+
+
+def _length(c: Compilation, site: Site, dim: int, size: Any) -> Any:
+    """The size to cut the result to: a number, or a node that computes a symbolic one."""
+    if isinstance(size, int):
+        return size
+    source = site.left if dim == -2 else site.right
+    return c.emit(aten.sym_size.int, source, value(source).dim() + dim, like=site.node)  # type: ignore[arg-type]
+
+
+def _operand(
+    c: Compilation,
+    node: fx.Node,
+    contracted_last: bool,
+    operand: Operand,
+    key: str,
+    rows: int,
+    cols: int,
+    like: fx.Node,
+) -> tuple[fx.Node, fx.Node]:
+    """(data, scale) of a left operand [M, K] or a right operand [K, N], as the matmul wants them."""
+    source, transpose = node, not contracted_last
+    if isinstance(owner := (node.args[0] if node.args else None), fx.Node) and is_transpose_of(node, owner):
+        source, transpose = owner, not transpose
+    weight = gathered(source)
+    if operand.gathered and weight is not None:
+        return _gathered(c, weight, transpose, like)
+    cast = _Cast(c, operand, key, like)
+    return cast.make(source, Layout(transpose, rows, cols))
+
+
+def _gathered(c: Compilation, weight: Gathered, transpose: bool, like: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(data, scale) of a weight that arrived in FP8, contiguous along the contracted dimension."""
+    data, scale = weight.payload, weight.scale
+    if not transpose:
+        return data, scale
+    turned = [
+        c.emit(aten.clone.default, c.emit(aten.permute.default, x, [1, 0], like=like), like=like, contiguous=True)
+        for x in ([data, scale] if value(scale).dim() == 2 else [data])
+    ]
+    return turned[0], turned[-1] if len(turned) == 2 else scale
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """Emits the markers for one operand."""
+
+    c: Compilation
+    operand: Operand
+    key: str
+    like: fx.Node
+
+    def make(self, source: fx.Node, layout: Layout) -> tuple[fx.Node, fx.Node]:
+        """(data, scale) of `source` in `layout`; of a concatenation, part by part where the scales allow it."""
+        parts = _parts(source, parse_granularity(self.operand.granularity), layout)
+        if parts is None:
+            scale = self._scale(self._amax(source, layout))
+            return self._data(source, scale, layout), scale
+        tensors, dim, combine = parts
+        amaxes = [self._amax(t, layout) for t in tensors]
+        if combine is None:  # one scale for all parts
+            total = reduce(lambda a, b: self.c.emit(aten.maximum.default, a, b, like=self.like), amaxes)
+            scale = self._scale(total)
+            scales = [scale] * len(tensors)
+        else:
+            scales = [self._scale(a) for a in amaxes]
+            scale = self.c.emit(aten.cat.default, scales, combine, like=self.like)
+        data = [self._data(t, s, layout) for t, s in zip(tensors, scales, strict=True)]
+        return self.c.emit(aten.cat.default, data, dim, like=self.like), scale
+
+    def _amax(self, source: fx.Node, layout: Layout) -> fx.Node:
+        return self.c.emit(ops.amax, source, self.operand.granularity, *layout.args, like=self.like)
+
+    def _scale(self, amax: fx.Node) -> fx.Node:
+        o = self.operand
+        if not o.history:
+            return self.c.emit(ops.scale, amax, o.format, o.power_of_two, like=self.like)
+        scale = self.c.emit(
+            ops.delayed_scale, amax, self.key, o.format, o.history, o.margin, o.power_of_two, like=self.like
+        )
+        if "recompute" in scale.meta:  # in a checkpointed region: computed again, it would be recorded again
+            scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return scale
+
+    def _data(self, source: fx.Node, scale: fx.Node, layout: Layout) -> fx.Node:
+        o = self.operand
+        return self.c.emit(ops.quantize, source, scale, o.format, o.granularity, *layout.args, like=self.like)
+
+
+def _parts(source: fx.Node, granularity: Granularity, layout: Layout) -> tuple[list[fx.Node], int, int | None] | None:
+    """The parts of a 2-D concatenation, the dimension of the data they lie along, and that of their scales (None: one
+    scale for all); None where it must be cast as a whole."""
+    if (
+        source.target is not aten.cat.default
+        or value(source).dim() != 2
+        or (layout.row_multiple, layout.col_multiple) != (1, 1)
+    ):
+        return None
+    tensors: list[fx.Node] = list(source.args[0])  # type: ignore[arg-type]
+    along: int = (source.args[1] if len(source.args) > 1 else 0) % 2  # type: ignore[operator]
+    dim = 1 - along if layout.transpose else along
+    if any(value(t).dtype != value(source).dtype for t in tensors):
+        return None
+    if granularity.kind == "tensor" or (granularity.kind == "row" and dim == 1):
+        return tensors, dim, None
+    size = 1 if granularity.kind == "row" or (granularity.kind == "group" and dim == 0) else granularity.size
+    whole = all(isinstance(n := value(t).shape[along], int) and n % size == 0 for t in tensors)
+    return (tensors, dim, dim) if whole else None

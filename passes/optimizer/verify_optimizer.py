@@ -1,0 +1,52 @@
+"""Verify an optimizer's graph between its passes.
+
+- the graph is well-formed, and every node that returns something carries its value
+- it returns what it returned, and writes the inputs that it wrote: parameters, and both parts of each state; beside
+  them, only what `fp8::store_state` names as belonging to a state (its counter, the missing bits of a parameter)
+- nothing reads an input after it was overwritten
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fp8compile.errors import VerificationError
+from fp8compile.optimizer.state_ops import add_in_place, store_state, update_parameters
+from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.core.verify import Signature, verify
+from fp8compile.passes.lower.verify_kernels import late_read
+
+WRITERS = (update_parameters, add_in_place)  # they write what their first argument lists
+
+
+def verify_optimizer(graph: fx.Graph, stage: str, outputs: Signature, written: set[str], beside: set[str]) -> None:
+    """Check all rules of this module after `stage`; raises `VerificationError`.
+
+    outputs, written, beside: of the graph as it came: what it returns and writes, and what it may write beside that.
+    """
+    verify(graph, stage, outputs)
+    now = written_inputs(graph)
+    lost, found = sorted(written - now), sorted(now - written - beside)
+    if lost or found:
+        what = f"no longer writes {', '.join(lost)}" if lost else f"writes {', '.join(found)}, which it did not before"
+        raise VerificationError(f"after {stage}: the graph {what}")
+    why = late_read(graph)
+    if why:
+        raise VerificationError(f"after {stage}: {why}")
+
+
+def beside_states(graph: fx.Graph) -> set[str]:
+    """Return the names of the inputs that belong to a state beside its payload and side data."""
+    stores = graph.find_nodes(op="call_function", target=store_state)
+    return {x.name for node in stores for x in node.args[1:3] if isinstance(x, fx.Node)}
+
+
+def written_inputs(graph: fx.Graph) -> set[str]:
+    """Return the names of the inputs that `graph` overwrites."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        if node.target is aten.copy_.default:
+            found.add(node.args[0].name)
+        elif node.target in WRITERS:
+            found |= {x.name for x in node.args[0]}
+    return found

@@ -1,0 +1,203 @@
+"""Clusters: which sinks become one region.
+
+    sinks       payloads, column sums, amaxes over all rows, and values that what is no region reads
+    level       how many borders (matmuls, attention, …) and reductions over all rows lie before a node (`borders`)
+
+Sinks of one level and one iteration space that read a tensor in common are one cluster. A transposed payload of a lower
+level waits for the next cluster that loads the same tensors (`cluster_loads`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile import ops
+from fp8compile.passes.core import fusible
+from fp8compile.passes.core.compilation import is_tensor, value
+from fp8compile.passes.core.iteration import divides, product, same
+from fp8compile.passes.regions.cast_layout import CastLayout
+from fp8compile.passes.regions.fusion_barriers import is_narrowed_elsewhere, is_read_by_border, is_statistic
+from fp8compile.passes.regions.repeated_values import is_repeated
+
+
+@dataclass
+class Cluster:
+    """Sinks that shall be computed together, over rows × cols."""
+
+    rows: Any
+    cols: int
+    level: int
+    transposed: bool
+    sinks: list[fx.Node]
+    reads: set[fx.Node] = field(default_factory=set)  # full-size tensors and values that its sinks are made of
+
+
+def find_clusters(graph: fx.Graph, levels: dict[fx.Node, int], reasons: list[str]) -> list[Cluster]:
+    """The clusters of `graph` that are worth a kernel. `reasons` gets why casts are in none."""
+    singles = [k for node in graph.nodes if (k := _single(node, levels, reasons)) is not None]
+    by_space: dict[Any, list[Cluster]] = defaultdict(list)
+    for k in singles:
+        by_space[(k.level, str(k.rows), k.cols, k.transposed)].append(k)
+    merged = [m for group in by_space.values() for m in _connected(group)]
+    joined = []
+    by_space.clear()
+    for k in merged:
+        by_space[(k.level, str(k.rows), k.cols)].append(k)
+    for group in by_space.values():  # transposed stores go with others of their level where no row is reduced
+        plain = [k for k in group if not reduces_rows(k, levels)]
+        joined += _connected(plain) + [k for k in group if k not in plain]
+    casts = any(s.target in ops.CASTS for k in joined for s in k.sinks)
+    return [k for k in joined if _is_worth_a_kernel(k, levels) or (casts and any(map(is_repeated, k.sinks)))]
+
+
+def _single(node: fx.Node, levels: dict[fx.Node, int], reasons: list[str]) -> Cluster | None:
+    """The cluster of this one sink; None if it is none, or of a kind that no region takes."""
+    source = _source(node)
+    if source is None and is_value(node):
+        source = node
+    if source is None or not is_tensor(source):
+        return None
+    shape = list(value(source).shape)
+    if len(shape) < 1 or value(source).dtype not in fusible.FLOATS:
+        return None
+    why = _why_not(node, shape)
+    if why:
+        if node.target in ops.CASTS:
+            reasons.append(f"%{node.name}: {why}")
+        return None
+    transposed = False
+    if node.target is ops.quantize:
+        layout = CastLayout.of(node)
+        transposed = layout.transpose or layout.granularity.kind == "block"
+    cluster = Cluster(product(shape) // shape[-1], shape[-1], levels[node], transposed, [node])
+    cluster.reads = _reads(cluster, levels)
+    return cluster
+
+
+def _why_not(node: fx.Node, shape: list[Any]) -> str:
+    """Why no region runs over a tensor of this shape for the sink `node`; "" if one can."""
+    cols = shape[-1]
+    if not isinstance(cols, int):
+        return "its rows have a symbolic length"
+    if any(isinstance(n, int) and n == 0 for n in shape):
+        return "it is empty"
+    if any(isinstance(n, torch.SymInt) and not n.node.has_hint() for n in shape):
+        return "it has a size that only the data knows"
+    if fusible.is_global_amax(node) and node.args[1] == "row":
+        if len(shape) != 2:
+            return "a batch is transposed matrix by matrix"
+        return "amaxes of columns, filled up" if CastLayout.of(node).row_multiple != 1 else ""
+    return _why_no_payload(CastLayout.of(node), shape) if node.target is ops.quantize else ""
+
+
+def _why_no_payload(layout: CastLayout, shape: list[Any]) -> str:
+    kind, size = layout.granularity.kind, layout.granularity.size
+    if len(shape) != 2 and layout.transpose:
+        return "a batch is transposed matrix by matrix"
+    if len(shape) != 2 and (layout.row_multiple, layout.col_multiple) != (1, 1):
+        return "a batch is filled up matrix by matrix"
+    if size & (size - 1):
+        return f"groups of {size}, which is no power of two"
+    lengths = shape[-2:] if kind == "block" else [shape[0] if layout.transpose else shape[-1]] if size else []
+    if not all(divides(size, n) for n in lengths):
+        return f"{layout.granularity} does not divide {shape}"
+    return ""
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """The tensor that a sink runs over; None if `node` is no sink."""
+    if node.target is ops.quantize or fusible.is_col_sum(node):
+        return node.args[0]  # type: ignore[return-value]
+    if fusible.is_global_amax(node):
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        if source.target is ops.amax and CastLayout.of(source).granularity.kind != "tensor":
+            return source.args[0] if not fusible.is_global_amax(source) else None  # type: ignore[return-value]
+        return source
+    return None
+
+
+def is_value(node: fx.Node) -> bool:
+    """Whether `node` is something that must be stored, because what reads it is no part of a region; or should be,
+    because it would be computed again and again."""
+    if not is_tensor(node) or node.target in fusible.LAYOUTS or not fusible.is_pointwise(node):
+        return False
+    if is_narrowed_elsewhere(node):
+        return False
+    if value(node).dim() == 0 or value(node).dtype not in fusible.FLOATS:
+        return False
+    return is_read_by_border(node) or is_repeated(node)
+
+
+def _reads(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
+    """Full-size nodes that the sinks are made of, down to the first ones of a lower level."""
+    found: set[fx.Node] = set()
+    stack = [i for sink in cluster.sinks for i in (sink, *sink.all_input_nodes)]
+    total = cluster.rows * cluster.cols
+    while stack:
+        node = stack.pop()
+        if node in found or not is_tensor(node) or not same(fusible.elements(node), total):
+            if node not in found and is_tensor(node) and fusible.is_fusible(node) and levels[node] == cluster.level:
+                found.add(node)
+                stack += node.all_input_nodes
+            continue
+        found.add(node)
+        if fusible.is_fusible(node):
+            stack += node.all_input_nodes
+    return {n for n in found if same(fusible.elements(n), total)}
+
+
+def _connected(clusters: list[Cluster]) -> list[Cluster]:
+    """Clusters joined where they read something in common."""
+    owner: dict[fx.Node, int] = {}
+    parent = list(range(len(clusters)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    for n, k in enumerate(clusters):
+        for node in k.reads:
+            a, b = root(n), root(owner.setdefault(node, n))
+            parent[max(a, b)] = min(a, b)
+    groups: dict[int, Cluster] = {}
+    for n, k in enumerate(clusters):
+        first = groups.setdefault(root(n), clusters[root(n)])
+        if first is not k:
+            absorb(first, k)
+    return list(groups.values())
+
+
+def absorb(a: Cluster, b: Cluster) -> None:
+    """Give `a` all that is in `b`."""
+    a.sinks += b.sinks
+    a.reads |= b.reads
+    a.transposed |= b.transposed
+    a.level = max(a.level, b.level)
+
+
+def reduces_rows(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
+    """Whether a statistic of rows must be computed before a sink of this cluster."""
+    stack = [i for sink in cluster.sinks for i in sink.all_input_nodes]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if levels.get(node, -1) < cluster.level or not fusible.is_fusible(node):
+            continue
+        if is_statistic(node):
+            return True
+        fresh = [i for i in node.all_input_nodes if i not in seen]
+        seen.update(fresh)
+        stack += fresh
+    return False
+
+
+def _is_worth_a_kernel(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
+    if any(s.target in ops.CASTS for s in cluster.sinks):
+        return True
+    return reduces_rows(cluster, levels) and any(fusible.is_col_sum(s) for s in cluster.sinks)

@@ -1,0 +1,149 @@
+"""Combine regions: fewer launches, and no copy where casts are concatenated.
+
+1. An amax that programs left in pieces is put together by the region that reads it, if the pieces are few; else by a
+   region of its own (`amax_pieces`), as column sums are (`sum_pieces`). Those whose results only leave the graph become
+   one.
+2. Parts of a concatenation are written in place (`concatenated`).
+3. Small regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one;
+   so do those between two matmuls whose results only leave the graph (`join_regions`).
+
+Sound as long as no region waits for itself; every combination is checked for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+from fp8compile import ops
+from fp8compile.kernels.codegen.spec import PARTIALS, ROW_REDUCTIONS
+from fp8compile.passes.core.compilation import aten, getitems, remove_dead, value
+from fp8compile.passes.core.fusible import RESHAPES, is_library_kernel
+from fp8compile.passes.regions.amax_pieces import finish_amaxes, read_pieces
+from fp8compile.passes.regions.concatenated import write_in_place
+from fp8compile.passes.regions.join_regions import MAX_PARTS, joined
+from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, put_in_order, regions_of, spec_of
+from fp8compile.passes.regions.sum_pieces import adds_pieces, finish_sums
+
+PIECES, ANY_WARPS = "pieces", "any number of warps"
+LARGE = 32 << 20  # bytes of results that are made before they are needed, or of pieces kept, for the sake of a launch
+
+
+def combine_regions(graph: fx.Graph) -> None:
+    """Rewrite the regions of `graph`."""
+    editor = GraphEditor(graph)
+    read_pieces(graph)
+    for cat in list(graph.find_nodes(op="call_function", target=aten.cat.default)):
+        write_in_place(editor, cat)
+    finish_amaxes(editor)
+    finish_sums(editor)
+    put_in_order(graph)
+    remove_dead(graph)
+    editor.number()
+    for node in list(graph.nodes):
+        if node.target is ops.scaled_mm or node.target is ops.region:
+            _combine_producers(editor, node)
+    _combine_saved(editor)
+    _combine_last(editor)
+    put_in_order(graph)
+    remove_dead(graph)
+
+
+def _combine_producers(editor: GraphEditor, consumer: fx.Node) -> None:
+    """Combine the regions of one kind whose results `consumer` reads; what fits any kind joins the first."""
+    producers = dict.fromkeys(i.args[0] for i in consumer.all_input_nodes if is_from_region(i))
+    producers = [node for node in producers if not _is_large(node)]  # type: ignore[arg-type]
+    by_kind: dict[Any, list[fx.Node]] = {}
+    for node in producers:
+        kind = _kind(node)  # type: ignore[arg-type]
+        if kind is not None:
+            by_kind.setdefault(kind, []).append(node)  # type: ignore[arg-type]
+    groups = {kind: nodes for kind, nodes in by_kind.items() if kind not in (ANY_WARPS, PIECES)}
+    if groups:
+        next(iter(groups.values())).extend(by_kind.pop(ANY_WARPS, []))
+    for nodes in by_kind.values():
+        if len(nodes) > 1:
+            joined(editor, nodes)
+
+
+def _is_large(node: fx.Node) -> bool:
+    """Whether a region's results had better be made when they are needed: a launch is nothing beside moving them, and
+    made earlier they take memory meanwhile."""
+    sizes = [value(item).numel() * value(item).element_size() for item in getitems(node).values()]
+    return isinstance(total := sum(sizes), int) and total > LARGE
+
+
+def _kind(node: fx.Node) -> Any:
+    """What regions must have in common to be combined; None for those that are left alone.
+
+    A region that reduces rows is left: others, a weight's cast, may run long before, and it takes other tiles. Casts to
+    one layout are as fast with 8 warps as with 4, and tiles in quarters have 8 or 16.
+    """
+    region, schedule = spec_of(node)
+    if any(v.op in ROW_REDUCTIONS for p in region.parts for v in p.values):
+        return None
+    if all(p.values[s.value].op in PARTIALS for p in region.parts for s in p.stores):
+        return PIECES
+    layouts = [{s.transposed for s in p.stores if p.values[s.value].op == "quantize"} for p in region.parts]
+    simple = [len(found) == 1 and schedule.warps <= 8 for found in layouts]
+    if all(one or tiling.quarters for one, tiling in zip(simple, schedule.tilings, strict=True)):
+        return ANY_WARPS
+    return schedule.warps, schedule.stages
+
+
+def _combine_saved(editor: GraphEditor) -> None:
+    """Combine casts that only leave the graph, where no matmul or attention lies between them: q, k and v, say."""
+    output = editor.graph.output_node()
+    waiting: dict[Any, list[fx.Node]] = {}
+    for node in list(editor.graph.nodes):
+        if node.target is ops.region:
+            kind = _kind(node) if _only_leaves(node, output) else None
+            if kind is not None:
+                waiting.setdefault(kind, []).append(node)
+        elif node.op == "output" or is_library_kernel(node):
+            for nodes in waiting.values():
+                if len(nodes) > 1:
+                    joined(editor, nodes)
+            waiting.clear()
+
+
+def _combine_last(editor: GraphEditor) -> None:
+    """Combine what only puts pieces together: amaxes and sums that leave the graph, and sums of one kernel's pieces.
+
+    Pieces whose sums leave are kept until the last of them are there, so that they are few.
+    """
+    output = editor.graph.output_node()
+    amaxes: list[list[fx.Node]] = [[]]
+    sums: list[list[fx.Node]] = [[]]
+    of_one_kernel: dict[Any, list[fx.Node]] = {}
+    for node in regions_of(editor.graph):
+        batches = amaxes if _is_amax(node) else sums if _is_sum(node) else None
+        if batches is not None and _only_leaves(node, output):
+            if len(batches[-1]) == MAX_PARTS or sum(map(_bytes_read, [*batches[-1], node])) > LARGE:
+                batches.append([])
+            batches[-1].append(node)
+        elif batches is sums:
+            of_one_kernel.setdefault(node.args[0][0].args[0], []).append(node)  # type: ignore[index,union-attr]
+    for nodes in (*amaxes, *sums, *of_one_kernel.values()):
+        if len(nodes) > 1:
+            joined(editor, nodes)
+
+
+def _is_amax(node: fx.Node) -> bool:
+    region, _ = spec_of(node)
+    return all(p.rows == 1 and [v.op for v in p.values[:2]] == ["load", "row_amax"] for p in region.parts)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return adds_pieces(spec_of(node)[0])
+
+
+def _bytes_read(node: fx.Node) -> int:
+    return sum(value(tensor).numel() * value(tensor).element_size() for tensor in node.args[0])  # type: ignore[union-attr]
+
+
+def _only_leaves(node: fx.Node, output: fx.Node) -> bool:
+    readers: Iterable[fx.Node] = [u for item in getitems(node).values() for u in item.users]
+    return all(u is output or (u.target in RESHAPES and set(u.users) == {output}) for u in readers)

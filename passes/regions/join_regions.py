@@ -1,0 +1,122 @@
+"""Join regions: several region nodes become one, with the parts of all; no more than the mechanics.
+
+Before      %q1 = region(%x, %w)[0]   %q2 = region(%x, %v)[0]
+After       %r = region(%x, %w, %v)   %q1 = %r[0]   %q2 = %r[1]
+
+Sound as long as none of them waits for another, which is checked.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from fp8compile import ops
+from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen.spec import Buffer, Part, Region
+from fp8compile.passes.core.compilation import depends_on, getitems
+from fp8compile.passes.regions.region_graph import GraphEditor, spec_of
+
+MAX_PARTS = 16
+
+
+@dataclass
+class Joined:
+    """A region made of several, and the number of the buffer that each old result has become."""
+
+    node: fx.Node
+    index: dict[fx.Node, int]
+
+
+def joined(editor: GraphEditor, nodes: Sequence[fx.Node]) -> Joined | None:
+    """One region in the place of `nodes`; None where one of them waits for another."""
+    if len(nodes) == 1:
+        return Joined(nodes[0], {item: n for n, item in getitems(nodes[0]).items()})
+    if depends_on([i for node in nodes for i in node.all_input_nodes], set(nodes), editor.order):
+        return None
+    if sum(len(spec_of(n)[0].parts) for n in nodes) > MAX_PARTS:
+        return None
+    tensors: list[fx.Node] = []
+    sizes: list[Any] = []
+    parts: list[Part] = []
+    buffers: list[Buffer] = []
+    origins: dict[str, None] = {}
+    strides: list[Any] = []
+    index: dict[fx.Node, int] = {}
+    for node in nodes:
+        region, _ = spec_of(node)
+        names = {n: _number_of(size, sizes) for n, size in zip(region.sizes, node.args[1], strict=True)}  # type: ignore[arg-type]
+        renamed = _renamed(region, names, len(parts), len(buffers))
+        where = []
+        for tensor, stride in zip(node.args[0], renamed.strides, strict=True):  # type: ignore[arg-type]
+            if tensor not in tensors:
+                tensors.append(tensor)
+                strides.append(stride)
+            where.append(tensors.index(tensor))
+        parts += [replace(p, inputs=tuple(replace(i, tensor=where[i.tensor]) for i in p.inputs)) for p in renamed.parts]
+        index |= {item: n + len(buffers) for n, item in getitems(node).items()}
+        buffers += renamed.buffers
+        origins |= dict.fromkeys(region.origins)
+    joint = Region(tuple(parts), tuple(buffers), tuple(origins), tuple(strides))
+    return Joined(_replaced(editor, nodes, joint, tensors, sizes, index), index)
+
+
+def _number_of(size: Any, sizes: list[Any]) -> str:
+    if size not in sizes:
+        sizes.append(size)
+    return f"n{sizes.index(size)}"
+
+
+def _renamed(region: Region, names: dict[str, str], first_part: int, first_buffer: int) -> Region:
+    """`region` with other names for sizes, counts of programs and buffers."""
+
+    def name(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(name(y) for y in x)
+        if not isinstance(x, str):
+            return x
+        for word in ("row_programs", "programs"):
+            if x.startswith(word):
+                return f"{word}{int(x.removeprefix(word)) + first_part}"
+        return names.get(x, x)
+
+    def part(p: Part) -> Part:
+        return replace(
+            p,
+            rows=name(p.rows),
+            inputs=tuple(replace(i, rows=name(i.rows), cols=name(i.cols)) for i in p.inputs),
+            values=tuple(replace(v, params=name(v.params)) if v.op == "random" else v for v in p.values),
+            stores=tuple(
+                replace(s, buffer=s.buffer + first_buffer, lead=name(s.lead), offset=name(s.offset)) for s in p.stores
+            ),
+        )
+
+    buffers = tuple(Buffer(name(b.shape), b.dtype) for b in region.buffers)
+    return replace(region, parts=tuple(map(part, region.parts)), buffers=buffers, strides=name(region.strides))
+
+
+def _replaced(
+    editor: GraphEditor,
+    nodes: Sequence[fx.Node],
+    region: Region,
+    tensors: list[fx.Node],
+    sizes: list[Any],
+    index: dict[fx.Node, int],
+) -> fx.Node:
+    users = [u for item in index for u in item.users]
+    place = editor.place(users, tensors) if users else nodes[0]
+    schedule = schedules.choose(region)
+    call = editor.emit(ops.region, tensors, sizes, region.to_json(), schedule.to_json(), before=place, like=nodes[0])
+    for item, n in list(index.items()):
+        new = editor.emit(operator.getitem, call, n, before=place, like=item)
+        item.replace_all_uses_with(new)
+        editor.graph.erase_node(item)
+        index[new] = index.pop(item)
+    for node in nodes:
+        editor.graph.erase_node(node)
+    editor.settle(call)
+    return call
