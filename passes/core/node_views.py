@@ -1,0 +1,286 @@
+"""Read the arguments of a node by their names in its operator's schema, with the types that they have.
+
+    cast = Quantize.of(node)              None if `node` is no such call
+    if cast and cast.granularity == "tensor":
+        ... cast.x, cast.scale
+
+`argument` does the same for any operator with a schema: `argument(node, "dim")`, whether it was given by position, by
+name, or not at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import fx
+
+from fp8compile import ops
+
+aten = torch.ops.aten
+
+
+@functools.cache
+def _schema_of(target: Any) -> dict[str, tuple[int, Any]]:
+    """Return position and default of each argument of an operator, by name."""
+    arguments = enumerate(target._schema.arguments)
+    return {a.name: (i, a.default_value if a.has_default_value() else None) for i, a in arguments}
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Return the argument `name` of a call of an operator; raise KeyError where its schema has none of that name."""
+    position, default = _schema_of(node.target)[name]
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def node_argument(node: fx.Node, name: str) -> fx.Node:
+    """Return the argument `name`, which is a node."""
+    found = argument(node, name)
+    assert isinstance(found, fx.Node), f"{name} of {node.format_node()} is no node"
+    return found
+
+
+def first_input(node: fx.Node) -> fx.Node:
+    """Return the first argument, which is a node: the tensor that a pointwise operator, a view or a cast reads."""
+    found = node.args[0]
+    assert isinstance(found, fx.Node), f"the first argument of {node.format_node()} is no node"
+    return found
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A call of one of `TARGETS`."""
+
+    node: fx.Node
+    TARGETS: ClassVar[frozenset[Any]] = frozenset()
+
+    @classmethod
+    def of(cls, node: object) -> Self | None:
+        """Return the view of `node`, or None if it is no call of these operators."""
+        return cls(node) if isinstance(node, fx.Node) and node.target in cls.TARGETS else None
+
+    def _node(self, name: str) -> fx.Node:
+        return node_argument(self.node, name)
+
+    def _optional(self, name: str) -> fx.Node | None:
+        return cast("fx.Node | None", argument(self.node, name))
+
+    def _text(self, name: str) -> str:
+        return cast(str, argument(self.node, name))
+
+
+class _Oriented(NodeView):
+    """A marker that reads `x`, or its transpose, padded to multiples of rows and columns."""
+
+    @property
+    def x(self) -> fx.Node:
+        """The tensor that is cast, or of which the amax is."""
+        return self._node("x")
+
+    @property
+    def granularity(self) -> str:
+        """The granularity of the scale: "tensor", "row", "group(128)", "block(128)"."""
+        return self._text("granularity")
+
+    @property
+    def transpose(self) -> bool:
+        """True if rows and columns of `x` change places."""
+        return bool(argument(self.node, "transpose"))
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """The numbers of which rows and columns become multiples, filled with zeros."""
+        return argument(self.node, "row_multiple"), argument(self.node, "col_multiple")
+
+
+class Amax(_Oriented):
+    """`fp8::amax`."""
+
+    TARGETS = frozenset({ops.amax})
+
+
+class Quantize(_Oriented):
+    """`fp8::quantize`."""
+
+    TARGETS = frozenset({ops.quantize})
+
+    @property
+    def scale(self) -> fx.Node:
+        """The scale, FP32."""
+        return self._node("scale")
+
+    @property
+    def format(self) -> str:
+        """The format of the codes: "e4m3", "e5m2"."""
+        return self._text("format")
+
+
+class Dequantize(NodeView):
+    """`fp8::dequantize`."""
+
+    TARGETS = frozenset({ops.dequantize})
+
+    @property
+    def data(self) -> fx.Node:
+        """The codes."""
+        return self._node("data")
+
+    @property
+    def scale(self) -> fx.Node:
+        """The scale, FP32."""
+        return self._node("scale")
+
+    @property
+    def granularity(self) -> str:
+        """The granularity of the scale."""
+        return self._text("granularity")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the result."""
+        return argument(self.node, "dtype")
+
+
+class Scale(NodeView):
+    """`fp8::scale` or `fp8::delayed_scale`: a scale made of an amax."""
+
+    TARGETS = frozenset({ops.scale, ops.delayed_scale})
+
+    @property
+    def amax(self) -> fx.Node:
+        """The amax."""
+        return self._node("amax")
+
+    @property
+    def format(self) -> str:
+        """The format for which the scale is."""
+        return self._text("format")
+
+    @property
+    def power_of_two(self) -> bool:
+        """True if the scale is rounded up to a power of two."""
+        return bool(argument(self.node, "power_of_two"))
+
+    @property
+    def is_delayed(self) -> bool:
+        """True if the scale comes from a history of amaxes."""
+        return self.node.target is ops.delayed_scale
+
+
+class ScaledMM(NodeView):
+    """`fp8::scaled_mm`: (a · scale_a) @ (b · scale_b)ᵀ + bias."""
+
+    TARGETS = frozenset({ops.scaled_mm})
+
+    @property
+    def a(self) -> fx.Node:
+        """The codes of the left operand, [m, k]."""
+        return self._node("a")
+
+    @property
+    def scale_a(self) -> fx.Node:
+        """The scale of the left operand."""
+        return self._node("scale_a")
+
+    @property
+    def granularity_a(self) -> str:
+        """The granularity of the left operand's scale."""
+        return self._text("granularity_a")
+
+    @property
+    def b(self) -> fx.Node:
+        """The codes of the right operand, [n, k]."""
+        return self._node("b")
+
+    @property
+    def scale_b(self) -> fx.Node:
+        """The scale of the right operand."""
+        return self._node("scale_b")
+
+    @property
+    def granularity_b(self) -> str:
+        """The granularity of the right operand's scale."""
+        return self._text("granularity_b")
+
+    @property
+    def bias(self) -> fx.Node | None:
+        """The bias, or None."""
+        return self._optional("bias")
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of the result."""
+        return argument(self.node, "out_dtype")
+
+    @property
+    def fast_accumulation(self) -> bool:
+        """True if partial sums stay in the matmul unit's own precision."""
+        return bool(argument(self.node, "fast_accumulation"))
+
+    @property
+    def offs(self) -> fx.Node | None:
+        """The rows at which the groups of a grouped matmul end, or None."""
+        return self._optional("offs")
+
+
+class Getitem(NodeView):
+    """One result out of a tuple."""
+
+    TARGETS = frozenset({operator.getitem})
+
+    @property
+    def source(self) -> fx.Node:
+        """The node that gives the tuple."""
+        return first_input(self.node)
+
+    @property
+    def index(self) -> int:
+        """The position in the tuple."""
+        return cast(int, self.node.args[1])
+
+
+class RegionCall(NodeView):
+    """`fp8::region`: a generated kernel, which gives its buffers."""
+
+    TARGETS = frozenset({ops.region})
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The tensors that the kernel reads."""
+        return list(argument(self.node, "inputs"))
+
+    @property
+    def sizes(self) -> list[Any]:
+        """Sizes that change from call to call: numbers or nodes."""
+        return list(argument(self.node, "sizes"))
+
+    @property
+    def spec(self) -> str:
+        """The region as JSON (`kernels/codegen/spec.py`)."""
+        return self._text("spec")
+
+    @property
+    def schedule(self) -> str:
+        """The tiling as JSON (`kernels/codegen/schedule.py`)."""
+        return self._text("schedule")
+
+
+class Copy(NodeView):
+    """`copy_`: a tensor written into another."""
+
+    TARGETS = frozenset({aten.copy_.default})
+
+    @property
+    def written(self) -> fx.Node:
+        """The tensor that is written to."""
+        return first_input(self.node)
+
+    @property
+    def source(self) -> fx.Node:
+        """The tensor that is read."""
+        return self._node("src")
