@@ -171,6 +171,11 @@ class Scale(NodeView):
         """True if the scale comes from a history of amaxes."""
         return self.node.target is ops.delayed_scale
 
+    @property
+    def history(self) -> int:
+        """The number of steps whose amaxes a delayed scale is made of; 0 for another scale."""
+        return argument(self.node, "history") if self.is_delayed else 0
+
 
 class ScaledMM(NodeView):
     """`fp8::scaled_mm`: (a · scale_a) @ (b · scale_b)ᵀ + bias."""
@@ -284,3 +289,36 @@ class Copy(NodeView):
     def source(self) -> fx.Node:
         """The tensor that is read."""
         return self._node("src")
+
+
+class Cat(NodeView):
+    """`cat`."""
+
+    TARGETS = frozenset({aten.cat.default})
+
+    @property
+    def parts(self) -> list[fx.Node]:
+        """The tensors, in their order."""
+        return list(argument(self.node, "tensors"))
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which they lie."""
+        return argument(self.node, "dim")
+
+
+class Permute(NodeView):
+    """`permute`."""
+
+    TARGETS = frozenset({aten.permute.default})
+
+    @property
+    def source(self) -> fx.Node:
+        """The tensor that is seen in another order."""
+        return first_input(self.node)
+
+    @property
+    def dims(self) -> list[int]:
+        """The dimensions of `source` in their new order, none of them negative."""
+        dims = argument(self.node, "dims")
+        return [d % len(dims) for d in dims]
