@@ -69,14 +69,24 @@ OBSERVE = Pass("observe_casts", observe_casts.run, "measures each cast; with opt
 
 
 def run_pipeline(c: Compilation, observe: Callable[[str, str], None] | None = None) -> None:
-    """Run all passes on `c`, verifying after each. `observe(stage, text)` sees the graph first and after each."""
+    """Run all passes on `c`, verifying after each; the plan has its rows afterwards, even if a pass raises.
+
+    `observe(stage, text)` sees the graph first and after each.
+    """
+    try:
+        _run_passes(c, observe)
+    finally:
+        c.plan.matmuls = c.matmuls.rows()
+
+
+def _run_passes(c: Compilation, observe: Callable[[str, str], None] | None) -> None:
     outputs = signature(c.graph)
     record(c.graph)
     if observe:
         observe("input", graph_text(c.graph))
     decided = False
     for step in (*PIPELINE, OBSERVE) if c.options.watch else PIPELINE:
-        if decided and not c.plan.converted and not step.always:
+        if decided and not c.matmuls.converted and not step.always:
             continue  # nothing to carry out
         step.run(c)
         remove_dead(c.graph)

@@ -12,6 +12,7 @@ import fp8compile
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
 from fp8compile.plan import store
+from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import BF16, FP8, Group, Kernel, Lowered, Matmul, MergedUpdate, Operand, Plan, Saved
 
 
@@ -76,6 +77,29 @@ def test_an_update_of_an_unknown_row_changes_nothing():
     plan = a_plan()
     plan.update("nothing", decision=FP8)
     assert plan == a_plan()
+
+
+def test_reasons_have_codes_and_plans_without_them_are_read():
+    """A plan that was written before there were codes says by its text alone what followed the training."""
+    row = Matmul(
+        "mm", "a", "", "mm", "output", 1, 2, 3, reason="its head; and more", code=Reason.HEAD,
+        remarks=(Reason.CAST_AGAIN,),
+    )  # fmt: skip
+    saved = Saved("x", "a", "", (4, 8), "bfloat16", "bfloat16", 64, "a vector", code=Reason.VECTOR)
+    text = Plan(matmuls=[row], saved=[saved]).to_json()
+    data = json.loads(text)
+    assert (data["matmuls"][0]["code"], data["matmuls"][0]["remarks"]) == ("head", ["cast_again"])
+    assert data["saved"][0]["code"] == "vector"
+    back = Plan.from_json(text)
+    assert back == Plan(matmuls=[row], saved=[saved])
+    assert Reason.CAST_AGAIN in back.matmuls[0].remarks
+    for table in (data["matmuls"], data["saved"]):
+        table[0].pop("code")
+        table.append({**table[0], "reason": "schedule: SQNR 3.0 dB of 20"})
+    del data["matmuls"][0]["remarks"]
+    old = Plan.from_json(json.dumps(data))
+    assert [m.code for m in old.matmuls] == ["", Reason.ADAPTIVE]
+    assert [s.code for s in old.saved] == ["", Reason.ADAPTIVE]
 
 
 def test_an_operand_reads_like_its_cast():

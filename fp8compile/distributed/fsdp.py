@@ -25,7 +25,8 @@ from fp8compile.errors import OptionError, ShardingError, unknown_name
 from fp8compile.formats import ALIGNMENT, E4M3
 from fp8compile.option_values import read_option
 from fp8compile.options import matching
-from fp8compile.passes.matmul.select_matmuls import FLOATS, HEADS
+from fp8compile.passes.matmul.output_heads import HEADS
+from fp8compile.passes.matmul.select_matmuls import FLOATS
 
 GRANULARITIES = ("tensor", "block(128)")
 

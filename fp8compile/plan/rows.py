@@ -13,10 +13,9 @@ from typing import Any
 
 import sympy
 
+from fp8compile.plan.reasons import Reason
+
 FP8, BF16 = "fp8", "bf16"
-# what becomes of a weight that arrived in FP8 where a matmul does not take it so: parts of reasons
-READ_ROUNDED = "its weight was gathered in FP8, and is read rounded (prepare_fsdp(…, skip=…) leaves it out)"
-CAST_AGAIN = "its weight was gathered in FP8 and is cast again"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class Matmul:
 
     path: module path in the user's model; source: the user's line; kind: mm, bmm, grouped, convolution, …
     role: output, grad_input, grad_weight, or other (no weight on either side).
-    decision: "fp8" or "bf16" (left in the precision that the user gave it); reason: why.
+    decision: "fp8" or "bf16" (left in the precision that the user gave it); reason: why, for people; code: the same
+    for programs, remarks: the codes of what the reason adds (`fp8compile.plan.reasons.Reason`; "" in older plans).
     left, right: the casts of an FP8 matmul; merged: paths of the matmuls that this one took in.
     padded: dimensions that were filled up with zeros, as "K 1000→1008".
     m, n, k may be strings where they are symbolic.
@@ -72,6 +72,8 @@ class Matmul:
     milliseconds_bf16: float | None = None
     milliseconds_fp8: float | None = None
     groups: int | str = 1
+    code: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Saved:
     shape, dtype: of the value as the model computes it (sizes may be strings where they are symbolic).
     form: what is kept: the name of `dtype` for the value itself, or payload and granularity, as "e4m3 group(128)".
     bytes: what that form takes, scales included (of a symbolic size: at the sizes seen when it was compiled).
-    reason: why it has this form.
+    reason: why it has this form; code: the same for programs, as of a matmul.
     before: bytes of what it stands for, where that is not the value itself: for an FP8 payload that a matmul of
     backward reads, the tensor that was cast, unless a parameter or another row is that already (then 0, as for amaxes
     and scales, which nothing but FP8 has).
@@ -96,6 +98,7 @@ class Saved:
     bytes: int
     reason: str
     before: int | None = None
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -283,13 +286,14 @@ class Plan:
         return next((m for m in self.matmuls if m.node == node), None)
 
     def update(self, which: str, /, **changes: Any) -> None:
-        """Replace fields of the row at node `which`."""
+        """Replace fields of the row at node `which`: a way to edit a plan that is to be handed back."""
         self.matmuls = [replace(m, **changes) if m.node == which else m for m in self.matmuls]
 
     def undone(self, failure: str) -> Plan:
         """This plan where a pass failed, so that none of it is carried out: reasons keep what had been decided."""
+        why = "a pass failed; FP8 was decided: {}"
         rows = [
-            replace(m, decision=BF16, reason=f"a pass failed; FP8 was decided: {m.reason}") if m.decision == FP8 else m
+            replace(m, decision=BF16, reason=why.format(m.reason), code=Reason.FAILED) if m.decision == FP8 else m
             for m in self.matmuls
         ]
         losses = [

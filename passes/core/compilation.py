@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8compile import ops
 from fp8compile.devices import Device
 from fp8compile.options import Options
-from fp8compile.plan.overrides import Decision
+from fp8compile.passes.core.matmul_node import Matmuls
 from fp8compile.plan.rows import Plan
 
 aten = torch.ops.aten
@@ -55,8 +55,7 @@ class Compilation:
     plan: Plan
     inputs: dict[str, Input] = field(default_factory=dict)
     namespace: str = "model0"
-    sites: dict[str, Any] = field(default_factory=dict)  # key of a plan row -> roles.Site, from select_matmuls on
-    edits: dict[str, Decision] = field(default_factory=dict)  # the same keys -> what a given plan says, likewise
+    matmuls: Matmuls = field(default_factory=Matmuls)  # from select_matmuls on
 
     @cached_property
     def is_training(self) -> bool:

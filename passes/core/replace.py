@@ -20,12 +20,10 @@ from fp8compile.passes.core.stride_demands import EXACT, demanded, is_met
 def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
     """Let every user of `old` use `new`, which has the same shape and dtype but perhaps other strides; `old` is erased.
 
-    Sites that read `old` read `new` from now on. A view that cannot be taken of the new strides is taken of a copy.
+    A matmul that `old` computed is computed by `new` from now on. A view that cannot be taken of the new strides is
+    taken of a copy.
     """
-    for site in c.sites.values():
-        for operand in ("left", "right", "bias"):
-            if getattr(site, operand) is old:
-                setattr(site, operand, new)
+    c.matmuls.replaced(old, new)
     wanted = value(old).stride()
     users = list(old.users)
     old.replace_all_uses_with(new)

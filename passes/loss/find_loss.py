@@ -28,6 +28,7 @@ from fp8compile.kernels.loss.chunked_loss import Curve
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import aten, base, dependents, is_tensor, same_sizes, value
 from fp8compile.passes.core.fusible import CONVERSIONS
+from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.origin import source_line
 from fp8compile.passes.loss.dropped_rows import find_cut, undoes
 from fp8compile.passes.loss.loss_equivalence import (
@@ -41,7 +42,6 @@ from fp8compile.passes.loss.loss_equivalence import (
     factors_of_terms,
 )
 from fp8compile.passes.loss.loss_parts import Closure, NotFoundError, Parts, is_float
-from fp8compile.passes.matmul.roles import Site
 from fp8compile.torch_hooks.failures import first_line
 
 
@@ -55,7 +55,7 @@ class Found:
     slice that drops rows before the softmax.
     """
 
-    site: Site
+    site: MatmulNode
     labelled: fx.Node
     curve: Curve
     ends: dict[fx.Node, Factors]
@@ -69,7 +69,7 @@ class Found:
         return any(any(factors[1:]) for factors in (*self.ends.values(), *self.cotangents.values()))
 
 
-def find_loss(site: Site, backward: set[fx.Node]) -> Found:
+def find_loss(site: MatmulNode, backward: set[fx.Node]) -> Found:
     """The cross-entropy of `site`, an output matmul. Raises `NotFoundError`."""
     return _Search(site, backward).found()
 
@@ -77,7 +77,7 @@ def find_loss(site: Site, backward: set[fx.Node]) -> Found:
 class _Search:
     """One head: the nodes between its ends, in the order of the graph."""
 
-    def __init__(self, site: Site, backward: set[fx.Node]):
+    def __init__(self, site: MatmulNode, backward: set[fx.Node]):
         self.site, self.backward = site, backward
         self.cut = find_cut(site.node, backward)
         self.logits = self.cut or site.node

@@ -29,7 +29,8 @@ from fp8compile import ops
 from fp8compile.devices import TABLE, Device
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import is_tensor, value
-from fp8compile.passes.matmul.roles import GROUPED
+from fp8compile.passes.core.matmul_views import GroupedMM
+from fp8compile.passes.core.node_views import ScaledMM
 from fp8compile.passes.save.min_cut import Halves, Prices, may_be_computed_again, may_be_kept, plan_saved, saved_bytes
 from fp8compile.passes.save.recompute_cost import find_far
 from fp8compile.passes.save.saved_forms import as_it_is, count, is_random, made_at, memory_of
@@ -229,12 +230,12 @@ def _seconds(node: fx.Node, device: Device) -> float:
 
 
 def _operations(node: fx.Node) -> float:
-    if node.target is ops.scaled_mm:
-        a, b = value(node.args[0]), value(node.args[3])  # type: ignore[arg-type]
-        return 2.0 * count(a.shape) * count(b.shape[-2:-1])
-    if node.target is GROUPED:  # torch's table has none; whatever its groups, a row meets one matrix
-        left, right = (value(n) for n in node.args[:2])  # type: ignore[arg-type]
-        return 2.0 * count(left.shape) * count(right.shape[-1:])
+    if (matmul := ScaledMM.of(node)) is not None:
+        return 2.0 * count(value(matmul.a).shape) * count(value(matmul.b).shape[-2:-1])
+    if (
+        grouped := GroupedMM.of(node)
+    ) is not None:  # torch's table has none; whatever its groups, a row meets one matrix
+        return 2.0 * count(value(grouped.left).shape) * count(value(grouped.right).shape[-1:])
     assert isinstance(node.target, torch._ops.OpOverload)
     if operators.is_attention(node.target):
         given = operators.arguments(node)

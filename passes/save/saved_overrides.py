@@ -13,7 +13,8 @@ from fp8compile.passes.core.origin import module_path, source_line
 from fp8compile.passes.save.min_cut import Halves
 from fp8compile.passes.save.saved_forms import as_it_is, dtype_name, made_at
 from fp8compile.plan import overrides
-from fp8compile.plan.overrides import Edits
+from fp8compile.plan.overrides import Overrides
+from fp8compile.plan.reasons import BY_PLAN
 
 
 def saved_keys(saved: Iterable[fx.Node], halves: Halves) -> dict[fx.Node, overrides.SavedKey]:
@@ -32,7 +33,7 @@ def saved_keys(saved: Iterable[fx.Node], halves: Halves) -> dict[fx.Node, overri
     return found  # type: ignore[return-value]
 
 
-def edit_saved(keys: Mapping[fx.Node, overrides.SavedKey], halves: Halves, plan: Edits | None) -> None:
+def edit_saved(keys: Mapping[fx.Node, overrides.SavedKey], halves: Halves, plan: Overrides | None) -> None:
     """Change the forms of saved tensors as the plan says. Raises `OptionError` for a form that the tensor cannot have:
     it is kept in its own dtype, or as the compiler would."""
     for node, key in keys.items() if plan is not None else ():
@@ -47,4 +48,4 @@ def edit_saved(keys: Mapping[fx.Node, overrides.SavedKey], halves: Halves, plan:
             raise OptionError(
                 f"the plan wants {where} ({key[1]}) kept as {wanted!r}; it can be kept as {dtype_name(x)!r}{other}"
             )
-        halves.forms[node] = as_it_is(x, overrides.REASON)
+        halves.forms[node] = as_it_is(x, BY_PLAN.text)
