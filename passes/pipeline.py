@@ -19,7 +19,7 @@ from fp8compile.passes.core.stride_demands import broken_strides, record
 from fp8compile.passes.core.verify import signature, verify
 from fp8compile.passes.loss import chunk_loss
 from fp8compile.passes.lower import call_matmuls, lower_markers, lower_regions
-from fp8compile.passes.lower.describe import describe_kernels
+from fp8compile.passes.lower.kernel_rows import kernel_rows
 from fp8compile.passes.lower.verify_kernels import outputs_of, verify_kernels
 from fp8compile.passes.matmul import (
     assign_scales,
@@ -140,12 +140,12 @@ def run_after_cut(
     for step in AFTER_CUT:
         if executor in step.executors:
             if step.name == "lower_regions":
-                lowered.kernels = describe_kernels(graph, half)
+                lowered.kernels = kernel_rows(graph, half)
             lowered.left += step.run(graph) or []
             attach_views(graph)
             if check:
                 verify_kernels(graph, step.name, outputs, broken)
             if observe:
                 observe(step.name, graph_text(graph))
-    lowered.kernels = lowered.kernels or describe_kernels(graph, half)
+    lowered.kernels = lowered.kernels or kernel_rows(graph, half)
     return lowered

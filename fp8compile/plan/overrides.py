@@ -207,7 +207,7 @@ def _check_sizes(name: str, key: Key, decision: Decision, here: dict[Key, Matmul
 
 
 def _disagree(key: Key, decision: Decision, here: dict[Key, Matmul]) -> bool:
-    """Whether sizes of features differ. Those that one side does not know as a number agree with any."""
+    """Return True if sizes of features differ. Those that one side does not know as a number agree with any."""
     if key[1] == "other" or any(member not in here for member in decision.members):  # the latter has its own error
         return False
     pairs = list(zip(decision.sizes, _sizes(key, decision, here), strict=True))
@@ -255,7 +255,7 @@ def saved_form(given: Overrides | None, key: SavedKey) -> str | None:
 
 
 def wants_fp8(given: Overrides | None) -> bool:
-    """Whether a plan wants any saved tensor in FP8."""
+    """Return True if a plan wants any saved tensor in FP8."""
     return given is not None and any(form.startswith(FP8_FORMS) for _, form in given.saved)
 
 

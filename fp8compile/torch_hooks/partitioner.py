@@ -26,18 +26,20 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's 
 from fp8compile import devices, ops
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
-from fp8compile.passes.core.compilation import Compilation, aten, attach_views, device_of, remove_dead
+from fp8compile.passes.core.compilation import Compilation, aten, attach_views, device_of, remove_dead, value
 from fp8compile.passes.core.snapshot import Snapshot
 from fp8compile.passes.core.verify import signature, verify
 from fp8compile.passes.core.verify_halves import verify_halves
-from fp8compile.passes.lower import describe
 from fp8compile.passes.save.min_cut import Halves, is_object, may_be_computed_again, run_again
-from fp8compile.passes.save.rounding_hazards import find_sensitive
+from fp8compile.passes.save.rounding_hazards import find_hazards
 from fp8compile.passes.save.save_as_fp8 import save_as_fp8
 from fp8compile.passes.save.save_budget import plan_within
 from fp8compile.passes.save.saved_forms import Form, Graph, as_it_is, find_forms
-from fp8compile.passes.save.saved_overrides import edit_saved, saved_keys
+from fp8compile.passes.save.saved_overrides import override_saved
+from fp8compile.passes.save.saved_rows import count_recomputed, recomputed_rows, saved_rows
+from fp8compile.passes.save.saved_value import saved_values
 from fp8compile.plan import overrides
+from fp8compile.plan.reasons import Reason, Why
 from fp8compile.plan.rows import Plan
 from fp8compile.plan.store import Record
 from fp8compile.source_digest import source_digest
@@ -86,9 +88,9 @@ class Partitioner(CustomPartitionerFn):
             outputs: Any = forward.graph.output_node().args[0]
             saved = [n for n in outputs[kwargs["num_fwd_outputs"] :] if isinstance(n, fx.Node)]
             tensors = [n for n in saved if isinstance(n.meta.get("val"), torch.Tensor)]
-            why = {n: known[n.name].reason if n.name in known else "saved by torch's own cut" for n in tensors}
-            forms = {n: as_it_is(n.meta["val"], why[n]) for n in tensors}
-            self.record.add_saved(describe.describe_saved(saved, static, forms), {}, [])
+            by_torch = Why(Reason.TORCH, "saved by torch's own cut")
+            forms = {n: as_it_is(value(n), known[n.name].why if n.name in known else by_torch) for n in tensors}
+            self.record.add_saved(saved_rows(saved_values(saved, forms, static), static), {}, [])
         return forward, backward
 
     def uuid(self) -> str:
@@ -202,9 +204,9 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
     device = devices.describe(device_of(gm.graph))
     if (device.has_fp8 or device.emulated) and options.save != KEEP_ALL:
         again = {n for n in gm.graph.nodes if n not in halves.backward and may_be_computed_again(n, recomputable)}
-        sensitive = find_sensitive(gm.graph, again.__contains__, halves.backward.__contains__)
-        halves.exact.update(sensitive)
-        halves.forms.update(find_forms(gm.graph, known, options, sensitive))
+        hazards = find_hazards(gm.graph, again.__contains__, halves.backward.__contains__)
+        halves.exact.update(hazards)
+        halves.forms.update(find_forms(gm.graph, known, options, hazards))
     return halves
 
 
@@ -233,22 +235,18 @@ def _but_for_places(is_recomputable: Callable[[fx.Node], bool]) -> Callable[[fx.
 
 
 def _save(
-    gm: fx.GraphModule, saved: list[fx.Node], halves: Halves, options: Options, record: Record | None
+    gm: fx.GraphModule, nodes: list[fx.Node], halves: Halves, options: Options, record: Record | None
 ) -> list[fx.Node]:
-    """What is saved, payloads in place of values; and the plan's rows about it."""
-    again = run_again(gm.graph, saved, halves)
+    """Return the nodes that are saved, payloads in place of values, and tell the plan."""
+    again = run_again(gm.graph, nodes, halves)
     c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
-    restored = describe.describe_restored(again, halves)  # before nodes are doubled
-    keys = saved_keys(saved, halves)
-    edit_saved(keys, halves, options.plan)
-    kept, forms = save_as_fp8(c, saved, halves, keys if options.watch else None)
+    restored = recomputed_rows(again, halves)  # before nodes are doubled
+    saved = saved_values(nodes, halves.forms, halves.static)
+    override_saved(saved, options.plan)
+    save_as_fp8(c, saved, halves)
     if record is not None:
-        record.add_saved(
-            describe.describe_saved(saved, halves.static, {**halves.forms, **forms}),
-            describe.describe_recomputed(again, halves),
-            restored,
-        )
-    return kept
+        record.add_saved(saved_rows(saved, halves.static), count_recomputed(again, halves), restored)
+    return list(dict.fromkeys(node for s in saved for node in s.kept))  # a scale at hand may be saved for itself, too
 
 
 def _takes(function: Any, name: str) -> bool:

@@ -48,7 +48,7 @@ from fp8compile.passes.loss.find_loss import Found, find_loss
 from fp8compile.passes.loss.loss_equivalence import SCATTERS
 from fp8compile.passes.loss.loss_parts import NotFoundError
 from fp8compile.passes.loss.loss_weights import known_in_backward, known_in_forward, weighted_sum
-from fp8compile.passes.save.saved_forms import as_it_is, count
+from fp8compile.passes.save.saved_forms import bytes_of, count
 from fp8compile.plan.reasons import Reason, Why
 from fp8compile.plan.rows import BF16, Loss
 
@@ -104,7 +104,7 @@ def _run_on(c: Compilation, site: MatmulNode, backward: set[fx.Node]) -> None:
 
 def _bytes(site: MatmulNode) -> int:
     """What whole logits take."""
-    return as_it_is(value(site.node), "").bytes
+    return bytes_of(value(site.node))
 
 
 def _refuse(site: MatmulNode, rows: int) -> None:

@@ -53,10 +53,10 @@ def _unsupported(text: str) -> Why | None:
 
 
 def _matmul(node: fx.Node) -> MatmulNode:
-    product = Addmm.of(node) or Product.of(node)
-    assert product is not None
+    product: Addmm | Product = Addmm.of(node) or Product(node)
     *batch, m, k = value(product.left).shape
-    matmul = MatmulNode(node, MATMULS[node.target], m, value(product.right).shape[-1], k, batch[0] if batch else 1)  # type: ignore[index]
+    kind = next(name for target, name in MATMULS.items() if target is node.target)
+    matmul = MatmulNode(node, kind, m, value(product.right).shape[-1], k, batch[0] if batch else 1)
     matmul.dtype = value(product.left).dtype
     if node.kwargs:
         matmul.why_other = _unsupported("addmm with alpha or beta other than 1")
