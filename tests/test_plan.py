@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 import fp8compile
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
-from fp8compile.plan import store
+from fp8compile.plan import overrides, store
 from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import BF16, FP8, Group, Kernel, Lowered, Matmul, MergedUpdate, Operand, Plan, Saved
 
@@ -102,6 +103,24 @@ def test_reasons_have_codes_and_plans_without_them_are_read():
     assert [s.code for s in old.saved] == ["", Reason.ADAPTIVE]
 
 
+def test_codes_decide_and_not_what_a_reason_says(monkeypatch: pytest.MonkeyPatch):
+    """Texts say the opposite of the codes here."""
+    told: list[str] = []
+    monkeypatch.setattr(store, "warn_user", told.append)
+    by_default = Matmul("mm", "a", "", "mm", "output", 1, 2, 3, reason="too small", code=Reason.HEAD)
+    candidate = Matmul("mm_1", "b", "", "mm", "output", 1, 2, 3, reason="the output head", code=Reason.TOO_SMALL)
+    store._warn([Plan(matmuls=[by_default])], Options())
+    assert not told
+    store._warn([Plan(matmuls=[by_default, candidate])], Options())
+    assert "in a graph with 1 matmuls: 1× the output head" in told.pop()
+    gathered = replace(candidate, decision=FP8, reason="fast", remarks=(Reason.CAST_AGAIN,))
+    store._warn([Plan(matmuls=[gathered])], Options())
+    assert "1 matmuls do not take a weight as it was gathered. b output: fast" in told.pop()
+    moved = replace(candidate, reason="evidence", code=Reason.ADAPTIVE)
+    (graph,) = overrides.load(Plan(matmuls=[moved, replace(candidate, reason="schedule: x")])).graphs
+    assert [decision.why.text for _, decision in graph.matmuls] == ["evidence", "the plan says so"]
+
+
 def test_an_operand_reads_like_its_cast():
     assert str(Operand("e4m3", "group(128)")) == "e4m3 group(128)"
     assert str(Operand("e5m2", "tensor", True, 16)) == "e5m2 tensor^2 delayed(16)"
@@ -113,6 +132,8 @@ def test_the_plan_of_a_compilation_survives_the_round_trip():
     torch.compile(model, backend="fp8", options=options)(torch.randn(16, 32)).sum().backward()
     (plan,) = fp8compile.last_compile().plans
     assert len(plan.converted) == 5
+    assert {m.code for m in plan.matmuls} == {Reason.ALL}
+    assert {s.code for s in plan.saved} <= {*Reason}
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(fp8compile.last_compile().to_json()) == plan
     with pytest.raises(OptionError, match="an explanation of 2 graphs"):

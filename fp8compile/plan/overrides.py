@@ -70,7 +70,7 @@ class Overrides:
 
 
 def load(value: Any) -> Overrides:
-    """`Overrides` from a path to JSON, a `Plan`, a list of them, or an `Explanation`. Raises `OptionError`."""
+    """Return `Overrides` from a path to JSON, a `Plan`, a list of them, or an `Explanation`. Raises `OptionError`."""
     if isinstance(value, Overrides):
         return value
     if isinstance(value, (str, Path)):
@@ -155,7 +155,7 @@ def _keys(rows: Iterable[Matmul]) -> dict[Key, Matmul]:
 
 
 def _choose(given: Overrides, here: dict[Key, Matmul], graph: str) -> dict[Key, Decision]:
-    """The rows of the graph that has most matmuls in common with this one."""
+    """Return the decisions of the graph that has most matmuls in common with this one."""
     roles = ("output",) if graph == "inference" else ("output", "grad_input", "grad_weight")
     found: list[tuple[int, dict[Key, Decision]]] = []
     for one in given.graphs:
@@ -216,7 +216,7 @@ def _disagree(key: Key, decision: Decision, here: dict[Key, Matmul]) -> bool:
 
 
 def _sizes(key: Key, decision: Decision, here: dict[Key, Matmul]) -> tuple[int | str, ...]:
-    """m, n, k here of what a row speaks of: members of a merged one lie side by side."""
+    """Return m, n, k in this graph of what a row speaks of: members of a merged one lie side by side."""
     rows = [here[member] for member in decision.members or (key,)]
     sizes: list[int | str] = [rows[0].m, rows[0].n, rows[0].k]
     if decision.members:
@@ -227,7 +227,7 @@ def _sizes(key: Key, decision: Decision, here: dict[Key, Matmul]) -> tuple[int |
 
 
 def _tokens(key: Key, here: dict[Key, Matmul]) -> int:
-    """Which of m, n, k counts tokens: what grad_weight contracts; n instead of m where the weight is on the left."""
+    """Return which of m, n, k counts tokens: k of grad_weight, else m, or n where the weight is on the left."""
     path, role, _ = key
     if role == "grad_weight":
         return 2
@@ -239,12 +239,12 @@ def _tokens(key: Key, here: dict[Key, Matmul]) -> int:
 
 
 def saved_key(path: str, source: str, dtype: str, shape: Sequence[int | str], occurrence: int) -> SavedKey:
-    """By what a saved tensor is known. `occurrence` counts, in the graph's order, what is otherwise equal."""
+    """Return the key of a saved tensor. `occurrence` counts, in the graph's order, what is otherwise equal."""
     return path, source, dtype, shape[-1] if len(shape) else 1, occurrence
 
 
 def saved_form(given: Overrides | None, key: SavedKey) -> str | None:
-    """The form that a plan wants for a saved tensor ("bfloat16", "e4m3 group(128)"); None: decide as usual.
+    """Return the form that a plan wants for a saved tensor ("bfloat16", "e4m3 group(128)"); None: decide as usual.
 
     Raises `OptionError` where several graphs of the plan save such a tensor in different forms.
     """
@@ -269,7 +269,7 @@ def _saved_forms(plan: Plan, name: str) -> Iterable[tuple[SavedKey, str]]:
 
 
 def _check_form(form: str, dtype: str, where: str) -> None:
-    """A form is the tensor's own dtype, or an FP8 format and a granularity."""
+    """Raise where a form is neither the tensor's own dtype nor an FP8 format and a granularity."""
     if form == dtype:
         return
     name, _, granularity = form.partition(" ")

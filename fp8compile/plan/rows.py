@@ -245,7 +245,7 @@ class Lowered:
     updates: list[MergedUpdate] = field(default_factory=list)
 
     def __add__(self, other: Lowered) -> Lowered:
-        """Of a graph and the regions that it calls together."""
+        """Return what became of a graph and the regions that it calls together."""
         failure, updates = self.failure or other.failure, self.updates + other.updates
         return Lowered(self.kernels + other.kernels, self.left + other.left, failure, updates)
 
@@ -282,7 +282,7 @@ class Plan:
     called: str = field(default="", compare=False)
 
     def row(self, node: str) -> Matmul | None:
-        """The row of the matmul at graph node `node`."""
+        """Return the row of the matmul at graph node `node`."""
         return next((m for m in self.matmuls if m.node == node), None)
 
     def update(self, which: str, /, **changes: Any) -> None:
@@ -290,7 +290,7 @@ class Plan:
         self.matmuls = [replace(m, **changes) if m.node == which else m for m in self.matmuls]
 
     def undone(self, failure: str) -> Plan:
-        """This plan where a pass failed, so that none of it is carried out: reasons keep what had been decided."""
+        """Return this plan where a pass failed and none of it is carried out; reasons keep what had been decided."""
         why = "a pass failed; FP8 was decided: {}"
         rows = [
             replace(m, decision=BF16, reason=why.format(m.reason), code=Reason.FAILED) if m.decision == FP8 else m
@@ -303,7 +303,7 @@ class Plan:
         return replace(self, matmuls=rows, losses=losses, masks=[], failure=failure)
 
     def size(self, size: int | str) -> int:
-        """A size of a row as a number; 0 for a symbolic one of which nothing is known."""
+        """Return a size of a row as a number; 0 for a symbolic one of which nothing is known."""
         if isinstance(size, int) or size in self.hints:
             return size if isinstance(size, int) else self.hints[size]
         known = {name: sympy.Integer(hint) for name, hint in self.hints.items() if name.isidentifier()}
@@ -311,8 +311,10 @@ class Plan:
         return int(number) if number.is_Integer else 0
 
     def line(self, row: Matmul | Saved | Recomputed | Transfer) -> str:
-        """The user's line of a row. The modules of an nn.Sequential that is compiled itself have none, as torch's own
-        code calls them: then the line that called the whole."""
+        """Return the user's line of a row; where it has none, the line that called the whole.
+
+        The modules of an nn.Sequential that is compiled itself have none, as torch's own code calls them.
+        """
         return row.source or (f"called at {self.called}" if row.path and self.called else "")
 
     @property
@@ -341,7 +343,7 @@ class Plan:
         return [m for m in self.matmuls if m.decision != FP8]
 
     def reasons(self) -> Counter[str]:
-        """How many matmuls were left, by reason."""
+        """Return how many matmuls were left, by reason."""
         return Counter(m.reason for m in self.kept)
 
     def __str__(self) -> str:

@@ -96,14 +96,14 @@ def _hazards_of(node: fx.Node, signs: Signs) -> Hazards:
         why = Why(Reason.MAY_BE_ZERO, f"{_name(node)} of what may round to zero")
         return {} if signs.is_positive(sources[0]) else _all(sources, why)
     if target in DIVISIONS:
-        below = node.args[1]
+        below = argument(node, "other")
         if not isinstance(below, fx.Node) or not _is_float(below) or signs.is_positive(below):
             return {}
         return _all([below], DIVISOR)
     if target is aten.pow.Tensor_Scalar and argument(node, "exponent") < 0:
         return {} if signs.is_positive(sources[0]) else _all(sources, DIVISOR)
     if target in COMPARISONS:
-        return {} if _is_zero(node.args[1]) else _all(sources, COMPARED)
+        return {} if _is_zero(argument(node, "other")) else _all(sources, COMPARED)
     if target in fusible.EQUALITIES or target in STEPS or _makes_integers(node):
         return _all(sources, Why(Reason.STEP, f"read by {_name(node)}, whose answer rounding could turn"))
     return {}

@@ -161,7 +161,7 @@ def _first_ones(
     seconds: dict[fx.Node, float],
     narrow: frozenset[fx.Node],
 ) -> Choice:
-    """Of the operators that run again at the lower price, let only so many as are needed."""
+    """Let only as many operators run again as are needed, of those that do at the lower price: the first ones."""
     ordered = [n for n in graph.nodes if n in seconds]
     fewest, most = 0, len(ordered)
     while most - fewest > 1:

@@ -10,7 +10,7 @@ from torch import fx
 
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import VIEWS, aten, value
-from fp8compile.passes.core.node_views import first_input
+from fp8compile.passes.core.node_views import argument, first_input
 
 DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 LEAST = 2.0**-8  # a constant that keeps a denominator from what rounding to FP8 does to small numbers
@@ -82,7 +82,7 @@ class Signs:
         if target in (aten.sqrt.default, aten.rsqrt.default, aten.square.default):
             return True
         if target is aten.pow.Tensor_Scalar:
-            return bool(args[1] in (2, 4)) or self.is_never_negative(args[0])
+            return argument(node, "exponent") in (2, 4) or self.is_never_negative(args[0])
         if target in (aten.mul.Tensor, aten.mul.Scalar) and args[0] is args[1]:
             return True
         if target in (aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, *DIVISIONS):
@@ -144,9 +144,9 @@ def square_of(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
-    if node.target is aten.mul.Tensor and node.args[1] is source:
+    if node.target is aten.mul.Tensor and argument(node, "other") is source:
         return source
-    power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
+    power = node.target is aten.pow.Tensor_Scalar and argument(node, "exponent") == 2
     return source if power or node.target is aten.square.default else None
 
 
