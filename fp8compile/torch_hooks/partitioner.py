@@ -26,14 +26,15 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's 
 from fp8compile import devices, ops
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
-from fp8compile.passes.core.compilation import Compilation, aten, attach_views, device_of, remove_dead
+from fp8compile.passes import pipeline
+from fp8compile.passes.core.compilation import aten, device_of, remove_dead
 from fp8compile.passes.core.snapshot import Snapshot
-from fp8compile.passes.core.verify import signature, verify
+from fp8compile.passes.core.verify import signature
 from fp8compile.passes.core.verify_halves import verify_halves
 from fp8compile.passes.lower import describe
 from fp8compile.passes.save.min_cut import Halves, is_object, may_be_computed_again, run_again
 from fp8compile.passes.save.rounding_hazards import find_sensitive
-from fp8compile.passes.save.save_as_fp8 import save_as_fp8
+from fp8compile.passes.save.save_as_fp8 import Cut
 from fp8compile.passes.save.save_budget import plan_within
 from fp8compile.passes.save.saved_forms import Form, Graph, as_it_is, find_forms
 from fp8compile.passes.save.saved_overrides import edit_saved, saved_keys
@@ -56,6 +57,9 @@ class Partitioner(CustomPartitionerFn):
     def __init__(self, options: Options, record: Record | None = None):
         self.options = options
         self.record = record
+
+    def see_joint(self, graph: fx.Graph) -> None:
+        """See the joint graph before any pass."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward, backward) of the joint graph `gm`."""
@@ -148,9 +152,6 @@ def _partition(
     sizes = [n for n in saved if p.is_sym_node(n)]
     objects = [n for n in saved if n not in sizes and is_object(n)]
     saved = _save(gm, [n for n in saved if n not in sizes and n not in objects], halves, options, record)
-    attach_views(gm.graph)
-    if options.verify:
-        verify(gm.graph, "save_as_fp8", outputs)
     extra: dict[str, Any] = {}
     if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes"):
         extra = {"saved_opaque_nodes": objects}
@@ -237,18 +238,19 @@ def _save(
 ) -> list[fx.Node]:
     """What is saved, payloads in place of values; and the plan's rows about it."""
     again = run_again(gm.graph, saved, halves)
-    c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
     restored = describe.describe_restored(again, halves)  # before nodes are doubled
     keys = saved_keys(saved, halves)
     edit_saved(keys, halves, options.plan)
-    kept, forms = save_as_fp8(c, saved, halves, keys if options.watch else None)
+    watched = keys if options.watch else None
+    device = devices.describe(device_of(gm.graph))
+    pipeline.run_stage(c := Cut(gm.graph, options, device, Plan(), halves=halves, saved=saved, watched=watched))
     if record is not None:
         record.add_saved(
-            describe.describe_saved(saved, halves.static, {**halves.forms, **forms}),
+            describe.describe_saved(saved, halves.static, {**halves.forms, **c.forms}),
             describe.describe_recomputed(again, halves),
             restored,
         )
-    return kept
+    return c.kept
 
 
 def _takes(function: Any, name: str) -> bool:

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8compile.passes.core.stages import DynamoGraph
+
 INPUTS = ("query", "key", "value", "attn_mask")
 MASK = INPUTS.index("attn_mask")
 
 
-def run(gm: fx.GraphModule) -> None:
+def run(c: DynamoGraph) -> None:
     """Copy what fused kernels refuse, in a graph and in those that it calls."""
-    for module in gm.modules():
+    for module in c.gm.modules():
         if isinstance(module, fx.GraphModule):
             calls = [n for n in module.graph.nodes if n.target is torch.nn.functional.scaled_dot_product_attention]
             if sum(_make_ready(node) for node in calls):

@@ -23,6 +23,7 @@ from torch._inductor import config as inductor_config  # whether matmuls are to 
 from fp8compile import ops
 from fp8compile.passes.core.collectives import ALL_GATHER, AS_BYTES, CARRIERS
 from fp8compile.passes.core.compilation import aten, update_value
+from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.lower.call_matmuls import RESHAPED, call, is_one_call
 from fp8compile.passes.regions.region_graph import GraphEditor
 
@@ -30,9 +31,14 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 STEPS = {*CARRIERS, *RESHAPED, aten.cat.default, aten.permute.default, aten.clone.default}
 
 
-def is_wanted() -> bool:
-    """Whether Inductor is to pipeline matmuls with collectives."""
+def is_wanted(_: HalfGraph) -> bool:
+    """Return True if Inductor is to pipeline matmuls with collectives."""
     return bool(inductor_config._micro_pipeline_tp)  # type: ignore[attr-defined]
+
+
+def run(c: HalfGraph) -> None:
+    """Expose the matmuls of a half that are beside a collective."""
+    expose_matmuls(c.graph)
 
 
 def expose_matmuls(graph: fx.Graph) -> None:

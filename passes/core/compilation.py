@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8compile import ops
 from fp8compile.devices import Device
-from fp8compile.options import Options
+from fp8compile.passes.core.stages import Stage, StageGraph
 from fp8compile.plan.overrides import Decision
 from fp8compile.plan.rows import Plan
 
@@ -46,17 +46,16 @@ class Input:
 
 
 @dataclass
-class Compilation:
-    """One graph on its way through the passes."""
+class Compilation(StageGraph):
+    """One joint or inference graph on its way through the passes."""
 
-    graph: fx.Graph
-    options: Options
     device: Device
     plan: Plan
     inputs: dict[str, Input] = field(default_factory=dict)
     namespace: str = "model0"
     sites: dict[str, Any] = field(default_factory=dict)  # key of a plan row -> roles.Site, from select_matmuls on
     edits: dict[str, Decision] = field(default_factory=dict)  # the same keys -> what a given plan says, likewise
+    stage: Stage = field(default=Stage.JOINT, kw_only=True)
 
     @cached_property
     def is_training(self) -> bool:

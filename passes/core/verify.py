@@ -34,6 +34,8 @@ from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
 from fp8compile.passes.core.collectives import AS_BYTES, CARRIERS
 from fp8compile.passes.core.compilation import VIEWS, aten, divides, is_detached, same_sizes, value
 from fp8compile.passes.core.graph_text import graph_text
+from fp8compile.passes.core.run_passes import Check
+from fp8compile.passes.core.stages import StageGraph
 from fp8compile.passes.core.stride_demands import Broken, check_strides
 
 TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default, aten.reshape.default}
@@ -57,21 +59,48 @@ def _type(node: Any) -> tuple[str, list[str]] | None:
     return (str(val.dtype), [str(s) for s in val.shape]) if isinstance(val, torch.Tensor) else None
 
 
+def graph_verifier(c: StageGraph) -> Check:
+    """Return the check of a joint graph: all rules of this module, and the outputs that it has now."""
+    outputs = signature(c.graph)
+    return lambda step: verify(c.graph, step, outputs)
+
+
+def form_verifier(c: StageGraph) -> Check:
+    """Return the check of a half in Inductor's hands: the form of its graph, and the outputs that it has now."""
+    outputs = signature(c.graph)
+
+    def check(step: str) -> None:
+        verify_form(c.graph, step)
+        _verify_outputs(c.graph, step, outputs)
+
+    return check
+
+
+def verify_form(graph: fx.Graph, stage: str) -> None:
+    """Raise `VerificationError` if `graph` is not well-formed after `stage`."""
+    try:
+        graph.lint()
+    except (RuntimeError, ValueError) as error:
+        raise VerificationError(f"after {stage}: malformed graph: {error}") from error
+
+
+def _verify_outputs(graph: fx.Graph, stage: str, outputs: Signature) -> None:
+    if signature(graph) != outputs:
+        raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
+
+
 def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None, broken: Broken = ()) -> None:
     """Check all rules of this module after `stage`; raises `VerificationError`. `broken`: demands of strides that were
     not met before."""
-    try:
-        graph.lint()
-    except RuntimeError as error:
-        raise VerificationError(f"after {stage}: malformed graph: {error}") from error
+    verify_form(graph, stage)
     expected: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
         why = _broken_rule(node, expected)
         if why:
             raise VerificationError(f"after {stage}: %{node.name}: {why}\n{excerpt(graph, node)}")
     check_strides(graph, stage, broken)
-    if outputs is not None and signature(graph) != outputs:
-        raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
+    if outputs is not None:
+        _verify_outputs(graph, stage, outputs)
 
 
 def _broken_rule(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:

@@ -19,21 +19,24 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config  # whether matmuls are to be tuned
-from torch._inductor.inductor_prims import force_stride_order  # as its own passes keep strides
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from fp8compile import ops
-from fp8compile.passes.core import operators
 from fp8compile.passes.core.collectives import SPLITS, VIEWS
 from fp8compile.passes.core.compilation import aten, value
 from fp8compile.passes.core.iteration import same
-from fp8compile.passes.core.stride_demands import demanded
+from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.region_graph import GraphEditor
 
 RESHAPED = (*VIEWS, aten.reshape.default)  # which Inductor turns views into first
 PARTS = (aten.select.int, aten.slice.Tensor, aten.unbind.int, *SPLITS)
 CALLED = "fp8_called"  # in the metadata of a matmul
 IN_ONE_CALL = ("tensor", "row")  # granularities that aten._scaled_mm takes
+
+
+def run(c: HalfGraph) -> None:
+    """Make calls of the matmuls of a half."""
+    call_matmuls(c.graph)
 
 
 def call_matmuls(graph: fx.Graph) -> None:
@@ -101,37 +104,3 @@ def _is_part(scale: Any) -> bool:
         x = value(scale)
         return x.storage_offset() * x.itemsize % 16 != 0
     return scale.target in PARTS or (scale.target is operator.getitem and scale.args[0].target in PARTS)
-
-
-def keep_strides(graph: fx.Graph) -> None:
-    """Have these matmuls, and attention, read what they were given: Inductor may lay out what it computes otherwise.
-
-    cuBLAS takes rows, columns, and their scales in one way only. Of attention's inputs Inductor looks at the strides
-    that a buffer would have if it were laid out there and then, and, where those will do, leaves it open: what is
-    fused later with others that lie across (a position bias with the table that it is looked up in) then does so, too.
-    """
-    for node in list(graph.nodes):
-        if node.target is aten._scaled_mm.default and node.meta.get(CALLED):
-            kept = [a for a in node.args[:4] if value(a).dim() == 2]  # type: ignore[arg-type]
-        elif operators.name_of(node.target) in operators.SCALED_DOT_PRODUCT:
-            inputs = [x for _, x in demanded(node).values() if value(x).dim() > 2 and x.op == "call_function"]
-            kept = [x for x in inputs if not has_free_unbacked_symbols(value(x))]
-        else:
-            continue
-        for given in dict.fromkeys(kept):
-            _keep(graph, node, given)  # type: ignore[arg-type]
-
-
-def _keep(graph: fx.Graph, node: fx.Node, given: fx.Node) -> None:
-    """Have `node` read `given` with the strides that it has here; of what is expanded, what lies beneath keeps its own,
-    as no memory can be written through a stride of 0."""
-    if any(
-        same(stride, 0) and not same(n, 1) for stride, n in zip(value(given).stride(), value(given).shape, strict=True)
-    ):
-        if given.target is aten.expand.default and given.args[0].op == "call_function":  # type: ignore[union-attr]
-            _keep(graph, given, given.args[0])  # type: ignore[arg-type]
-        return
-    with graph.inserting_before(node):
-        kept = graph.call_function(force_stride_order, (given, value(given).stride()))
-    kept.meta = dict(given.meta)
-    node.replace_input_with(given, kept)

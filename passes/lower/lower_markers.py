@@ -23,6 +23,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import ops
 from fp8compile.passes.core.compilation import AS_STORED, aten, value
+from fp8compile.passes.core.stages import HalfGraph
+
+
+def run(c: HalfGraph) -> None:
+    """Replace the cast markers of a half."""
+    lower_markers(c.graph)
 
 
 def lower_markers(graph: fx.Graph) -> None:

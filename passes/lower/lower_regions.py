@@ -26,10 +26,18 @@ from fp8compile.kernels.codegen import emit, generated
 from fp8compile.kernels.codegen.schedule import Schedule
 from fp8compile.kernels.codegen.spec import Region
 from fp8compile.passes.core.compilation import aten, getitems
+from fp8compile.passes.core.stages import HalfGraph
+from fp8compile.passes.lower.describe import describe_kernels
 from fp8compile.passes.lower.known_accesses import analyse_once
 from fp8compile.passes.regions.region_graph import GraphEditor, regions_of, spec_of
 
 LAUNCH = "fp8_launch"  # in the metadata of a region that has become a launch
+
+
+def run(c: HalfGraph) -> None:
+    """Replace the regions of a half by launches, and note the kernels: the graph says no more of them afterwards."""
+    c.lowered.kernels = describe_kernels(c.graph, c.half)
+    lower_regions(c.graph)
 
 
 def lower_regions(graph: fx.Graph) -> None:

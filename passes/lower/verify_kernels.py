@@ -23,7 +23,9 @@ from fp8compile.errors import VerificationError
 from fp8compile.kernels.check.coverage import unwritten
 from fp8compile.kernels.codegen.spec import Part, Region, number_of
 from fp8compile.passes.core.compilation import VIEWS, aten, hint, is_tensor, value
-from fp8compile.passes.core.stride_demands import Broken
+from fp8compile.passes.core.run_passes import Check
+from fp8compile.passes.core.stages import HalfGraph
+from fp8compile.passes.core.stride_demands import Broken, broken_strides
 from fp8compile.passes.core.verify import excerpt, verify
 from fp8compile.passes.lower.lower_regions import LAUNCH
 from fp8compile.passes.regions.region_graph import spec_of
@@ -52,6 +54,15 @@ def _owner(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and node.target in SHOWS and is_tensor(node.all_input_nodes[0]):
         node = node.all_input_nodes[0]
     return node
+
+
+def half_verifier(c: HalfGraph) -> Check:
+    """Return the check of a half that becomes kernels: all rules of this module, against the graph as it is now.
+
+    What a compiler has laid out otherwise by now it brings in order itself.
+    """
+    outputs, broken = outputs_of(c.graph), broken_strides(c.graph)
+    return lambda step: verify_kernels(c.graph, step, outputs, broken)
 
 
 def verify_kernels(graph: fx.Graph, stage: str, outputs: Outputs, broken: Broken = ()) -> None:

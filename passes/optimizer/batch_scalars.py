@@ -27,6 +27,7 @@ from torch import fx
 from fp8compile.kernels.optimizer.update_spec import from_json
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import aten, remove_dead, update_value, value
+from fp8compile.passes.core.stages import OptimizerGraph
 from fp8compile.passes.optimizer.find_updates import FLOATS, is_elementwise
 from fp8compile.passes.optimizer.update_rules import FILLS, IDENTITIES, schema_name
 
@@ -36,8 +37,9 @@ NUMBERS = (*FLOATS, torch.float64)  # as a rate that may change is
 SHAPED = (IDENTITIES | set(FILLS)) - {"convert_element_type", "_to_copy", "clone"}  # they name a shape
 
 
-def run(graph: fx.Graph) -> None:
+def run(c: OptimizerGraph) -> None:
     """Stack the numbers of every update, and count all steps at once."""
+    graph = c.graph
     for node in list(graph.find_nodes(op="call_function", target=state_ops.update_parameters)):
         stored, read, numbers, spec = node.args
         each = len(from_json(str(spec)).scalars)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from fp8compile.optimizer.states import FP8State
+from fp8compile.passes.core.stages import DynamoGraph
 
 ARITHMETIC = {
     "abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "div", "fma.default", "lerp", "maximum", "minimum",
@@ -23,8 +24,9 @@ ARITHMETIC = {
 }  # fmt: skip
 
 
-def run(gm: fx.GraphModule) -> None:
-    """Rewrite Dynamo's graph in place."""
+def run(c: DynamoGraph) -> None:
+    """Load each state once, and store it once if anything writes it."""
+    gm = c.gm
     output = gm.graph.output_node()
     for state in [node for node in gm.graph.nodes if _is_state(gm, node)]:
         users = list(_users(state))

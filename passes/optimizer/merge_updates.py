@@ -18,20 +18,19 @@ from torch import fx
 from fp8compile.kernels.optimizer.update_spec import STATE, Update
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import aten, remove_dead, value
+from fp8compile.passes.core.stages import OptimizerGraph
 from fp8compile.passes.optimizer.find_updates import ParameterUpdate, find_updates
-from fp8compile.passes.optimizer.skip_overflow import overflow_of
 from fp8compile.passes.optimizer.write_update import UpdateSkipError, Written, write_update
 from fp8compile.plan.rows import MergedUpdate
 
 
-def run(graph: fx.Graph) -> list[MergedUpdate]:
-    """Merge what can be merged; one row for every operator, and one for every update that stays."""
-    rows: list[MergedUpdate] = []
+def run(c: OptimizerGraph) -> None:
+    """Merge what can be merged; note a row for every operator, and one for every update that stays."""
+    graph, rows = c.graph, c.lowered.updates
     groups: dict[tuple[str, str], list[Written]] = {}
-    overflow = overflow_of(graph)
     for update in find_updates(graph):
         try:
-            written = write_update(update, overflow)
+            written = write_update(update, c.overflow)
         except UpdateSkipError as reason:
             rows.append(_left(update, str(reason)))
             continue
@@ -47,7 +46,6 @@ def run(graph: fx.Graph) -> list[MergedUpdate]:
         copy.replace_all_uses_with(written)  # the output returns the input itself, which is written by then
         graph.erase_node(copy)
     remove_dead(graph)
-    return rows
 
 
 def _first_copy(graph: fx.Graph) -> fx.Node:

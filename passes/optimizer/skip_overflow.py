@@ -16,6 +16,7 @@ from torch import fx
 
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import aten, update_value, value
+from fp8compile.passes.core.stages import OptimizerGraph
 
 
 def overflow_of(graph: fx.Graph) -> fx.Node | None:
@@ -26,8 +27,9 @@ def overflow_of(graph: fx.Graph) -> fx.Node | None:
     return None
 
 
-def run(graph: fx.Graph, overflow: fx.Node | None) -> None:
+def run(c: OptimizerGraph) -> None:
     """Let every `copy_` to an input write what was there where `overflow` is not 0, and nothing be counted."""
+    graph, overflow = c.graph, c.overflow
     for node in graph.find_nodes(op="call_function", target=state_ops.add_in_place):
         node.args = (*node.args[:2], overflow)
     keeps: dict[torch.device, fx.Node] = {}

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8compile.passes.core.stages import DynamoGraph
+
 SCALED = {"add": "alpha", "add_": "alpha", "sub": "alpha", "sub_": "alpha"}
 OPERANDS = {"add": ("input", "other", "alpha"), "sub": ("input", "other", "alpha"), "lerp": ("input", "end", "weight")}
 OPERANDS |= dict.fromkeys(("addcdiv", "addcmul"), ("input", "tensor1", "tensor2", "value"))
@@ -25,8 +27,9 @@ ARITHMETIC = {"add", "sub", "mul", "truediv", "div", "neg", "pow", "add_", "sub_
 ARITHMETIC |= {"iadd", "isub", "imul", "itruediv"}
 
 
-def run(gm: fx.GraphModule) -> None:
-    """Rewrite Dynamo's graph in place."""
+def run(c: DynamoGraph) -> None:
+    """Make tensors of the numbers that may change."""
+    gm = c.gm
     for node in list(gm.graph.nodes):
         if node.op in ("call_method", "call_function"):
             _spread(gm.graph, node)

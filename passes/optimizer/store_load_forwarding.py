@@ -16,10 +16,12 @@ from torch import fx
 
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import remove_dead, value
+from fp8compile.passes.core.stages import OptimizerGraph
 
 
-def run(graph: fx.Graph) -> None:
+def run(c: OptimizerGraph) -> None:
     """Replace every load of what a store of this graph made by what was stored."""
+    graph = c.graph
     for node in list(graph.find_nodes(op="call_function", target=state_ops.load_state)):
         store = stored_by(node.args[0])
         if store is not None and store is stored_by(node.args[1]):

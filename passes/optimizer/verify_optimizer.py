@@ -13,10 +13,18 @@ from torch import fx
 from fp8compile.errors import VerificationError
 from fp8compile.optimizer.state_ops import add_in_place, store_state, update_parameters
 from fp8compile.passes.core.compilation import aten
-from fp8compile.passes.core.verify import Signature, verify
+from fp8compile.passes.core.run_passes import Check
+from fp8compile.passes.core.stages import OptimizerGraph
+from fp8compile.passes.core.verify import Signature, signature, verify
 from fp8compile.passes.lower.verify_kernels import late_read
 
 WRITERS = (update_parameters, add_in_place)  # they write what their first argument lists
+
+
+def optimizer_verifier(c: OptimizerGraph) -> Check:
+    """Return the check of an optimizer's graph: all rules of this module, against the graph as it is now."""
+    before = signature(c.graph), written_inputs(c.graph), beside_states(c.graph)
+    return lambda step: verify_optimizer(c.graph, step, *before)
 
 
 def verify_optimizer(graph: fx.Graph, stage: str, outputs: Signature, written: set[str], beside: set[str]) -> None:

@@ -21,6 +21,7 @@ from fp8compile import ops
 from fp8compile.kernels.codegen.spec import PARTIALS, ROW_REDUCTIONS
 from fp8compile.passes.core.compilation import aten, getitems, remove_dead, value
 from fp8compile.passes.core.fusible import RESHAPES, is_library_kernel
+from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.amax_pieces import finish_amaxes, read_pieces
 from fp8compile.passes.regions.concatenated import write_in_place
 from fp8compile.passes.regions.join_regions import MAX_PARTS, joined
@@ -29,6 +30,11 @@ from fp8compile.passes.regions.sum_pieces import adds_pieces, finish_sums
 
 PIECES, ANY_WARPS = "pieces", "any number of warps"
 LARGE = 32 << 20  # bytes of results that are made before they are needed, or of pieces kept, for the sake of a launch
+
+
+def run(c: HalfGraph) -> None:
+    """Combine the regions of a half."""
+    combine_regions(c.graph)
 
 
 def combine_regions(graph: fx.Graph) -> None:

@@ -31,6 +31,7 @@ from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import is_tensor, remove_dead, value
 from fp8compile.passes.core.iteration import NoAccessError
 from fp8compile.passes.core.origin import source_line
+from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.build_region import Builder
 from fp8compile.passes.regions.cluster_loads import delayed, leaves_of
 from fp8compile.passes.regions.clusters import Cluster, find_clusters, reduces_rows
@@ -40,6 +41,11 @@ from fp8compile.passes.regions.region_graph import GraphEditor, put_in_order
 from fp8compile.passes.regions.region_stores import sink_of, store_value
 
 MAX_ORIGINS = 6
+
+
+def run(c: HalfGraph) -> None:
+    """Replace clusters by regions, and note why some casts are left to Inductor."""
+    c.lowered.left += form_regions(c.graph)
 
 
 def form_regions(graph: fx.Graph) -> list[str]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,10 +31,32 @@ from fp8compile import ops
 from fp8compile.formats import E4M3
 from fp8compile.passes.core.compilation import Compilation, aten, is_tensor, same_sizes, update_value, value
 from fp8compile.passes.core.replace import copied, restride
+from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.core.stride_demands import is_demanded
 from fp8compile.passes.save.min_cut import Halves, run_again
 from fp8compile.passes.save.saved_forms import Form, as_it_is, dense_order, is_random, memory_of
 from fp8compile.plan.overrides import SavedKey
+
+
+@dataclass
+class Cut(Compilation):
+    """A joint graph of which it is decided what the forward half keeps for the backward half.
+
+    saved: the values that are kept; halves: what is known of both halves, with the form of each value; watched: the
+    keys under which casts are measured. kept, forms: what `save_as_fp8` has made of `saved`.
+    """
+
+    halves: Halves = field(kw_only=True)
+    saved: list[fx.Node] = field(kw_only=True)
+    watched: Mapping[fx.Node, SavedKey] | None = field(default=None, kw_only=True)
+    kept: list[fx.Node] = field(default_factory=list, kw_only=True)
+    forms: dict[fx.Node, Form] = field(default_factory=dict, kw_only=True)
+    stage: Stage = field(default=Stage.CUT, kw_only=True)
+
+
+def run(c: Cut) -> None:
+    """Round what is kept in FP8, and note what is kept now."""
+    c.kept, c.forms = save_as_fp8(c, c.saved, c.halves, c.watched)
 
 
 def save_as_fp8(
