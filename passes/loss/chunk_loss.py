@@ -41,9 +41,9 @@ from fp8compile.passes.core.compilation import (
     value,
 )
 from fp8compile.passes.core.replace import replace_value
-from fp8compile.passes.loss import label_indexing
 from fp8compile.passes.loss.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.loss.find_loss import Found, find_loss
+from fp8compile.passes.loss.label_indexing import gather_labels
 from fp8compile.passes.loss.loss_equivalence import SCATTERS
 from fp8compile.passes.loss.loss_parts import NotFoundError
 from fp8compile.passes.loss.loss_weights import known_in_backward, known_in_forward, weighted_sum
@@ -64,7 +64,7 @@ def run(c: Compilation) -> None:
     if c.options.chunk_loss == "auto":
         heads = [s for s in heads if _bytes(s) >= LEAST_BYTES]
     for classes in {s.n for s in heads}:
-        label_indexing.run(c, classes)
+        gather_labels(c, classes)
     heads = [s for s in heads if _has_labels(s)]
     for site in heads:  # one changes what the next is read by
         _run_on(c, site, dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n))))

@@ -22,7 +22,7 @@ from fp8compile.passes.loss.dropped_rows import is_zero
 prims = torch.ops.prims
 
 
-def run(c: Compilation, classes: Any) -> None:
+def gather_labels(c: Compilation, classes: Any) -> None:
     """Rewrite what indexes matrices of so many `classes`."""
     if not isinstance(classes, int):
         return

@@ -76,7 +76,10 @@ def verify_kernels(graph: fx.Graph, stage: str, outputs: Outputs, broken: Broken
         why = _broken_rule(node, tried)
         if why:
             raise VerificationError(f"after {stage}: %{node.name}: {why}\n{excerpt(graph, node)}")
-    for n, (before, after) in enumerate(zip(outputs, outputs_of(graph), strict=True)):
+    now = outputs_of(graph)
+    if len(now) != len(outputs):
+        raise VerificationError(f"after {stage}: outputs changed in number, from {len(outputs)} to {len(now)}")
+    for n, (before, after) in enumerate(zip(outputs, now, strict=True)):
         if before is not None and after is not None and not _agrees(before, after):
             raise VerificationError(f"after {stage}: output {n} changed from {before} to {after}")
     why = late_read(graph)
