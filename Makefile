@@ -46,7 +46,7 @@ fuzz: ## random models, with the python on the path (ARGS="--models 5000 --devic
 	$(PYTHON) -m tests.fuzz $(ARGS)
 
 accept: $(STAMP)dev ## renew the golden graphs and the outputs in the docs, after reading their differences
-	FP8COMPILE_ACCEPT=1 $(BIN)/python -m pytest tests/graph tests/project/test_docs.py $(ARGS)
+	FP8COMPILE_ACCEPT=1 $(BIN)/python -m pytest tests/passes tests/project/test_docs.py $(ARGS)
 
 format: $(STAMP)dev ## let ruff lay out the code
 	$(BIN)/ruff check --fix .
