@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -403,7 +402,7 @@ def is_amax_of_tensor(node: object) -> bool:
     return amax is not None and amax.granularity == "tensor"
 
 
-def call_of(node: fx.Node) -> Callable[..., Any]:
+def call_of(node: fx.Node) -> Any:
     """Return what a node calls."""
     assert callable(node.target), f"{node.format_node()} is no call of a function"
     return node.target

@@ -32,6 +32,16 @@ from fp8compile.passes.core.iteration import (
     split,
     whole,
 )  # fmt: skip
+from fp8compile.passes.core.node_views import (
+    Dequantize,
+    Getitem,
+    Permutation,
+    Scale,
+    argument,
+    call_of,
+    first_input,
+    node_argument,
+)
 from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.part_values import RefusedError, Values
 
@@ -113,11 +123,12 @@ class Builder:
         target: Any = node.target
         shape = list(value(node).shape) if isinstance(node.meta["val"], torch.Tensor) else []
         if target in fusible.RESHAPES:
-            return self.evaluate(node.args[0], access)  # type: ignore[arg-type]
-        if target in fusible.PERMUTES:
-            return self.evaluate(node.args[0], permuted(access, shape, _dims(node)))  # type: ignore[arg-type]
+            return self.evaluate(first_input(node), access)
+        if view := Permutation.of(node):
+            return self.evaluate(view.x, permuted(access, shape, view.dims))
         if target is aten.expand.default:
-            return self.evaluate(node.args[0], broadcast(access, shape, value(node.args[0]).shape))  # type: ignore[arg-type]
+            source = first_input(node)
+            return self.evaluate(source, broadcast(access, shape, value(source).shape))
         if fusible.is_moment(node):
             return self._moment(node, access)
         if fusible.is_row_reduction(node):
@@ -130,10 +141,10 @@ class Builder:
         if target in fusible.RANDOM:
             return self._random(node, access, shape)
         if target in fusible.CONVERSIONS:
-            return self.values.converted(self._argument(node.args[0], access, shape), value(node).dtype)
+            return self.values.converted(self._argument(first_input(node), access, shape), value(node).dtype)
         args = [self._argument(a, access, shape) for a in node.args]
         if target is aten.pow.Tensor_Scalar:
-            return self.values.power(args[0], node.args[1])  # type: ignore[arg-type]
+            return self.values.power(args[0], argument(node, "exponent"))
         rule = fusible.POINTWISE.get(target)
         if rule is None:
             raise RefusedError(f"no rule for {target}")
@@ -155,7 +166,7 @@ class Builder:
         return self.values.op("round", i, params=("bfloat16",)) if narrow else i
 
     def _random(self, node: fx.Node, access: Access, shape: list[Size]) -> int:
-        seed = self._load(node.args[1], ())  # type: ignore[arg-type]
+        seed = self._load(node_argument(node, "seed"), ())
         rows, cols = split(access, self.cols)
         offset = node.kwargs.get("offset", 0)
         if offset:
@@ -166,7 +177,7 @@ class Builder:
 
     def _of_each_row(self, node: fx.Node, access: Access) -> int:
         """The source of a reduction over rows of this iteration space."""
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        source = first_input(node)
         n = len(fusible.reduced_dims(node))
         length: Size = 1
         for size in value(source).shape[-n:]:
@@ -177,17 +188,18 @@ class Builder:
 
     def _row_reduction(self, node: fx.Node, access: Access) -> int:
         source = self._of_each_row(node, access)
-        name = fusible.REDUCTIONS[node.target]  # type: ignore[index]
+        name = fusible.REDUCTIONS[call_of(node)]
         if name == "row_mean":
             return self.values.rounded(self.values.row_mean(source), value(node).dtype)
         return self.values.rounded(self.values.op(name, source), value(node).dtype)
 
     def _moment(self, node: fx.Node, access: Access) -> int:
-        moments: fx.Node = node.args[0]  # type: ignore[assignment]
+        item = Getitem(node)
+        moments = item.source
         source = self._of_each_row(moments, access)
         self.interior.add(moments)
         mean = self.values.row_mean(source)
-        if node.args[1] == 1:
+        if item.index == 1:
             return mean
         correction: Any = moments.kwargs.get("correction", 1)
         degrees = max(0, self.cols - (1 if correction is None else correction))
@@ -198,29 +210,28 @@ class Builder:
     # ---- markers ------------------------------------------------------------------------------------------------
 
     def _marker(self, node: fx.Node, access: Access) -> int:
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
-        if node.target is ops.scale:
-            _, fmt, *power = node.args
-            name = "scale_power_of_two" if power and power[0] else "scale"
-            return self.values.op(name, self.evaluate(source, access), params=(fmt,))
+        if (scale := Scale.of(node)) and not scale.is_delayed:
+            name = "scale_power_of_two" if scale.power_of_two else "scale"
+            return self.values.op(name, self.evaluate(scale.amax, access), params=(scale.format,))
         if node.target is ops.amax:
             return self._amax(node, access)
-        if node.target is ops.dequantize:
-            _, scale, granularity, dtype = node.args
-            layout = CastLayout(parse_granularity(granularity))  # type: ignore[arg-type]
-            data = self.evaluate(source, access)
-            where = layout.scale_access(access, list(value(source).shape))
-            return self.values.rounded(self.values.op("mul", data, self.evaluate(scale, where)), dtype)  # type: ignore[arg-type]
+        if restored := Dequantize.of(node):
+            layout = CastLayout(parse_granularity(restored.granularity))
+            data = self.evaluate(restored.data, access)
+            where = layout.scale_access(access, list(value(restored.data).shape))
+            product = self.values.op("mul", data, self.evaluate(restored.scale, where))
+            return self.values.rounded(product, restored.dtype)
         raise NoAccessError("quantized data is read from memory")
 
     def cast_source(self, node: fx.Node) -> int:
         """What an amax or a quantize reads, element by element."""
-        i = self.evaluate(node.args[0], self.everything)  # type: ignore[arg-type]
-        return self._as_stored(i, node.args[0]) if AS_STORED in node.meta else i
+        source = first_input(node)
+        i = self.evaluate(source, self.everything)
+        return self._as_stored(i, source) if AS_STORED in node.meta else i
 
     def _amax(self, node: fx.Node, access: Access) -> int:
         layout = CastLayout.of(node)
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        source = first_input(node)
         if not equal(access, self.stat_access(source, layout)):
             raise NoAccessError(f"%{node.name} belongs to other groups")
         x = self.cast_source(node)
@@ -244,14 +255,3 @@ class Builder:
             raise NoAccessError("a batch is transposed matrix by matrix")
         across = ((shape[0], 1), (shape[1], shape[0]))
         return layout.scale_access(across, [shape[1], shape[0]])
-
-
-def _dims(node: fx.Node) -> list[int]:
-    n = value(node).dim()
-    if node.target is aten.permute.default:
-        return [d % n for d in node.args[1]]  # type: ignore[union-attr]
-    dims = list(range(n))
-    a, b = (0, 1) if node.target is aten.t.default else node.args[1:3]
-    if n >= 2:
-        dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
-    return dims

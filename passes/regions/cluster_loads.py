@@ -13,6 +13,7 @@ from fp8compile import ops
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import depends_on, is_tensor
 from fp8compile.passes.core.iteration import same
+from fp8compile.passes.core.walk import walk
 from fp8compile.passes.regions.clusters import Cluster, absorb
 from fp8compile.passes.regions.fusion_barriers import (
     element_bytes,
@@ -50,21 +51,17 @@ def _frontier(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
     """Full-size fusible nodes of lower levels that nodes of the cluster's own levels read."""
     own = {levels[s] for s in cluster.sinks}
     total = cluster.rows * cluster.cols
-    found: set[fx.Node] = set()
-    stack = list(cluster.sinks)
-    seen = set(stack)
-    while stack:
-        for i in stack.pop().all_input_nodes:
-            if i in seen or i not in levels or not fusible.is_fusible(i):
-                continue
-            seen.add(i)
-            if levels[i] in own:
-                stack.append(i)
-            elif is_tensor(i) and i.target not in fusible.LAYOUTS and same(fusible.elements(i), total):
-                found.add(i)
-            else:
-                stack.append(i)
-    return found
+
+    def fusible_inputs(node: fx.Node) -> list[fx.Node]:
+        return [i for i in node.all_input_nodes if i in levels and fusible.is_fusible(i)]
+
+    def is_beyond(node: fx.Node) -> bool:
+        if levels[node] in own or not is_tensor(node) or node.target in fusible.LAYOUTS:
+            return False
+        return same(fusible.elements(node), total)
+
+    reached = walk(cluster.sinks, fusible_inputs, through=lambda node: not is_beyond(node))
+    return {node for node in reached if is_beyond(node)}
 
 
 def _dear(cluster: Cluster, frontier: set[fx.Node], levels: dict[fx.Node, int]) -> set[fx.Node]:
@@ -117,18 +114,12 @@ def _sharing(nodes: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> list[
 def _full_sources(node: fx.Node, cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
     """Full-size tensors that are no fusible nodes, from which `node` is computed."""
     total = cluster.rows * cluster.cols
-    found: set[fx.Node] = set()
-    stack, seen = [node], {node}
-    while stack:
-        n = stack.pop()
-        if n not in levels or not fusible.is_fusible(n):
-            if is_tensor(n) and same(fusible.elements(n), total):
-                found.add(n)
-            continue
-        fresh = [i for i in n.all_input_nodes if i not in seen]
-        seen.update(fresh)
-        stack += fresh
-    return found
+
+    def is_computed(n: fx.Node) -> bool:
+        return n in levels and fusible.is_fusible(n)
+
+    reached = [n for n in walk([node], through=is_computed) if not is_computed(n)]
+    return {n for n in reached if is_tensor(n) and same(fusible.elements(n), total)}
 
 
 def delayed(graph: fx.Graph, clusters: list[Cluster], levels: dict[fx.Node, int]) -> list[Cluster]:

@@ -11,6 +11,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import VIEWS, is_tensor, value
+from fp8compile.passes.core.node_views import Amax
 
 
 def find_levels(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -37,7 +38,8 @@ def is_statistic(node: fx.Node) -> bool:
     """Whether `node` is a reduction along rows."""
     if fusible.is_row_reduction(node):
         return True
-    return node.target is ops.amax and node.args[1] == "row" and not fusible.is_global_amax(node)
+    amax = Amax.of(node)
+    return amax is not None and amax.granularity == "row" and not fusible.is_global_amax(node)
 
 
 def is_read_by_border(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from fp8compile import ops
 from fp8compile.kernels.codegen import schedule as schedules
 from fp8compile.kernels.codegen.spec import Buffer, Part, Region
 from fp8compile.passes.core.compilation import depends_on, getitems
-from fp8compile.passes.regions.region_graph import GraphEditor, spec_of
+from fp8compile.passes.regions.region_graph import GraphEditor, sizes_of, spec_of, tensors_of
 
 MAX_PARTS = 16
 
@@ -49,10 +49,10 @@ def joined(editor: GraphEditor, nodes: Sequence[fx.Node]) -> Joined | None:
     index: dict[fx.Node, int] = {}
     for node in nodes:
         region, _ = spec_of(node)
-        names = {n: _number_of(size, sizes) for n, size in zip(region.sizes, node.args[1], strict=True)}  # type: ignore[arg-type]
+        names = {n: _number_of(size, sizes) for n, size in zip(region.sizes, sizes_of(node), strict=True)}
         renamed = _renamed(region, names, len(parts), len(buffers))
         where = []
-        for tensor, stride in zip(node.args[0], renamed.strides, strict=True):  # type: ignore[arg-type]
+        for tensor, stride in zip(tensors_of(node), renamed.strides, strict=True):
             if tensor not in tensors:
                 tensors.append(tensor)
                 strides.append(stride)

@@ -32,6 +32,7 @@ from fp8compile.passes.core.compilation import (
     value,
 )  # fmt: skip
 from fp8compile.passes.core.iteration import same
+from fp8compile.passes.core.node_views import Copy, Getitem, RegionCall, is_amax_of_tensor
 from fp8compile.passes.regions.part_values import RefusedError
 
 SIZE_CALLS: dict[str, Callable[..., Any]] = {  # of expressions of sizes, by the names of their types
@@ -153,7 +154,7 @@ class GraphEditor:
                 )
             return out
         if fusible.is_global_amax(node):
-            if node.args[1] == "tensor":
+            if is_amax_of_tensor(node):
                 return self.emit(ops.amax, out, "tensor", before=place, like=node)
             out = self.emit(aten.amax.default, out, [0], before=place, like=node)
         return self._shaped(out, node, place)
@@ -196,8 +197,8 @@ class GraphEditor:
             if call is None:
                 raise RefusedError(f"a size {expr} that the graph does not compute")
             factor, rest = expr.as_coeff_Mul()  # the graph may know `rest`, and not what it is made of
-            args = (factor, rest) if factor != 1 else expr.args
-            computed = [self._computed(arg, like) for arg in args]  # type: ignore[arg-type]
+            args: Any = (factor, rest) if factor != 1 else expr.args
+            computed = [self._computed(arg, like) for arg in args]
             self._sizes[key] = functools.reduce(lambda a, b: self._size_call(call, a, b, like=like), computed)
         return self._sizes[key]
 
@@ -213,7 +214,7 @@ def put_in_order(graph: fx.Graph) -> None:
     """Move every node behind its inputs, and writes into inputs of the graph behind all else: a region stands where its
     first result is read, which may be the output, and must find in memory what the nodes found that it replaces."""
     for node in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
-        if node.args[0].op == "placeholder":  # type: ignore[union-attr]
+        if Copy(node).written.op == "placeholder":
             graph.output_node().prepend(node)
     sort_topologically(graph)
 
@@ -224,15 +225,27 @@ def regions_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def spec_of(node: fx.Node) -> tuple[Region, schedules.Schedule]:
-    """Spec and schedule of a region node."""
-    return generated.parse(node.args[2], node.args[3])  # type: ignore[arg-type]
+    """Return spec and schedule of a region node."""
+    call = RegionCall(node)
+    return generated.parse(call.spec, call.schedule)
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors that a region node reads, in the order of its spec."""
+    return RegionCall(node).inputs
+
+
+def sizes_of(node: fx.Node) -> list[Any]:
+    """Return the sizes that a region node is given, in the order of its spec: numbers or nodes."""
+    return RegionCall(node).sizes
 
 
 def rewrite(node: fx.Node, tensors: Sequence[fx.Node], region: Region) -> None:
     """Make `node` another region, of other tensors."""
-    node.args = (list(tensors), node.args[1], region.to_json(), schedules.choose(region).to_json())
+    node.args = (list(tensors), sizes_of(node), region.to_json(), schedules.choose(region).to_json())
 
 
 def is_from_region(node: Any) -> bool:
-    """Whether `node` is a buffer that a region fills."""
-    return isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0].target is ops.region  # type: ignore[union-attr]
+    """Return True if `node` is a buffer that a region fills."""
+    item = Getitem.of(node)
+    return item is not None and item.source.target is ops.region

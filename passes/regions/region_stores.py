@@ -11,6 +11,7 @@ from fp8compile.kernels.codegen.spec import Buffer, Store
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import value
 from fp8compile.passes.core.iteration import contiguous, same
+from fp8compile.passes.core.node_views import Quantize, first_input, is_amax_of_tensor
 from fp8compile.passes.regions.build_region import Builder, Sink
 from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.clusters import is_value
@@ -23,7 +24,7 @@ def sink_of(builder: Builder, node: fx.Node) -> Sink:
         return _payload(builder, node)
     if is_value(node):
         return store_value(builder, node)
-    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    source = first_input(node)
     if fusible.is_col_sum(node):
         bands = fusible.bands_of(node)
         others = {v.params for v in builder.values.items if v.op == "col_sum" and v.params}
@@ -32,9 +33,9 @@ def sink_of(builder: Builder, node: fx.Node) -> Sink:
         summed = builder.evaluate(source, builder.everything)
         i = builder.values.op("col_sum", summed, params=(bands,) if bands > 1 else ())
         return Sink(node, Store(0, i), Buffer(("row_programs0", builder.cols), "float32"))
-    if node.args[1] == "tensor":
+    if is_amax_of_tensor(node):
         if source.target is ops.amax:
-            stats = builder.stat_access(source.args[0], CastLayout.of(source))  # type: ignore[arg-type]
+            stats = builder.stat_access(first_input(source), CastLayout.of(source))
             i = builder.values.op("all_amax", builder.evaluate(source, stats))
         else:
             i = builder.values.op("all_amax", builder.cast_source(node))
@@ -44,12 +45,11 @@ def sink_of(builder: Builder, node: fx.Node) -> Sink:
 
 
 def _payload(builder: Builder, node: fx.Node) -> Sink:
-    source, scale, fmt = node.args[:3]
+    cast = Quantize(node)
     layout = CastLayout.of(node)
     x = builder.values.stored(builder.cast_source(node))
-    where = builder.stat_access(source, layout)  # type: ignore[arg-type]
-    s = builder.evaluate(scale, where)  # type: ignore[arg-type]
-    i = builder.values.op("quantize", x, s, params=(fmt,))
+    s = builder.evaluate(cast.scale, builder.stat_access(cast.x, layout))
+    i = builder.values.op("quantize", x, s, params=(cast.format,))
     rows, cols = builder.values.number(builder.rows), builder.cols
     across, down = layout.col_multiple, layout.row_multiple
     if layout.transpose:
@@ -99,7 +99,7 @@ def _statistic(builder: Builder, node: fx.Node) -> Sink:
     if marker.target is not ops.amax:
         raise RefusedError("the scale of something else")
     layout = CastLayout.of(marker)
-    i = builder.evaluate(node, builder.stat_access(marker.args[0], layout))  # type: ignore[arg-type]
+    i = builder.evaluate(node, builder.stat_access(first_input(marker), layout))
     kind, size = layout.granularity.kind, layout.granularity.size
     rows, cols = builder.values.number(builder.rows), builder.cols
     if kind == "row":
