@@ -26,7 +26,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # passes run u
 from torch.utils._pytree import tree_leaves
 
 from fp8compile.passes.core.compilation import Compilation, aten, value
+from fp8compile.passes.core.node_views import call_of, first_input
 from fp8compile.passes.core.origin import module_path, source_line
+from fp8compile.passes.core.walk import walk
 from fp8compile.plan.rows import Mask
 
 CAUSAL, EVERYTHING = "causal", "everything"
@@ -56,11 +58,11 @@ def run(c: Compilation) -> None:
 def _constants(graph: fx.Graph) -> dict[fx.Node, int]:
     """The nodes whose value the graph alone decides → a number; nodes of one number have one value."""
     found: dict[fx.Node, int] = {}
-    numbers: dict[tuple[str, ...], int] = {}
+    numbers: dict[tuple[str, str], int] = {}
     for node in graph.nodes:
         if _is_literal(node) or (_is_pure(node) and all(n in found for n in node.all_input_nodes)):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: ("node", found[n]))  # type: ignore[misc]
-            what = (str(node.target), repr(args), repr(kwargs))
+            given = fx.map_arg((node.args, node.kwargs), lambda n: ("node", found[n]))
+            what = (str(node.target), repr(given))
             found[node] = numbers.setdefault(what, len(numbers))
     return found
 
@@ -111,9 +113,9 @@ def _computed(node: fx.Node) -> Tensor:
         if n.op == "get_attr":
             known[n] = _literal(n)
             continue
-        args, kwargs = fx.map_arg((n.args, n.kwargs), known.__getitem__)  # type: ignore[arg-type]
+        args, kwargs = fx.map_arg((n.args, n.kwargs), known.__getitem__)
         args, kwargs = _on(device, args), {name: _on(device, x) for name, x in kwargs.items()}
-        known[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+        known[n] = call_of(n)(*args, **kwargs)
         for source in n.all_input_nodes:
             readers[source] -= 1
             if not readers[source]:
@@ -130,12 +132,7 @@ def _on(device: torch.device, x: Any) -> Any:
 
 def _ancestors(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, int]]:
     """`node` and all that it needs, in order, and how many of these read each."""
-    needed, todo = {node}, [node]
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in needed:
-                needed.add(source)
-                todo.append(source)
+    needed = set(walk([node]))
     return sorted(needed), {n: sum(u in needed for u in n.users) for n in needed}
 
 
@@ -161,7 +158,7 @@ def _kind(mask: fx.Node) -> str | None:
 def _unexpanded(mask: Any) -> Any:
     """What a mask is expanded from, to batches and heads of any number: that has the same to say."""
     while isinstance(mask, fx.Node) and mask.target is aten.expand.default:
-        mask = mask.args[0]
+        mask = first_input(mask)
     return mask
 
 
@@ -202,8 +199,8 @@ def _fits(node: fx.Node, causal: bool) -> bool:
 
 
 def _position(node: fx.Node, *names: str) -> tuple[int, str]:
-    schema: Any = node.target._schema  # type: ignore[union-attr]
-    return next(((i, a.name) for i, a in enumerate(schema.arguments) if a.name in names), (-1, ""))
+    arguments = call_of(node)._schema.arguments
+    return next(((i, a.name) for i, a in enumerate(arguments) if a.name in names), (-1, ""))
 
 
 def _argument(node: fx.Node, *names: str) -> Any:

@@ -12,14 +12,13 @@ own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from fp8compile.passes.collectives.quantize_before_collective import Cast, Early, Readers, readers_of
 from fp8compile.passes.core.collectives import ALL_GATHER, NAMES, Journey, erase, journeys
 from fp8compile.passes.core.compilation import Compilation, dependents, is_tangent, sort_topologically, value
+from fp8compile.passes.core.node_views import Quantize, first_input
 from fp8compile.passes.core.origin import module_path, source_line
 from fp8compile.passes.matmul import share_casts
 from fp8compile.passes.save.saved_forms import count, dtype_name
@@ -103,7 +102,7 @@ def replace_exactly(early: Early, readers: Readers) -> None:
 def replace_rounded(early: Early, readers: Readers, cast: Cast) -> None:
     """Let the casts like `cast` read what was cast before, and all other readers the rounded values."""
     kept = readers.early.get(cast, [])
-    needed = {node for quantize in kept for node in _amaxes_of(quantize.args[1])}  # type: ignore[arg-type]
+    needed = {node for quantize in kept for node in _amaxes_of(Quantize(quantize).scale)}
     for amax in [node for node in readers.amaxes if node in needed]:
         early.replace_amax(amax)
     for quantize in kept:
@@ -117,7 +116,7 @@ def replace_rounded(early: Early, readers: Readers, cast: Cast) -> None:
 
 def _amaxes_of(scale: fx.Node) -> list[fx.Node]:
     """The amax that a scale is made of, and the one that this is made of."""
-    amax: Any = scale.args[0]
+    amax = first_input(scale)
     return [amax, *(n for n in amax.all_input_nodes if n.target is amax.target)]
 
 

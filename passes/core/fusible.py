@@ -20,6 +20,7 @@ from fp8compile.kernels.codegen.spec import BAND
 from fp8compile.passes.core import operators
 from fp8compile.passes.core.compilation import STANDS_ALONE, aten, is_tensor, value
 from fp8compile.passes.core.iteration import product, same
+from fp8compile.passes.core.node_views import Amax, Getitem, argument, first_input
 
 prims = torch.ops.prims
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -157,13 +158,13 @@ def is_pointwise(node: fx.Node) -> bool:
     if any(is_tensor(i) and value(i).device != out.device for i in node.all_input_nodes):
         return False  # a number on a CPU
     if node.target in CONVERSIONS:
-        return _holds(node.args[0]) and value(node.args[0]).dtype in HELD  # type: ignore[arg-type]
+        return _holds(first_input(node))
     if node.target in CONSTANTS:
         return isinstance(_fill(node), (int, float, bool))
     if node.target in RANDOM:
-        return node.args[2] == "rand"
+        return argument(node, "mode") == "rand"
     if node.target is aten.pow.Tensor_Scalar:
-        return node.args[1] in POWERS and _holds(node.args[0])
+        return argument(node, "exponent") in POWERS and _holds(argument(node, "self"))
     if node.target in POINTWISE:
         return all(_holds(a) for a in (*node.args, *node.kwargs.values()))
     return False
@@ -177,7 +178,7 @@ def _holds(arg: Any) -> bool:
 
 
 def _fill(node: fx.Node) -> Any:
-    return node.args[0] if node.target is aten.scalar_tensor.default else node.args[1]
+    return argument(node, "s" if node.target is aten.scalar_tensor.default else "fill_value")
 
 
 def constant_of(node: fx.Node) -> float | bool:
@@ -188,19 +189,18 @@ def constant_of(node: fx.Node) -> float | bool:
 
 def reduced_dims(node: fx.Node) -> list[int]:
     """The dimensions of its source that a reduction removes, in order."""
-    source = value(node.args[0])  # type: ignore[arg-type]
-    dims = node.args[1] if len(node.args) > 1 else None
+    source, dims = value(first_input(node)), argument(node, "dim")
     if dims is None or dims == []:
         return list(range(source.dim()))
-    return sorted(d % source.dim() for d in dims)  # type: ignore[union-attr]
+    return sorted(d % source.dim() for d in dims)
 
 
 def is_row_reduction(node: fx.Node) -> bool:
     """Whether `node` reduces the last dimensions of a floating-point tensor."""
     if node.op != "call_function" or (node.target not in REDUCTIONS and node.target not in MOMENTS):
         return False
-    source = node.args[0]
-    if not (isinstance(source, fx.Node) and is_tensor(source) and value(source).dtype in FLOATS):
+    source = first_input(node)
+    if not (is_tensor(source) and value(source).dtype in FLOATS):
         return False
     if is_tensor(node) and value(node).dtype not in FLOATS:
         return False
@@ -212,8 +212,8 @@ def is_col_sum(node: fx.Node) -> bool:
     """Whether `node` sums over all but the last dimension, or over bands of rows (`bands_of`)."""
     if node.op != "call_function" or node.target is not aten.sum.dim_IntList:
         return False
-    source = node.args[0]
-    if not (isinstance(source, fx.Node) and is_tensor(source) and value(source).dtype in FLOATS):
+    source = first_input(node)
+    if not (is_tensor(source) and value(source).dtype in FLOATS):
         return False
     if value(node).dtype not in FLOATS:
         return False
@@ -228,16 +228,14 @@ def is_col_sum(node: fx.Node) -> bool:
 def bands_of(node: fx.Node) -> int:
     """Into how many bands of rows a column sum divides its source, each summed by itself: 1, or one for each image or
     sequence where what was scaled and shifted by it sums up."""
-    shape = value(node.args[0]).shape[: reduced_dims(node)[0]]  # type: ignore[arg-type]
+    shape = value(first_input(node)).shape[: reduced_dims(node)[0]]
     return math.prod(shape)
 
 
 def is_global_amax(node: fx.Node) -> bool:
     """Whether `node` is an amax for which all rows must be seen: of a tensor, or of a transposed tensor's rows."""
-    if node.target is not ops.amax:
-        return False
-    _, granularity, *layout = node.args
-    return granularity == "tensor" or (granularity == "row" and bool(layout and layout[0]))
+    amax = Amax.of(node)
+    return amax is not None and (amax.granularity == "tensor" or (amax.granularity == "row" and amax.transpose))
 
 
 def is_fusible(node: fx.Node) -> bool:
@@ -254,18 +252,14 @@ def is_fusible(node: fx.Node) -> bool:
             and value(node).dtype in HELD
         )
     if is_moment(node):
-        return is_row_reduction(node.args[0])  # type: ignore[arg-type]
+        return is_row_reduction(first_input(node))
     return is_pointwise(node) or is_row_reduction(node) or is_col_sum(node)
 
 
 def is_moment(node: fx.Node) -> bool:
     """Whether `node` takes the variance or the mean out of a var_mean."""
-    return (
-        node.op == "call_function"
-        and node.target is operator.getitem
-        and isinstance(node.args[0], fx.Node)
-        and node.args[0].target in MOMENTS
-    )
+    item = Getitem.of(node)
+    return item is not None and item.source.target in MOMENTS
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -273,7 +267,7 @@ def is_opaque(node: fx.Node) -> bool:
     if node.op != "call_function":
         return True
     if node.target is operator.getitem:
-        return is_opaque(node.args[0])  # type: ignore[arg-type]
+        return is_opaque(first_input(node))
     return str(node.target).startswith("fp8.") or is_library_kernel(node)
 
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, is_tensor, same_sizes, update_value, value
 from fp8compile.passes.core.stride_demands import EXACT, demanded, is_met
+from fp8compile.passes.core.walk import users_of, walk
 
 
 def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
@@ -71,15 +72,9 @@ def _misses_strides(user: fx.Node, x: fx.Node, wanted: Any) -> bool:
 
 
 def _is_restrided(node: fx.Node) -> bool:
-    """Whether some view of `node` is taken by its memory, not by its elements."""
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if user.target is aten.as_strided.default:
-                return True
-            if user.target in VIEWS:
-                stack.append(user)
-    return False
+    """Return True if some view of `node` is taken by its memory, not by its elements."""
+    views = walk([node], users_of, through=lambda n: n is node or n.target in VIEWS)
+    return any(n.target is aten.as_strided.default for n in views if n is not node)
 
 
 def copied(c: Compilation, source: fx.Node, strides: Any, before: fx.Node, exactly: bool = False) -> fx.Node:

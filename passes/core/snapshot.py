@@ -21,7 +21,7 @@ class Snapshot:
         graph = fx.Graph(self._owner)
         copies: dict[fx.Node, fx.Node] = {}
         for node, op, target, args, kwargs, name, kind, meta in self._nodes:
-            args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)  # type: ignore[misc, assignment]
+            args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
             copies[node] = graph.create_node(op, target, args, kwargs, name, kind)
             copies[node].meta = dict(meta)
         graph._codegen = self._codegen

@@ -13,7 +13,6 @@ matmuls, whose own kernels need not round as these do.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from fp8compile import ops
 from fp8compile.passes.core.collectives import SPLITS, VIEWS
 from fp8compile.passes.core.compilation import aten, value
 from fp8compile.passes.core.iteration import same
+from fp8compile.passes.core.node_views import Getitem, ScaledMM, first_input
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.region_graph import GraphEditor
 
@@ -50,57 +50,60 @@ def call_matmuls(graph: fx.Graph) -> None:
 
 
 def is_one_call(node: fx.Node) -> bool:
-    """Whether aten._scaled_mm does it all: two matrices, their scales, an addition at most, and BF16; and no sizes that
-    only the data knows, nor symbolic numbers of rows where a scale is repeated for each."""
-    a, _, granularity_a, b, _, granularity_b, bias, dtype, *rest = node.args
+    """Return True if aten._scaled_mm does it all: two matrices, their scales, an addition at most, and BF16.
+
+    It takes no sizes that only the data knows, nor symbolic numbers of rows where a scale is repeated for each.
+    """
+    mm = ScaledMM(node)
     return (
-        granularity_a in IN_ONE_CALL
-        and granularity_b in IN_ONE_CALL
-        and value(a).dim() == 2  # type: ignore[arg-type]
-        and not any(has_free_unbacked_symbols(value(x)) for x in (a, b))  # type: ignore[arg-type]
-        and dtype == torch.bfloat16
-        and (bias is None or value(bias).dtype == torch.bfloat16)  # type: ignore[arg-type]
-        and not any(x is not None for x in rest[1:])  # no groups
-        and (granularity_a == granularity_b or all(_has_known_rows(x) for x in (a, b)))
+        mm.granularity_a in IN_ONE_CALL
+        and mm.granularity_b in IN_ONE_CALL
+        and value(mm.a).dim() == 2
+        and not any(has_free_unbacked_symbols(value(x)) for x in (mm.a, mm.b))
+        and mm.out_dtype == torch.bfloat16
+        and (mm.bias is None or value(mm.bias).dtype == torch.bfloat16)
+        and mm.offs is None
+        and (mm.granularity_a == mm.granularity_b or all(_has_known_rows(x) for x in (mm.a, mm.b)))
     )
 
 
-def _has_known_rows(node: Any) -> bool:
+def _has_known_rows(node: fx.Node) -> bool:
     return isinstance(value(node).shape[0], int)
 
 
 def call(editor: GraphEditor, node: fx.Node) -> None:
     """Make `node`, which is one call, that call."""
-    a, scale_a, granularity_a, b, scale_b, granularity_b, bias, dtype, *rest = node.args
+    mm = ScaledMM(node)
 
     def emit(target: Any, *args: Any) -> fx.Node:
         return editor.emit(target, *args, before=node, like=node)
 
-    def of_rows(scale: Any, rows: int) -> fx.Node:
+    def of_rows(scale: fx.Node, rows: int) -> fx.Node:
         flat = emit(aten.view.default, scale, [-1, 1])
         if same(value(flat).shape[0], rows):
             as_it_lies = same(value(flat).stride(0), 1) and not _is_part(scale)
             return flat if as_it_lies else emit(aten.clone.default, flat)
         return emit(aten.clone.default, emit(aten.expand.default, flat, [rows, 1]))
 
-    if granularity_a == granularity_b == "tensor":
-        scale_a, scale_b = (emit(aten.clone.default, s) if _is_part(s) else s for s in (scale_a, scale_b))
+    if mm.granularity_a == mm.granularity_b == "tensor":
+        scale_a, scale_b = (emit(aten.clone.default, s) if _is_part(s) else s for s in (mm.scale_a, mm.scale_b))
     else:
-        scale_a = of_rows(scale_a, value(a).shape[0])  # type: ignore[arg-type]
-        scale_b = emit(aten.permute.default, of_rows(scale_b, value(b).shape[0]), [1, 0])  # type: ignore[arg-type]
-    columns = emit(aten.permute.default, b, [1, 0])
-    fast = bool(rest and rest[0])
-    product = emit(aten._scaled_mm.default, a, columns, scale_a, scale_b, bias, None, dtype, fast)
+        scale_a = of_rows(mm.scale_a, value(mm.a).shape[0])
+        scale_b = emit(aten.permute.default, of_rows(mm.scale_b, value(mm.b).shape[0]), [1, 0])
+    columns = emit(aten.permute.default, mm.b, [1, 0])
+    how = (mm.bias, None, mm.out_dtype, mm.fast_accumulation)
+    product = emit(aten._scaled_mm.default, mm.a, columns, scale_a, scale_b, *how)
     product.meta[CALLED] = True
     node.replace_all_uses_with(product)
     editor.graph.erase_node(node)
 
 
-def _is_part(scale: Any) -> bool:
-    """Whether a scale is one of several in memory: cuBLAS wants it to begin at a multiple of 16 bytes."""
+def _is_part(scale: fx.Node) -> bool:
+    """Return True if a scale is one of several in memory: cuBLAS wants it to begin at a multiple of 16 bytes."""
     while scale.target in RESHAPED:
-        scale = scale.args[0]
+        scale = first_input(scale)
     if scale.op == "placeholder":  # of backward: what forward has saved may be one of several
         x = value(scale)
         return x.storage_offset() * x.itemsize % 16 != 0
-    return scale.target in PARTS or (scale.target is operator.getitem and scale.args[0].target in PARTS)
+    item = Getitem.of(scale)
+    return scale.target in PARTS or (item is not None and item.source.target in PARTS)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -23,6 +23,7 @@ from fp8compile.errors import VerificationError
 from fp8compile.kernels.check.coverage import unwritten
 from fp8compile.kernels.codegen.spec import Part, Region, number_of
 from fp8compile.passes.core.compilation import VIEWS, aten, hint, is_tensor, value
+from fp8compile.passes.core.node_views import Copy, RegionCall
 from fp8compile.passes.core.run_passes import Check
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.core.stride_demands import Broken, broken_strides
@@ -103,13 +104,14 @@ def _broken_rule(node: fx.Node, tried: dict[Any, str]) -> str:
 
 
 def _wrong_region(node: fx.Node, tried: dict[Any, str]) -> str:
-    tensors, sizes, *texts = node.args
+    call = RegionCall(node)
+    tensors, sizes = call.inputs, call.sizes
     region, schedule = spec_of(node)
-    if len(tensors) != region.tensors or len(sizes) != len(region.sizes):  # type: ignore[arg-type]
-        return f"reads {len(tensors)} tensors and {len(sizes)} sizes, its spec {region.tensors} and {len(region.sizes)}"  # type: ignore[arg-type]
-    names = {name: _hint(size) for name, size in zip(region.sizes, sizes, strict=True)}  # type: ignore[arg-type]
-    inputs = [(value(t).dtype, tuple(map(hint, value(t).shape)), tuple(map(hint, value(t).stride()))) for t in tensors]  # type: ignore[arg-type, union-attr]
-    key = (*texts, tuple(names.values()), tuple(inputs))
+    if len(tensors) != region.tensors or len(sizes) != len(region.sizes):
+        return f"reads {len(tensors)} tensors and {len(sizes)} sizes, its spec {region.tensors} and {len(region.sizes)}"
+    names = {name: _hint(size) for name, size in zip(region.sizes, sizes, strict=True)}
+    inputs = [(value(t).dtype, tuple(map(hint, value(t).shape)), tuple(map(hint, value(t).stride()))) for t in tensors]
+    key = (call.spec, call.schedule, tuple(names.values()), tuple(inputs))
     if key not in tried:  # layers are alike
         tried[key] = wrong_reads(region, inputs, names) or unwritten(region, schedule, names)
     return tried[key]
@@ -150,7 +152,7 @@ def _is_scaled(part: Part, read: int) -> bool:
 def _shared_buffer(launch: fx.Node) -> str:
     """Why the buffers of a launch are not its own; "" if they are."""
     kwargs: Any = launch.kwargs["kwargs"]
-    for name in launch.kwargs["tensors_to_clone"]:  # type: ignore[union-attr]
+    for name in cast("list[str]", launch.kwargs["tensors_to_clone"]):
         buffer = kwargs[name]
         if buffer.target is not aten.empty.memory_format:
             return f"writes into %{buffer.name}, which is no buffer of its own"
@@ -165,11 +167,11 @@ def late_read(graph: fx.Graph) -> str:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not aten.copy_.default and is_computed(node):
             for read in node.all_input_nodes:
-                copy = written.get(_owner(read) if is_tensor(read) else read)
-                if copy is not None and read is not copy:
-                    return f"%{node.name} reads %{read.name} after %{copy.name} has overwritten it"
-        elif node.target is aten.copy_.default and _owner(node.args[0]).op == "placeholder":
-            written[_owner(node.args[0])] = node
+                writer = written.get(_owner(read) if is_tensor(read) else read)
+                if writer is not None and read is not writer:
+                    return f"%{node.name} reads %{read.name} after %{writer.name} has overwritten it"
+        elif (copy := Copy.of(node)) and (owner := _owner(copy.written)).op == "placeholder":
+            written[owner] = node
     return ""
 
 
