@@ -160,7 +160,7 @@ def is_pointwise(node: fx.Node) -> bool:
     if node.target in CONVERSIONS:
         return _holds(first_input(node))
     if node.target in CONSTANTS:
-        return isinstance(_fill(node), (int, float, bool))
+        return isinstance(fill_of(node), (int, float, bool))
     if node.target in RANDOM:
         return argument(node, "mode") == "rand"
     if node.target is aten.pow.Tensor_Scalar:
@@ -177,13 +177,14 @@ def _holds(arg: Any) -> bool:
     return arg is None or isinstance(arg, (int, float, bool))
 
 
-def _fill(node: fx.Node) -> Any:
+def fill_of(node: fx.Node) -> Any:
+    """Return what a constant tensor is filled with: a number, or a node."""
     return argument(node, "s" if node.target is aten.scalar_tensor.default else "fill_value")
 
 
 def constant_of(node: fx.Node) -> float | bool:
     """The number that a constant tensor is filled with."""
-    fill = _fill(node)
+    fill = fill_of(node)
     return bool(fill) if value(node).dtype == torch.bool else float(fill)
 
 

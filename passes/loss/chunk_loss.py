@@ -40,6 +40,7 @@ from fp8compile.passes.core.compilation import (
     sort_topologically,
     value,
 )
+from fp8compile.passes.core.node_views import Gather, first_input
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.loss.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.loss.find_loss import Found, find_loss
@@ -79,8 +80,9 @@ def _has_labels(site: Site) -> bool:
         frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
         seen.update(frontier)
     near = seen.union(*(n.all_input_nodes for n in seen))
-    lines = [n.args[0] for n in near if n.target in SCATTERS or n.target in (aten.gather.default, aten.amax.default)]
-    return any(str(value(x).shape[-1]) == str(site.n) for x in lines)  # type: ignore[arg-type]
+    read = (*SCATTERS, aten.gather.default, aten.amax.default)
+    lines = [first_input(n) for n in near if n.target in read]
+    return any(str(value(x).shape[-1]) == str(site.n) for x in lines)
 
 
 def _run_on(c: Compilation, site: Site, backward: set[fx.Node]) -> None:
@@ -153,7 +155,7 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], ag
 
 def _index(c: Compilation, found: Found) -> fx.Node:
     """The labels of all rows."""
-    index = reshape(c, found.labelled.args[2], [-1], found.labelled)  # type: ignore[arg-type]
+    index = reshape(c, Gather(found.labelled).index, [-1], found.labelled)
     return index if found.cut is None else with_dropped(c, index, found.cut, found.labelled, DROPPED)
 
 

@@ -28,6 +28,7 @@ from fp8compile.kernels.loss.chunked_loss import Curve
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import aten, base, dependents, is_tensor, same_sizes, value
 from fp8compile.passes.core.fusible import CONVERSIONS
+from fp8compile.passes.core.node_views import Gather, Sum, node_argument
 from fp8compile.passes.core.origin import source_line
 from fp8compile.passes.loss.dropped_rows import find_cut, undoes
 from fp8compile.passes.loss.loss_equivalence import (
@@ -143,7 +144,7 @@ class _Search:
         if not found:
             self._read({}, set())  # which says what reads them instead
             raise NotFoundError("nothing reads one class a row of what is computed of its logits alone")
-        if found[0].args[2] in self.depending:
+        if Gather(found[0]).index in self.depending:
             raise NotFoundError("its labels depend on its logits")
         return found[0]
 
@@ -151,7 +152,7 @@ class _Search:
         """The values of rows, with their factors if they are sums of terms."""
         rows = [n for n in self.formed if self.parts.kind(n) == "row" and is_float(n)]
         trials = self._trials(Closure(self.parts, [labelled, *rows]))
-        index: fx.Node = labelled.args[2]  # type: ignore[assignment]
+        index = Gather(labelled).index
         return {n: factors_of_terms(trials, n, self.logits, index, curve) for n in rows}
 
     def _trials(self, closure: Closure, only: fx.Node | None = None) -> list[Values]:
@@ -185,13 +186,13 @@ class _Search:
         return ends
 
     def _sums_rows(self, node: fx.Node) -> bool:
-        source = node.args[0] if node.target is aten.sum.dim_IntList else None
-        if not isinstance(source, fx.Node) or str(value(source).shape[-1]) != str(self.parts.classes):
+        sums = Sum.of(node)
+        if sums is None or str(value(sums.x).shape[-1]) != str(self.parts.classes):
             return False
-        return value(source).dim() == 2 and node.args[1] == [0]
+        return value(sums.x).dim() == 2 and sums.dims == [0]
 
     def _before_zeros(self, node: fx.Node) -> fx.Node:
-        return base(node.args[1]) if self.cut is not None and undoes(node, self.cut) else node  # type: ignore[arg-type]
+        return base(node_argument(node, "src")) if self.cut is not None and undoes(node, self.cut) else node
 
     def _reader(self, node: fx.Node, user: fx.Node) -> str:
         what = "a value of rows is" if self.parts.kind(node) == "row" else "its logits are"
@@ -217,7 +218,7 @@ class _Search:
         strange = [n for n in floats if n not in self.backward]
         if strange:
             raise NotFoundError(f"%{strange[0].name} takes part in it: class weights, a temperature that is a tensor?")
-        index: fx.Node = labelled.args[2]  # type: ignore[assignment]
+        index = Gather(labelled).index
         found = {}
         for leaf in floats:
             found[leaf] = factors_of_gradient(self._trials(closure, leaf), slope, leaf, self.logits, index, curve)

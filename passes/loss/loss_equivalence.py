@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # passes run u
 from fp8compile.kernels.loss.chunked_loss import TERMS, Curve
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import aten, value
+from fp8compile.passes.core.node_views import first_input
 
 ROWS, CLASSES = 9, (11, 7)
 SAME_ELEMENTS = fusible.RESHAPES | {aten.expand.default}
@@ -132,7 +133,7 @@ def _value_of(node: fx.Node, kind: str, env: Values, classes: int) -> Any:
     if node.target in REDUCTIONS:
         return REDUCTIONS[node.target](args[0], -1, keepdim=True)
     if node.target in MEANS:  # of as many classes as there are: what comes back of it is divided by that number
-        return args[0].sum(-1, keepdim=True) / value(node.args[0]).shape[-1]  # type: ignore[arg-type]
+        return args[0].sum(-1, keepdim=True) / value(first_input(node)).shape[-1]
     if node.target is aten.scalar_tensor.default:
         return torch.tensor(args[0], dtype=dtype)
     if node.target in (aten.full.default, aten.full_like.default):

@@ -18,6 +18,7 @@ from torch import fx
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import aten, is_tensor, value
 from fp8compile.passes.core.fusible import CONVERSIONS
+from fp8compile.passes.core.node_views import Gather, argument, first_input
 from fp8compile.passes.loss.loss_equivalence import MEANS, REDUCTIONS, SAME_ELEMENTS, SCATTERS, Leaf
 
 ARITHMETIC = {
@@ -67,12 +68,12 @@ class Parts:
         if node.target in SCATTERS:
             return self.kind(node) == "logits" and self._chooses(node)
         if node.target in fusible.CONSTANTS:
-            filled = node.args[0 if node.target is aten.scalar_tensor.default else 1]
+            filled = fusible.fill_of(node)
             return isinstance(filled, (int, float))
         if node.target in REDUCTIONS or node.target in MEANS:
-            source = node.args[0]
-            dims = [d % value(source).dim() for d in node.args[1]]  # type: ignore[arg-type, union-attr]
-            return self.kind(source) == "logits" and dims == [value(source).dim() - 1]  # type: ignore[arg-type]
+            source = first_input(node)
+            dims = [d % value(source).dim() for d in argument(node, "dim")]
+            return self.kind(source) == "logits" and dims == [value(source).dim() - 1]
         if node.target in SAME_ELEMENTS:  # an expansion repeats rows over classes, not over other rows
             return self.kind(node) in ("logits", self.kind(node.all_input_nodes[0]))
         if not all(map(is_tensor, node.all_input_nodes)):
@@ -80,7 +81,9 @@ class Parts:
         if self.kind(node) == "logits" and any(self._lies_across(i) for i in node.all_input_nodes):
             return False
         if node.target is aten.eq.Scalar:
-            return self.kind(node) == "row" and is_float(node.all_input_nodes[0]) and math.isinf(node.args[1])  # type: ignore[arg-type]
+            return (
+                self.kind(node) == "row" and is_float(node.all_input_nodes[0]) and math.isinf(argument(node, "other"))
+            )
         return node.target in CONVERSIONS or node.target in ARITHMETIC or node.target is aten.where.self
 
     def is_fill(self, node: fx.Node) -> bool:
@@ -94,11 +97,12 @@ class Parts:
 
     def _chooses(self, node: fx.Node) -> bool:
         """Whether a gather or scatter takes one class of every row."""
-        x, dim, index = value(node.args[0]), node.args[1], value(node.args[2])  # type: ignore[arg-type]
+        call = Gather(node)
+        x, index = value(call.x), value(call.index)
         wanted = [*x.shape[:-1], 1]
         return (
-            self.kind(node.args[0]) == "logits"  # type: ignore[arg-type]
-            and dim % x.dim() == x.dim() - 1  # type: ignore[operator]
+            self.kind(call.x) == "logits"
+            and call.dim % x.dim() == x.dim() - 1
             and [str(n) for n in index.shape] == [str(n) for n in wanted]
         )
 

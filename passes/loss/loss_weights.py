@@ -22,6 +22,7 @@ from torch import fx
 from fp8compile.kernels.loss.chunked_loss import TERMS
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import Compilation, aten, dependents, is_tensor, reshape, value
+from fp8compile.passes.core.node_views import call_of
 from fp8compile.passes.loss.dropped_rows import constant, is_zero, with_dropped
 from fp8compile.passes.loss.find_loss import Found
 from fp8compile.passes.loss.loss_parts import NotFoundError
@@ -141,5 +142,5 @@ def emit_weights(c: Compilation, parts: Split, like: fx.Node) -> fx.Node:
             given = [given[0], *(a if a is new else zero for a in given[1:])]
         replaced = node
         if node.target not in fusible.CONVERSIONS:
-            new = c.emit(node.target, *given, like=like)  # type: ignore[arg-type]
+            new = c.emit(call_of(node), *given, like=like)
     return reshape(c, new, [-1], like)

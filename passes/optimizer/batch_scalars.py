@@ -17,9 +17,9 @@ by one, each would wait for all that the GPU still has to do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -27,8 +27,10 @@ from torch import fx
 from fp8compile.kernels.optimizer.update_spec import from_json
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import aten, remove_dead, update_value, value
+from fp8compile.passes.core.node_views import Copy, argument
 from fp8compile.passes.core.stages import OptimizerGraph
 from fp8compile.passes.optimizer.find_updates import FLOATS, is_elementwise
+from fp8compile.passes.optimizer.state_views import UpdateParameters
 from fp8compile.passes.optimizer.update_rules import FILLS, IDENTITIES, schema_name
 
 prims = torch.ops.prims
@@ -41,12 +43,12 @@ def run(c: OptimizerGraph) -> None:
     """Stack the numbers of every update, and count all steps at once."""
     graph = c.graph
     for node in list(graph.find_nodes(op="call_function", target=state_ops.update_parameters)):
-        stored, read, numbers, spec = node.args
-        each = len(from_json(str(spec)).scalars)
-        device = value(stored[0]).device  # type: ignore[index, arg-type]
-        away = any(value(n).device != device for n in numbers)  # type: ignore[union-attr]
-        if each and (len(numbers) > each or away):  # type: ignore[arg-type]
-            node.args = stored, read, [_Stacker(graph, node, device).matrix(numbers, each)], spec  # type: ignore[arg-type]
+        update = UpdateParameters(node)
+        numbers, each = update.scalars, len(from_json(update.spec).scalars)
+        device = value(update.stored[0]).device
+        away = any(value(n).device != device for n in numbers)
+        if each and (len(numbers) > each or away):
+            node.update_arg(2, [_Stacker(graph, node, device).matrix(numbers, each)])
     remove_dead(graph)
     _count_at_once(graph)
 
@@ -99,7 +101,7 @@ class _Stacker:
         if node.op != "call_function" or not is_elementwise(node, NUMBERS):
             return node
         if node not in self.written:
-            args = fx.map_arg((node.args, node.kwargs), self.formula)  # type: ignore[arg-type, return-value]
+            args: Any = fx.map_arg((node.args, node.kwargs), cast("Callable[[fx.Node], Any]", self.formula))
             self.written[node] = self.formulas.setdefault((node.target, repr(args)), f"formula {len(self.formulas)}")
         return self.written[node]
 
@@ -146,9 +148,9 @@ class _Stacker:
             return given
         return self.call(prims.convert_element_type.default, given, dtype)
 
-    def call(self, target: object, *args: object, **kwargs: object) -> fx.Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.place):
-            node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+            node = self.graph.call_function(target, args, kwargs)
         update_value(node)
         return node
 
@@ -167,15 +169,15 @@ def _count_at_once(graph: fx.Graph) -> None:
     """One operator for all numbers that a step adds the same to."""
     groups: dict[tuple[float, torch.dtype, torch.device], list[fx.Node]] = defaultdict(list)
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        count, new = copy.args
+        count, new = Copy(copy).written, Copy(copy).source
         counts = count.op == "placeholder" and value(count).dim() == 0 and not copy.users
-        adds = new.target is aten.add.Tensor and new.args[0] is count and not new.kwargs
-        if counts and adds and isinstance(by := new.args[1], int | float):
+        adds = new.target is aten.add.Tensor and argument(new, "self") is count and not new.kwargs
+        if counts and adds and isinstance(by := argument(new, "other"), int | float):
             groups[by, value(count).dtype, value(count).device].append(copy)
     for (by, _, _), copies in groups.items():
         if len(copies) > 1:
             with graph.inserting_after(copies[-1]):
-                node = graph.call_function(state_ops.add_in_place, ([copy.args[0] for copy in copies], by, None))
+                node = graph.call_function(state_ops.add_in_place, ([Copy(copy).written for copy in copies], by, None))
             node.meta["val"] = None
             for copy in copies:
                 graph.erase_node(copy)

@@ -15,9 +15,9 @@ from torch import fx
 
 from fp8compile.kernels.codegen.spec import Value
 from fp8compile.kernels.optimizer.update_spec import PLAIN, SCALAR, SPLIT, STATE, Slot, Update
-from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import is_tensor, value
 from fp8compile.passes.optimizer.find_updates import ParameterUpdate, Target, is_elementwise
+from fp8compile.passes.optimizer.state_views import LoadState, Unscale
 from fp8compile.passes.optimizer.update_rules import IDENTITIES, POWERS, RULES, call_of
 
 
@@ -59,8 +59,8 @@ def _text(node: Any, known: dict[fx.Node, str]) -> str:
                 *(_text(a, known) for a in call[1]),
                 *(f"{k}{_text(a, known)}" for k, a in call[2].items()),
             ]
-        elif node.target is state_ops.load_state:
-            parts = ["state", str(node.args[2])]
+        elif load := LoadState.of(node):
+            parts = ["state", load.format]
         else:
             parts = [PLAIN, str(value(node).dtype), str(value(node).dim() == 0)] if is_tensor(node) else ["number"]
         known[node] = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
@@ -132,13 +132,13 @@ class _SpecWriter:
             raise UpdateSkipError(
                 f"it reads a tensor of shape {list(value(node).shape)}, its own is {list(self.shape)}"
             )
-        if node.target is state_ops.load_state:
-            return self._load(Slot(STATE, str(node.args[2])), node.args[:2])  # type: ignore[arg-type]
+        if load := LoadState.of(node):
+            return self._load(Slot(STATE, load.format), (load.payload, load.side))
         call = call_of(node)
         if call is None or not is_elementwise(node):
             return self._load(self._plain(node), (node,))
-        if node.target is state_ops.unscale:
-            product = self.op("mul", self.number(node.args[0]), self.number(node.args[1]))
+        if unscaled := Unscale.of(node):
+            product = self.op("mul", self.number(unscaled.gradient), self.number(unscaled.inverse))
             dtype = self._plain(node).type
             return product if dtype == "float32" else self.op("round", product, params=(dtype,))
         return self._computed(*call)
@@ -182,7 +182,7 @@ class _SpecWriter:
         root = self.number(target.root)
         if target.store is not None:
             assert target.side is not None
-            self._load(Slot(STATE, str(target.store.args[3])), (target.written, target.side))
+            self._load(Slot(STATE, target.store.format), (target.written, target.side))
         else:
             self._load(self._plain(target.written), (target.written,))
         i = self.of_slot[target.written]
