@@ -38,7 +38,8 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _profits(node: fx.Node, out: fx.Node) -> bool:
-    """Whether a kernel makes the queries, and the output has their layout, heads first, and is read tokens first."""
+    """Return True if a kernel makes the queries, and the output has their layout, heads first, and is read tokens
+    first."""
     q = node.args[0]
     if not isinstance(q, fx.Node) or q.target in VIEWS or q.op != "call_function" or value(out).dim() != 4:
         return False

@@ -56,7 +56,7 @@ def run(c: Compilation) -> None:
 
 
 def _constants(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The nodes whose value the graph alone decides → a number; nodes of one number have one value."""
+    """Return the nodes whose value the graph alone decides → a number; nodes of one number have one value."""
     found: dict[fx.Node, int] = {}
     numbers: dict[tuple[str, str], int] = {}
     for node in graph.nodes:
@@ -68,7 +68,8 @@ def _constants(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _is_literal(node: fx.Node) -> bool:
-    """Whether a node is what was written as a number or a list in the program: the -inf of `mask[i < j] = -inf`."""
+    """Return True if a node is what was written as a number or a list in the program: the -inf of `mask[i < j] =
+    -inf`."""
     if node.op != "get_attr" or any(u.target is not aten.lift_fresh_copy.default for u in node.users):
         return False
     return type(_literal(node)) is Tensor  # not a fake one
@@ -80,7 +81,7 @@ def _literal(node: fx.Node) -> Any:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether a node gives tensors of known sizes, the same each time, and changes none."""
+    """Return True if a node gives tensors of known sizes, the same each time, and changes none."""
     if node.op != "call_function":
         return False
     target, results = node.target, tree_leaves(node.meta.get("val"))
@@ -99,12 +100,12 @@ def _has_known_sizes(x: Tensor) -> bool:
 
 
 def _bytes(x: Tensor) -> int:
-    """Bytes in memory: of what is expanded, once."""
+    """Return the bytes in memory: of what is expanded, once."""
     return x.itemsize * math.prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step)
 
 
 def _computed(node: fx.Node) -> Tensor:
-    """The value of a constant node, on its device or, where that is not there, on the CPU."""
+    """Return the value of a constant node, on its device or, where that is not there, on the CPU."""
     wanted = value(node).device
     device = wanted if wanted.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
     order, readers = _ancestors(node)
@@ -124,14 +125,14 @@ def _computed(node: fx.Node) -> Tensor:
 
 
 def _on(device: torch.device, x: Any) -> Any:
-    """`x` with `device` in place of every device in it."""
+    """Return `x` with `device` in place of every device in it."""
     if isinstance(x, (list, tuple)):
         return type(x)(_on(device, y) for y in x)
     return device if isinstance(x, torch.device) and x.type == "cuda" else x
 
 
 def _ancestors(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, int]]:
-    """`node` and all that it needs, in order, and how many of these read each."""
+    """Return `node` and all that it needs, in order, and how many of these read each."""
     needed = set(walk([node]))
     return sorted(needed), {n: sum(u in needed for u in n.users) for n in needed}
 
@@ -140,7 +141,7 @@ def _ancestors(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, int]]:
 
 
 def _kind(mask: fx.Node) -> str | None:
-    """`CAUSAL` or `EVERYTHING`, if the mask is that, in every batch and head."""
+    """Return `CAUSAL` or `EVERYTHING`, if the mask is that, in every batch and head."""
     queries, keys = (1, 1, *value(mask).shape)[-2:]
     with unset_fake_temporarily(), torch.no_grad():
         try:
@@ -156,21 +157,21 @@ def _kind(mask: fx.Node) -> str | None:
 
 
 def _unexpanded(mask: Any) -> Any:
-    """What a mask is expanded from, to batches and heads of any number: that has the same to say."""
+    """Return what a mask is expanded from, to batches and heads of any number: that has the same to say."""
     while isinstance(mask, fx.Node) and mask.target is aten.expand.default:
         mask = first_input(mask)
     return mask
 
 
 def _once(mask: Tensor) -> Tensor:
-    """A mask without the batches and heads that lie in memory once."""
+    """Return a mask without the batches and heads that lie in memory once."""
     for dim in range(mask.dim() - 2):
         mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask
     return mask
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
-    """Where a mask lets queries see keys; None if it does more than to let or not to let."""
+    """Return where a mask lets queries see keys; None if it does more than to let or not to let."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -190,8 +191,8 @@ def _takes_mask(node: fx.Node) -> bool:
 
 
 def _fits(node: fx.Node, causal: bool) -> bool:
-    """Whether attention means what the mask says: causal is of as many queries as keys. Who asks for a gradient of the
-    mask needs the mask."""
+    """Return True if attention means what the mask says: causal is of as many queries as keys. Who asks for a gradient
+    of the mask needs the mask."""
     q, k = _argument(node, "query"), _argument(node, "key")
     square = str(value(q).shape[-2]) == str(value(k).shape[-2])
     wants = _argument(node, "grad_input_mask")
@@ -204,7 +205,7 @@ def _position(node: fx.Node, *names: str) -> tuple[int, str]:
 
 
 def _argument(node: fx.Node, *names: str) -> Any:
-    """The argument with one of these names, wherever it stands; None where it is not given."""
+    """Return the argument with one of these names, wherever it stands; None where it is not given."""
     i, name = _position(node, *names)
     return node.args[i] if 0 <= i < len(node.args) else node.kwargs.get(name)
 

@@ -55,7 +55,7 @@ def expose_matmuls(graph: fx.Graph) -> None:
 
 
 def _gathered(node: fx.Node) -> fx.Node | None:
-    """The all-gather whose result, in another order or dtype, `node` is."""
+    """Return the all-gather whose result, in another order or dtype, `node` is."""
     while node.op == "call_function" and node.target in STEPS:
         if node.target is ALL_GATHER:
             return node
@@ -67,7 +67,7 @@ def _gathered(node: fx.Node) -> fx.Node | None:
 
 
 def _is_scattered(node: fx.Node) -> bool:
-    """Whether nothing but reduce-scatters read `node`, in another order."""
+    """Return True if nothing but reduce-scatters read `node`, in another order."""
     readers = list(node.users)
     while readers and all(r.target in STEPS or r.target is REDUCE_SCATTER for r in readers):
         steps = [r for r in readers if r.target is not REDUCE_SCATTER]

@@ -43,7 +43,7 @@ class Cast:
         return f"{self.format} {self.granularity}"
 
     def bytes_a_row(self, cols: int) -> int:
-        """What a row of so many elements takes, amaxes included."""
+        """Return the bytes of a row of so many elements, its amaxes included."""
         return cols + (
             0 if self.scale else SCALE_BYTES * parse_granularity(self.granularity).scale_shape([1, cols])[-1]
         )
@@ -73,7 +73,7 @@ class Readers:
 
 
 def readers_of(journey: Journey) -> Readers:
-    """The readers, sorted."""
+    """Return the readers, sorted."""
     found = Readers()
     whole = journey.whole
     for shown, reader in journey.readers():
@@ -150,7 +150,8 @@ class Early:
         return self.c.emit(target, *args, like=self.journey.collective)
 
     def _of_source(self, target: Any, *args: Any) -> fx.Node:
-        """A marker that reads what would have travelled: in a kernel that computes it, as it would have been stored."""
+        """Return a marker that reads what would have travelled: in a kernel that computes it, as it would have been
+        stored."""
         node = self._emit(target, self.journey.source, *args)
         node.meta[AS_STORED] = True
         return node
@@ -172,7 +173,7 @@ class Early:
         replace_value(self.c, quantize, data)
 
     def data(self, shown: fx.Node, cast: Cast) -> fx.Node:
-        """The payload where `shown` shows the values."""
+        """Return the payload where `shown` shows the values."""
         if (shown, cast) not in self.arrived:
             self.arrived[shown, cast] = self._data(shown, cast)
         return self.arrived[shown, cast]
@@ -189,7 +190,7 @@ class Early:
         return self._emit(AS_BYTES, moved, FORMATS[cast.format].dtype)
 
     def values(self, shown: fx.Node, cast: Cast) -> fx.Node:
-        """The rounded values where `shown` shows the exact ones."""
+        """Return the rounded values where `shown` shows the exact ones."""
         scale = cast.scale or self._scale(self._amaxes(cast.granularity).at(shown), cast)
         return self._emit(ops.dequantize, self.data(shown, cast), scale, cast.granularity, value(shown).dtype)
 

@@ -50,14 +50,14 @@ class Journey:
         return {self.arrival, *self.steps} - parts
 
     def readers(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """(what is read, who reads it), for all that computes with what arrived."""
+        """Yield (what is read, who reads it), for all that computes with what arrived."""
         steps = {*self.steps}
         for node in (self.arrival, *self.steps):
             yield from ((node, user) for user in node.users if user not in steps)
 
 
 def journeys(graph: fx.Graph, target: Any) -> list[Journey]:
-    """All tensors that collectives of this kind move."""
+    """Return all tensors that collectives of this kind move."""
     found = []
     for node in graph.find_nodes(op="call_function", target=target):
         if len(node.users) == 1 and next(iter(node.users)).target is WAIT:
@@ -68,7 +68,7 @@ def journeys(graph: fx.Graph, target: Any) -> list[Journey]:
 
 
 def _steps(graph: fx.Graph, arrival: fx.Node) -> list[fx.Node]:
-    """The nodes behind `arrival` that show its rows in another order."""
+    """Return the nodes behind `arrival` that show its rows in another order."""
     found = [arrival]
     seen = {arrival}
     for node in graph.nodes:
@@ -79,7 +79,7 @@ def _steps(graph: fx.Graph, arrival: fx.Node) -> list[fx.Node]:
 
 
 def _data(node: fx.Node) -> list[fx.Node]:
-    """What a step rearranges; its other arguments are sizes and indices."""
+    """Return what a step rearranges; its other arguments are sizes and indices."""
     known = (*VIEWS, *SPLITS, operator.getitem, aten.permute.default, aten.clone.default, aten.index.Tensor)
     if cat := Concatenation.of(node):
         return cat.pieces
@@ -87,7 +87,7 @@ def _data(node: fx.Node) -> list[fx.Node]:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """Whether a step leaves every row whole, and shows every row (a split: its pieces together)."""
+    """Return True if a step leaves every row whole, and shows every row (a split: its pieces together)."""
     source = _data(node)[0]
     if node.target is operator.getitem:
         return source.target in SPLITS
@@ -107,7 +107,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _joins_a_split(cat: fx.Node) -> bool:
-    """Whether `cat` has each piece of one split once."""
+    """Return True if `cat` has each piece of one split once."""
     pieces = _data(cat)
     split = pieces[0].all_input_nodes[0]
     if split.target not in SPLITS or len(set(pieces)) != len(pieces):
@@ -130,7 +130,7 @@ class Sent:
     shown: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what shows the journey's -> what shows this one's
 
     def at(self, node: fx.Node) -> fx.Node:
-        """What shows it as `node` shows what the journey moves."""
+        """Return what shows it as `node` shows what the journey moves."""
         if not self.shown:
             origin, c = self.journey.collective, self.c
             moved = c.emit(call_of(origin), self.source, *origin.args[1:], like=self.like)
@@ -156,7 +156,7 @@ def erase(c: Compilation, journey: Journey) -> None:
 
 
 def is_sent(node: fx.Node) -> bool:
-    """Whether `node` shows bytes that came from other ranks: a payload on its way."""
+    """Return True if `node` shows bytes that came from other ranks: a payload on its way."""
     while node.target in (CARRIERS | {aten.cat.default, aten.clone.default, aten.permute.default, *VIEWS}):
         if node.target in NAMES:
             return value(node).dtype == torch.uint8

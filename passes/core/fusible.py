@@ -37,11 +37,11 @@ class Writer(Protocol):
     """What the rows of the table write with."""
 
     def op(self, name: str, *args: int, params: tuple[Any, ...] = ()) -> int:
-        """A value computed from others; returns its number."""
+        """Write a value computed from others, and return its number."""
         ...
 
     def constant(self, x: Any) -> int:
-        """A number; returns the value's number."""
+        """Write a number, and return the number of that value."""
         ...
 
 
@@ -74,7 +74,8 @@ def _relu(w: Writer, x: int) -> int:
 
 
 def _sigmoid(w: Writer, x: int) -> int:
-    """1 / (1 + exp(-x)), in pieces that x · sigmoid(x) as other decompositions write it has in common with it."""
+    """Return 1 / (1 + exp(-x)), in pieces that x · sigmoid(x) as other decompositions write it has in common with
+    it."""
     return w.op("div", w.constant(1.0), w.op("add", w.op("exp", w.op("neg", x)), w.constant(1.0)))
 
 
@@ -149,7 +150,7 @@ assert inductor_prims.random is torch.ops.prims.inductor_random.default
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether `node` is computed element by element from values that a region can hold."""
+    """Return True if `node` is computed element by element from values that a region can hold."""
     if node.op != "call_function" or node.target not in ELEMENTWISE or not is_tensor(node):
         return False
     out = value(node)
@@ -171,7 +172,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def _holds(arg: Any) -> bool:
-    """Whether an argument is a number, or a tensor of a type that a region computes with."""
+    """Return True if an argument is a number, or a tensor of a type that a region computes with."""
     if isinstance(arg, fx.Node):
         return is_tensor(arg) and value(arg).dtype in HELD
     return arg is None or isinstance(arg, (int, float, bool))
@@ -183,13 +184,13 @@ def fill_of(node: fx.Node) -> Any:
 
 
 def constant_of(node: fx.Node) -> float | bool:
-    """The number that a constant tensor is filled with."""
+    """Return the number that a constant tensor is filled with."""
     fill = fill_of(node)
     return bool(fill) if value(node).dtype == torch.bool else float(fill)
 
 
 def reduced_dims(node: fx.Node) -> list[int]:
-    """The dimensions of its source that a reduction removes, in order."""
+    """Return the dimensions of its source that a reduction removes, in order."""
     source, dims = value(first_input(node)), argument(node, "dim")
     if dims is None or dims == []:
         return list(range(source.dim()))
@@ -197,7 +198,7 @@ def reduced_dims(node: fx.Node) -> list[int]:
 
 
 def is_row_reduction(node: fx.Node) -> bool:
-    """Whether `node` reduces the last dimensions of a floating-point tensor."""
+    """Return True if `node` reduces the last dimensions of a floating-point tensor."""
     if node.op != "call_function" or (node.target not in REDUCTIONS and node.target not in MOMENTS):
         return False
     source = first_input(node)
@@ -210,7 +211,7 @@ def is_row_reduction(node: fx.Node) -> bool:
 
 
 def is_col_sum(node: fx.Node) -> bool:
-    """Whether `node` sums over all but the last dimension, or over bands of rows (`bands_of`)."""
+    """Return True if `node` sums over all but the last dimension, or over bands of rows (`bands_of`)."""
     if node.op != "call_function" or node.target is not aten.sum.dim_IntList:
         return False
     source = first_input(node)
@@ -227,20 +228,21 @@ def is_col_sum(node: fx.Node) -> bool:
 
 
 def bands_of(node: fx.Node) -> int:
-    """Into how many bands of rows a column sum divides its source, each summed by itself: 1, or one for each image or
-    sequence where what was scaled and shifted by it sums up."""
+    """Return into how many bands of rows a column sum divides its source, each summed by itself: 1, or one for each
+    image or sequence where what was scaled and shifted by it sums up."""
     shape = value(first_input(node)).shape[: reduced_dims(node)[0]]
     return math.prod(shape)
 
 
 def is_global_amax(node: fx.Node) -> bool:
-    """Whether `node` is an amax for which all rows must be seen: of a tensor, or of a transposed tensor's rows."""
+    """Return True if `node` is an amax for which all rows must be seen: of a tensor, or of a transposed tensor's
+    rows."""
     amax = Amax.of(node)
     return amax is not None and (amax.granularity == "tensor" or (amax.granularity == "row" and amax.transpose))
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a region can compute `node`."""
+    """Return True if a region can compute `node`."""
     if node.op != "call_function":
         return False
     if node.target in ops.CASTS:
@@ -258,13 +260,13 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 def is_moment(node: fx.Node) -> bool:
-    """Whether `node` takes the variance or the mean out of a var_mean."""
+    """Return True if `node` takes the variance or the mean out of a var_mean."""
     item = Getitem.of(node)
     return item is not None and item.source.target in MOMENTS
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether a library's kernel computes `node`: nothing that reads it can be done as it is written."""
+    """Return True if a library's kernel computes `node`: nothing that reads it can be done as it is written."""
     if node.op != "call_function":
         return True
     if node.target is operator.getitem:
@@ -273,16 +275,16 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def is_library_kernel(node: fx.Node) -> bool:
-    """Whether `node` is a matmul, an attention, a convolution, or something that holds a graph of its own."""
+    """Return True if `node` is a matmul, an attention, a convolution, or something that holds a graph of its own."""
     holds_a_graph = isinstance(node.target, torch._ops.HigherOrderOperator)
     return node.op == "call_function" and (holds_a_graph or operators.is_library_kernel(node.target))
 
 
 def elements(node: fx.Node) -> Any:
-    """How many elements `node` has."""
+    """Return how many elements `node` has."""
     return product(value(node).shape)
 
 
 def same_elements(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two tensors are known to have equally many elements."""
+    """Return True if two tensors are known to have equally many elements."""
     return same(elements(a), elements(b))

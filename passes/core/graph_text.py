@@ -18,7 +18,7 @@ SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """`graph` as text, one line a node, ending in a newline."""
+    """Return `graph` as text, one line a node, ending in a newline."""
     return "".join(_line(node) + "\n" for node in graph.nodes)
 
 
@@ -37,7 +37,7 @@ def _line(node: fx.Node) -> str:
 
 
 def _trimmed(node: fx.Node, marker: bool) -> list[Any]:
-    """Arguments without the defaults of a marker's trailing flags."""
+    """Return arguments without the defaults of a marker's trailing flags."""
     args = list(node.args)
     if marker:
         arguments = call_of(node)._schema.arguments

@@ -73,8 +73,8 @@ def run(c: Compilation) -> None:
 
 
 def _has_labels(site: Site) -> bool:
-    """Whether something like a cross-entropy may read what `site` computes: labels choose classes, or a softmax is
-    taken, not far away."""
+    """Return True if something like a cross-entropy may read what `site` computes: labels choose classes, or a softmax
+    is taken, not far away."""
     frontier, seen = [site.node], {site.node}
     for _ in range(16):
         frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
@@ -104,7 +104,7 @@ def _run_on(c: Compilation, site: Site, backward: set[fx.Node]) -> None:
 
 
 def _bytes(site: Site) -> int:
-    """What whole logits take."""
+    """Return what whole logits take."""
     return as_it_is(value(site.node), "").bytes
 
 
@@ -154,7 +154,7 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], ag
 
 
 def _index(c: Compilation, found: Found) -> fx.Node:
-    """The labels of all rows."""
+    """Return the labels of all rows."""
     index = reshape(c, Gather(found.labelled).index, [-1], found.labelled)
     return index if found.cut is None else with_dropped(c, index, found.cut, found.labelled, DROPPED)
 
@@ -168,7 +168,7 @@ def _call(
     wanted: list[bool],
     like: fx.Node,
 ) -> list[fx.Node]:
-    """A call of the operator: its terms, and the gradients that are wanted."""
+    """Return a call of the operator: its terms, and the gradients that are wanted."""
     site, curve = found.site, found.curve
     assert site.left is not None
     assert site.right is not None
@@ -199,7 +199,7 @@ def _results(c: Compilation, loss: fx.Node) -> list[fx.Node]:
 
 
 def _narrowed(c: Compilation, node: fx.Node, like: fx.Node) -> fx.Node:
-    """`node`, which is FP32, in the dtype of `like`."""
+    """Return `node`, which is FP32, in the dtype of `like`."""
     dtype = value(like).dtype
     return node if dtype is torch.float32 else c.emit(prims.convert_element_type.default, node, dtype, like=like)
 

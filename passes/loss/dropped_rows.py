@@ -20,7 +20,7 @@ from fp8compile.passes.loss.loss_equivalence import SAME_ELEMENTS
 
 
 def find_cut(logits: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
-    """The slice that drops rows of `logits`, if nothing else of forward reads them."""
+    """Return the slice that drops rows of `logits`, if nothing else of forward reads them."""
     node = logits
     while True:
         users = [u for u in node.users if u not in backward]
@@ -36,7 +36,7 @@ def find_cut(logits: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
 
 
 def undoes(node: fx.Node, cut: fx.Node) -> bool:
-    """Whether `node` puts a gradient of `cut`'s result back among rows of zeros."""
+    """Return True if `node` puts a gradient of `cut`'s result back among rows of zeros."""
     if node.target is not aten.slice_scatter.default or not is_zero(first_input(node)):
         return False
     x = value(first_input(cut))
@@ -45,20 +45,20 @@ def undoes(node: fx.Node, cut: fx.Node) -> bool:
 
 
 def _along(args: tuple[Any, ...], dims: int) -> list[Any]:
-    """The arguments of a slice, its dimension counted from the first."""
+    """Return the arguments of a slice, its dimension counted from the first."""
     dim, *rest = args or (0,)
     return [dim % dims, *rest]
 
 
 def is_zero(node: Any) -> bool:
-    """Whether `node` is a constant full of zeros."""
+    """Return True if `node` is a constant full of zeros."""
     if not isinstance(node, fx.Node) or node.target not in fusible.CONSTANTS:
         return False
     return bool(fusible.fill_of(node) == 0)
 
 
 def constant(c: Compilation, shape: list[int], x: float, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-    """A tensor full of `x` on `like`'s device."""
+    """Return a tensor full of `x` on `like`'s device."""
     fake = value(like).new_full(shape, x, dtype=dtype)
     with c.graph.inserting_before(like):
         node = c.graph.call_function(aten.full.default, (shape, x), {"dtype": dtype, "device": fake.device})
@@ -67,7 +67,7 @@ def constant(c: Compilation, shape: list[int], x: float, dtype: torch.dtype, lik
 
 
 def with_dropped(c: Compilation, node: fx.Node, cut: fx.Node, like: fx.Node, dropped: int) -> fx.Node:
-    """One number for each row that is kept → one for every row [rows], `dropped` for those that are dropped."""
+    """Return one number for each row that is kept → one for every row [rows], `dropped` for those that are dropped."""
     given, x = reshape(c, node, list(value(cut).shape[:-1]), like), value(first_input(cut))
     filled = constant(c, list(x.shape[:-1]), dropped, value(node).dtype, like)
     spread = c.emit(aten.slice_scatter.default, filled, given, *_along(cut.args[1:], x.dim()), like=like)
@@ -75,7 +75,7 @@ def with_dropped(c: Compilation, node: fx.Node, cut: fx.Node, like: fx.Node, dro
 
 
 def without_dropped(c: Compilation, node: fx.Node, cut: fx.Node, like: fx.Node) -> fx.Node:
-    """One number for every row → one for each that is kept [rows]."""
+    """Return one number for every row → one for each that is kept [rows]."""
     x = value(first_input(cut))
     whole = reshape(c, node, list(x.shape[:-1]), like)
     kept = c.emit(aten.slice.Tensor, whole, *_along(cut.args[1:], x.dim()), like=like)

@@ -71,7 +71,7 @@ class Found:
 
 
 def find_loss(site: Site, backward: set[fx.Node]) -> Found:
-    """The cross-entropy of `site`, an output matmul. Raises `NotFoundError`."""
+    """Return the cross-entropy of `site`, an output matmul. Raises `NotFoundError`."""
     return _Search(site, backward).found()
 
 
@@ -102,7 +102,7 @@ class _Search:
         return Found(self.site, labelled, curve, ends, cotangents, gradients, self.cut)
 
     def _check_operands(self) -> None:
-        """Rows and classes must be told apart; matmuls of backward must read what forward reads."""
+        """Refuse rows that cannot be told from classes, and matmuls of backward that read what forward does not."""
         site, rows, classes = self.site, self.parts.rows, self.parts.classes
         if value(site.node).dtype not in fusible.FLOATS:
             raise NotFoundError(f"its logits are {value(site.node).dtype}, and gradients of chunks FP32")
@@ -138,7 +138,7 @@ class _Search:
         return self.parts.can_run(node) and all(i in formed or self.parts.is_fill(i) for i in sources)
 
     def _labelled(self) -> fx.Node:
-        """What reads one class a row, or marks it: it has the labels."""
+        """Return what reads one class a row, or marks it: it has the labels."""
         fills = [i for n in self.formed for i in n.all_input_nodes if i.target in SCATTERS and self.parts.is_fill(i)]
         found = [n for n in self.formed if n.target is aten.gather.default] + fills
         if not found:
@@ -149,7 +149,7 @@ class _Search:
         return found[0]
 
     def _terms(self, labelled: fx.Node, curve: Curve) -> dict[fx.Node, Factors]:
-        """The values of rows, with their factors if they are sums of terms."""
+        """Return the values of rows, with their factors if they are sums of terms."""
         rows = [n for n in self.formed if self.parts.kind(n) == "row" and is_float(n)]
         trials = self._trials(Closure(self.parts, [labelled, *rows]))
         index = Gather(labelled).index
@@ -164,8 +164,8 @@ class _Search:
     def _read(
         self, known: dict[fx.Node, Factors], gradients: set[fx.Node], cotangents: Iterable[fx.Node] = ()
     ) -> dict[fx.Node, Factors]:
-        """Those of `known` that are read from outside, or by what comes back. Raises where something else is, with rows
-        and classes."""
+        """Return those of `known` that are read from outside, or by what comes back. Raises where something else is,
+        with rows and classes."""
         ends: dict[fx.Node, Factors] = {}
         sinks = [*(n for n in self.logits.graph.nodes if not n.users), *cotangents]
         stack: list[tuple[fx.Node, tuple[fx.Node, fx.Node] | None]] = [(n, None) for n in sinks]
@@ -206,8 +206,9 @@ class _Search:
     # ---- what comes back -----------------------------------------------------------------------------------------
 
     def _cotangents(self, slope: fx.Node, labelled: fx.Node, curve: Curve) -> dict[fx.Node, Factors]:
-        """The leaves that come from backward, with what their gradients of logits are. Besides them there may be labels
-        and masks. At best they are what is known without logits; else the last numbers of rows before the softmax."""
+        """Return the leaves that come from backward, with what their gradients of logits are. Besides them there may be
+        labels and masks. At best they are what is known without logits; else the last numbers of rows before the
+        softmax."""
         try:
             return self._factors_of(slope, labelled, curve, Closure(self.parts, [labelled, slope]))
         except NotFoundError:
@@ -241,7 +242,7 @@ class _Search:
         return next(i for i in node.all_input_nodes if i in self.backward)
 
     def _curve(self) -> Curve:
-        """What is made of the logits before the softmax, whose maximum is taken first."""
+        """Return what is made of the logits before the softmax, whose maximum is taken first."""
         maxima = [n for n in self.formed if n.target is aten.amax.default]
         curves = {self._curve_to(n.all_input_nodes[0]) for n in maxima}
         if not curves:
@@ -270,7 +271,7 @@ class _Search:
 
 
 def _shows(view: fx.Node | None, x: fx.Node | None, transposed: bool) -> bool:
-    """Whether a matrix is `x`, or its transpose: the same elements of the same memory."""
+    """Return True if a matrix is `x`, or its transpose: the same elements of the same memory."""
     if view is None or x is None or base(view) is not base(x):
         return False
     a, b = value(view), value(x).t() if transposed else value(x)

@@ -38,7 +38,7 @@ def gather_labels(c: Compilation, classes: Any) -> None:
 
 
 def _is_of_labels(node: fx.Node, classes: int) -> bool:
-    """Whether `node` takes one class of every row of a matrix, or puts one there."""
+    """Return True if `node` takes one class of every row of a matrix, or puts one there."""
     x, indices = value(first_input(node)), argument(node, "indices")
     if x.dim() != 2 or x.shape[1] != classes or len(indices) != 2 or None in indices:
         return False

@@ -46,8 +46,8 @@ class Leaf:
 def execute(
     inside: Sequence[tuple[fx.Node, str]], logits: fx.Node, leaves: Mapping[fx.Node, Leaf], only: fx.Node | None = None
 ) -> list[Values]:
-    """The values of the nodes `inside`, each with its kind, in order, for each number of `CLASSES`; of random `logits`
-    and leaves. only: the one floating-point leaf that is not zero."""
+    """Return the values of the nodes `inside`, each with its kind, in order, for each number of `CLASSES`; of random
+    `logits` and leaves. only: the one floating-point leaf that is not zero."""
     with unset_fake_temporarily():
         found = []
         for classes in CLASSES:
@@ -73,7 +73,7 @@ def _drawn_logits(random: torch.Generator, classes: int) -> Tensor:
 
 
 def _drawn(what: str, random: torch.Generator, classes: int) -> Tensor:
-    """One a row."""
+    """Return a random number, label or mask for each row: [rows, 1]."""
     if what == "float":
         return torch.randn(ROWS, 1, generator=random, dtype=torch.float64)
     drawn = torch.randint(0, classes, (ROWS, 1), generator=random)
@@ -81,7 +81,8 @@ def _drawn(what: str, random: torch.Generator, classes: int) -> Tensor:
 
 
 def factors_of_terms(trials: list[Values], node: fx.Node, logits: fx.Node, index: fx.Node, curve: Curve) -> Factors:
-    """`node`, a value of rows, as a sum of terms of `logits` (through `curve`), labels `index`; () if it is none."""
+    """Return `node`, a value of rows, as a sum of terms of `logits` (through `curve`), labels `index`; () if it is
+    none."""
     with unset_fake_temporarily():
         return _factors([env[node] for env in trials], [_terms(env[logits], env[index], curve) for env in trials])
 
@@ -89,7 +90,7 @@ def factors_of_terms(trials: list[Values], node: fx.Node, logits: fx.Node, index
 def factors_of_gradient(
     trials: list[Values], slope: fx.Node, cotangent: fx.Node, logits: fx.Node, index: fx.Node, curve: Curve
 ) -> Factors:
-    """`slope` as a sum of the gradients of the terms for `logits`, each times `cotangent`; () if it is none."""
+    """Return `slope` as a sum of the gradients of the terms for `logits`, each times `cotangent`; () if it is none."""
     with unset_fake_temporarily(), torch.enable_grad():
         known = []
         for env in trials:
@@ -101,7 +102,7 @@ def factors_of_gradient(
 
 
 def _terms(logits: Tensor, index: Tensor, curve: Curve) -> Tensor:
-    """[rows, len(TERMS)]."""
+    """Return the terms of each row: [rows, len(TERMS)]."""
     scores = curve.scores(logits)
     log_probabilities, normaliser = scores.log_softmax(-1), scores.logsumexp(-1, keepdim=True)
     chosen = log_probabilities.gather(-1, index)
@@ -109,7 +110,7 @@ def _terms(logits: Tensor, index: Tensor, curve: Curve) -> Tensor:
 
 
 def _factors(wanted: list[Tensor], known: list[Tensor]) -> Factors:
-    """The numbers that make `wanted` of the last dimension of `known`, the same for all of both."""
+    """Return the numbers that make `wanted` of the last dimension of `known`, the same for all of both."""
     b = torch.cat([x.reshape(-1) for x in wanted])
     a = torch.cat([x.reshape(-1, len(TERMS)) for x in known])
     if len(a) != len(b) or not b.isfinite().all():

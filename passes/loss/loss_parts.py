@@ -35,7 +35,7 @@ class NotFoundError(Exception):
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether `node` is a tensor of floating-point numbers."""
+    """Return True if `node` is a tensor of floating-point numbers."""
     return is_tensor(node) and value(node).is_floating_point()
 
 
@@ -48,7 +48,8 @@ class Parts:
         self.rows, self.classes = math.prod(rows), classes
 
     def kind(self, node: fx.Node) -> str:
-        """What a tensor has elements for: "logits" (rows and classes), "row", "number", or "" (something else)."""
+        """Return what a tensor has elements for: "logits" (rows and classes), "row", "number", or "" (something
+        else)."""
         if not is_tensor(node):
             return ""
         shape = value(node).shape
@@ -60,7 +61,7 @@ class Parts:
         return "row" if count == str(self.rows) else ""
 
     def can_run(self, node: fx.Node) -> bool:
-        """Whether `node` does the same to every row, as far as its operator and its own shapes tell."""
+        """Return True if `node` does the same to every row, as far as its operator and its own shapes tell."""
         if not self.kind(node) or node.op != "call_function":
             return False
         if node.target is aten.gather.default:
@@ -87,7 +88,7 @@ class Parts:
         return node.target in CONVERSIONS or node.target in ARITHMETIC or node.target is aten.where.self
 
     def is_fill(self, node: fx.Node) -> bool:
-        """Whether `node` is made of constants, and of labels."""
+        """Return True if `node` is made of constants, and of labels."""
         if node.target in fusible.CONSTANTS:
             return self.can_run(node)
         if node.target not in SCATTERS and node.target not in SAME_ELEMENTS:
@@ -96,7 +97,7 @@ class Parts:
         return bool(sources) and self.can_run(node) and all(map(self.is_fill, sources))
 
     def _chooses(self, node: fx.Node) -> bool:
-        """Whether a gather or scatter takes one class of every row."""
+        """Return True if a gather or scatter takes one class of every row."""
         call = Gather(node)
         x, index = value(call.x), value(call.index)
         wanted = [*x.shape[:-1], 1]
@@ -107,7 +108,7 @@ class Parts:
         )
 
     def _lies_across(self, node: fx.Node) -> bool:
-        """Whether as many numbers as there are rows lie along the classes (of which there are then as many)."""
+        """Return True if as many numbers as there are rows lie along the classes (of which there are then as many)."""
         return self.kind(node) == "row" and str(value(node).shape[-1]) != "1"
 
 
@@ -151,7 +152,7 @@ class Closure:
         return self.parts.kind(node) == "logits" or self._is_of_logits(node)
 
     def _is_of_logits(self, node: fx.Node) -> bool:
-        """Whether one number a row is made of classes, or by arithmetic with such."""
+        """Return True if one number a row is made of classes, or by arithmetic with such."""
         if node not in self._of_logits:
             ends = node.target in REDUCTIONS or node.target in MEANS or node.target is aten.gather.default
             sources = [i for i in node.all_input_nodes if is_float(i)]
@@ -162,7 +163,8 @@ class Closure:
 
 
 def _leaf(node: fx.Node) -> Leaf:
-    """What is drawn for `node`: the same for all that are computed alike, and the opposite for a mask's opposite."""
+    """Return what is drawn for `node`: the same for all that are computed alike, and the opposite for a mask's
+    opposite."""
     if is_float(node):
         return Leaf(node, "float")
     if value(node).dtype is not torch.bool:
@@ -181,7 +183,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _formula(arg: object) -> Hashable:
-    """How `arg` is computed, views apart."""
+    """Return how `arg` is computed, views apart."""
     if isinstance(arg, (list, tuple)):
         return tuple(map(_formula, arg))
     if not isinstance(arg, fx.Node):

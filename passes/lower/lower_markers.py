@@ -40,7 +40,7 @@ def lower_markers(graph: fx.Graph) -> None:
 
 
 def _trace(node: fx.Node) -> fx.GraphModule:
-    """The reference of `node` as a graph of aten operators over its tensor arguments."""
+    """Return the reference of `node` as a graph of aten operators over its tensor arguments."""
     reference = ops.CASTS[call_of(node)]
     tensors = node.all_input_nodes
 
@@ -76,7 +76,7 @@ def _inline(graph: fx.Graph, node: fx.Node, traced: fx.GraphModule) -> None:
 
 
 def _as_stored(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`node` with the bits that it has in memory."""
+    """Return `node` with the bits that it has in memory."""
     for dtype in (torch.int16, torch.bfloat16):
         x = value(node).view(dtype)
         node = graph.call_function(aten.view.dtype, (node, dtype))

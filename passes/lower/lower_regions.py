@@ -84,7 +84,7 @@ def _empty(graph: fx.Graph, fake: torch.Tensor, shape: list[Any]) -> fx.Node:
 
 @functools.lru_cache(maxsize=4096)
 def _kernel(region: Region, schedule: Schedule) -> Any:
-    """The kernel with its number of warps: Inductor takes that from an autotuner with a single configuration."""
+    """Return the kernel with its number of warps: Inductor takes that from an autotuner with a single configuration."""
     import triton  # here, so that a machine without a GPU does not need it
 
     kernel = generated.kernel_of(region, schedule, "cuda")

@@ -51,7 +51,7 @@ def _described(node: Any) -> tuple[Any, ...] | None:
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` shows."""
+    """Return the node whose memory `node` shows."""
     while node.op == "call_function" and node.target in SHOWS and is_tensor(node.all_input_nodes[0]):
         node = node.all_input_nodes[0]
     return node
@@ -141,7 +141,7 @@ def wrong_reads(region: Region, inputs: Sequence[tuple[Any, ...]], sizes: Mappin
 
 
 def _is_scaled(part: Part, read: int) -> bool:
-    """Whether all that is done with what input `read` loads is to multiply it."""
+    """Return True if all that is done with what input `read` loads is to multiply it."""
     loads = {i for i, v in enumerate(part.values) if v.op == "load" and v.params[0] == read}
     return all(v.op == "mul" for v in part.values if loads & set(v.args))
 
@@ -150,7 +150,7 @@ def _is_scaled(part: Part, read: int) -> bool:
 
 
 def _shared_buffer(launch: fx.Node) -> str:
-    """Why the buffers of a launch are not its own; "" if they are."""
+    """Return why the buffers of a launch are not its own; "" if they are."""
     kwargs: Any = launch.kwargs["kwargs"]
     for name in cast("list[str]", launch.kwargs["tensors_to_clone"]):
         buffer = kwargs[name]

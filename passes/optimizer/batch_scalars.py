@@ -63,14 +63,14 @@ class _Stacker:
         self.formulas: dict[Hashable, str] = {}
 
     def matrix(self, numbers: Sequence[fx.Node], each: int) -> fx.Node:
-        """FP32 [parameters, each], of `each` numbers a parameter, one after the other."""
+        """Return FP32 [parameters, each], of `each` numbers a parameter, one after the other."""
         vectors = [self.vector(numbers[i::each]) for i in range(each)]
         matrix = self.call(aten.cat.default, [self.call(aten.unsqueeze.default, v, 1) for v in vectors], 1)
         is_fp32 = value(matrix).dtype == torch.float32
         return matrix if is_fp32 else self.call(prims.convert_element_type.default, matrix, torch.float32)
 
     def vector(self, column: Sequence[fx.Node]) -> fx.Node:
-        """[parameters], on the device of the parameters."""
+        """Return [parameters], on the device of the parameters."""
         found = self.stacked(column)
         device, dim = value(found).device, value(found).dim()
         if device != self.device:
@@ -82,13 +82,13 @@ class _Stacker:
         return found if dim else self.call(aten.expand.default, found, [len(column)])
 
     def launched(self, number: fx.Node, shape: list[int]) -> fx.Node:
-        """A number of the CPU in this shape on the device of the parameters: what a kernel is launched with."""
+        """Return a number of the CPU in this shape on the device of the parameters: what a kernel is launched with."""
         dtype = value(number).dtype
         zeros = self.call(aten.full.default, shape, 0, dtype=dtype, device=self.device, pin_memory=False)
         return self.call(aten.add.Tensor, zeros, number)
 
     def here(self, number: fx.Node) -> fx.Node:
-        """A number on the device of the parameters."""
+        """Return a number on the device of the parameters."""
         device = value(number).device
         if device == self.device:
             return number
@@ -97,7 +97,7 @@ class _Stacker:
         return self.call(prims.device_put.default, number, self.device)
 
     def formula(self, node: fx.Node) -> Hashable:
-        """What computes a number: equal for nodes that compute the same."""
+        """Return what computes a number: equal for nodes that compute the same."""
         if node.op != "call_function" or not is_elementwise(node, NUMBERS):
             return node
         if node not in self.written:
@@ -106,7 +106,7 @@ class _Stacker:
         return self.written[node]
 
     def stacked(self, column: Sequence[fx.Node]) -> fx.Node:
-        """[parameters], or a number where all have the same."""
+        """Return [parameters], or a number where all have the same."""
         key = tuple(column)
         if key not in self.known:
             same = all(n is column[0] or _is_same_constant(n, column[0]) for n in column)
@@ -114,12 +114,13 @@ class _Stacker:
         return self.known[key]
 
     def _stacked(self, column: Sequence[fx.Node]) -> fx.Node:
-        """As they are."""
+        """Return [parameters]: the numbers as they are, one behind the other."""
         together = len({value(n).device for n in column}) == 1
         return self.call(state_ops.stack, list(column) if together else [self.here(n) for n in column])
 
     def _computed(self, column: Sequence[fx.Node]) -> fx.Node | None:
-        """What computes the column out of stacked arguments; None unless all of it is computed in the same way."""
+        """Return what computes the column out of stacked arguments; None unless all of it is computed in the same
+        way."""
         first = column[0]
         if not is_elementwise(first, NUMBERS) or schema_name(first) in SHAPED:
             return None
@@ -143,7 +144,7 @@ class _Stacker:
         return node if value(node).dtype == value(first).dtype else None
 
     def _as(self, given: Any, dtype: torch.dtype) -> Any:
-        """A vector of floating-point numbers in `dtype`; all else as it is."""
+        """Return a vector of floating-point numbers in `dtype`; all else as it is."""
         if not isinstance(given, fx.Node) or value(given).dim() == 0 or not value(given).is_floating_point():
             return given
         return self.call(prims.convert_element_type.default, given, dtype)
@@ -156,7 +157,7 @@ class _Stacker:
 
 
 def _is_bound(given: Any) -> bool:
-    """Whether it meets tensors of its own device alone: all but numbers of the CPU."""
+    """Return True if it meets tensors of its own device alone: all but numbers of the CPU."""
     return isinstance(given, fx.Node) and (value(given).dim() > 0 or value(given).device.type != "cpu")
 
 
@@ -166,7 +167,7 @@ def _is_same_constant(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _count_at_once(graph: fx.Graph) -> None:
-    """One operator for all numbers that a step adds the same to."""
+    """Make one operator of all additions of the same number to what a step counts."""
     groups: dict[tuple[float, torch.dtype, torch.device], list[fx.Node]] = defaultdict(list)
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
         count, new = Copy(copy).written, Copy(copy).source

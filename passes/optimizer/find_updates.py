@@ -65,7 +65,7 @@ class ParameterUpdate:
 
 
 def find_updates(graph: fx.Graph) -> list[ParameterUpdate]:
-    """The updates of `graph`, in its order; what cannot be one (a step counter) is left out."""
+    """Return the updates of `graph`, in its order; what cannot be one (a step counter) is left out."""
     owners: dict[fx.Node, ParameterUpdate] = {}
     updates: dict[int, ParameterUpdate] = {}
     for target in _targets(graph):
@@ -99,7 +99,8 @@ def _targets(graph: fx.Graph) -> list[Target]:
 
 
 def elements_of(target: Target) -> Iterable[fx.Node]:
-    """What its expression computes or reads element by element, constants left out: two parameters may share one."""
+    """Return what its expression computes or reads element by element, constants left out: two parameters may share
+    one."""
     shape = value(target.root).shape
     found: dict[fx.Node, None] = {target.written: None}
     stack = [target.root]
@@ -121,7 +122,7 @@ def elements_of(target: Target) -> Iterable[fx.Node]:
 
 
 def is_elementwise(node: fx.Node, floats: Sequence[torch.dtype] = FLOATS) -> bool:
-    """Whether `node` is computed, in one of these dtypes, by an operator that an update can hold."""
+    """Return True if `node` is computed, in one of these dtypes, by an operator that an update can hold."""
     call = call_of(node)
     if call is None or not is_tensor(node) or value(node).dtype not in (*floats, torch.bool):
         return False

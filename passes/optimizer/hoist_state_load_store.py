@@ -49,7 +49,7 @@ def _is_state(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _users(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Who reads or writes `node`, or what an operation that writes to it returns, and which of these."""
+    """Yield who reads or writes `node`, or what an operation that writes to it returns, and which of these."""
     for user in node.users:
         yield user, node
         if _writes(user, node):
@@ -63,7 +63,7 @@ def _is_arithmetic(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _dtype(x: Any) -> Any:
-    """The dtype of what Dynamo saw; what it did not see has one of its own."""
+    """Return the dtype of what Dynamo saw; what it did not see has one of its own."""
     return x.meta["example_value"].dtype if isinstance(x, fx.Node) and "example_value" in x.meta else object()
 
 

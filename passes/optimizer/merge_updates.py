@@ -48,7 +48,7 @@ def run(c: OptimizerGraph) -> None:
 
 
 def _first_copy(graph: fx.Graph) -> fx.Node:
-    """A place before which all is computed and nothing written: copies to inputs are moved behind the rest."""
+    """Return a place before which all is computed and nothing written: copies to inputs are moved behind the rest."""
     copies = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
     for copy in copies:
         _read_its_source(copy)

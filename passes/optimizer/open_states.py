@@ -61,7 +61,7 @@ def _open(graph: fx.Graph, node: fx.Node, state: FP8State, names: list[str]) -> 
 
 
 def _store(graph: fx.Graph, x: Argument, parts: dict[str, fx.Node], state: FP8State) -> None:
-    """As `FP8State.store` of a contiguous `x` in its own dtype."""
+    """Store as `FP8State.store` does of a contiguous `x` in its own dtype."""
     how = (parts.get("counter"), parts.get("low"), state.format, state.parameter)
     stored = graph.call_function(state_ops.store_state, (x, *how))
     for n, part in enumerate(("payload", "side")):

@@ -24,7 +24,7 @@ from fp8compile.passes.optimizer.state_views import Unscale
 
 
 def overflow_of(graph: fx.Graph) -> fx.Node | None:
-    """The number that says whether this step is to be skipped, where gradients are unscaled."""
+    """Return the number that says whether this step is to be skipped, where gradients are unscaled."""
     return next(
         (Unscale(node).overflow for node in graph.find_nodes(op="call_function", target=state_ops.unscale)), None
     )
@@ -50,7 +50,7 @@ def run(c: OptimizerGraph) -> None:
 
 
 def _on(graph: fx.Graph, overflow: fx.Node, device: torch.device) -> fx.Node:
-    """Whether the step counts, on `device`."""
+    """Return True if the step counts, on `device`."""
     with graph.inserting_before(overflow.next):
         kept = _call(graph, aten.eq.Scalar, overflow, 0)
     if value(overflow).device == device:

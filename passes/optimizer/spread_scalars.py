@@ -76,7 +76,7 @@ def _spread(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _operands(node: fx.Node, names: tuple[str, ...]) -> list[Any] | None:
-    """The arguments of `node`, by place or by name; None where there are others, or fewer."""
+    """Return the arguments of `node`, by place or by name; None where there are others, or fewer."""
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return [given[name] for name in names] if given.keys() == set(names) else None
 
@@ -96,7 +96,8 @@ def _is_symbol(x: Any) -> bool:
 
 
 def _may_be_tensor(number: fx.Node) -> bool:
-    """Whether everything that is computed from `number`, up to the first tensors, is arithmetic that tensors have."""
+    """Return True if everything that is computed from `number`, up to the first tensors, is arithmetic that tensors
+    have."""
     for user in number.users:
         if _name(user) not in ARITHMETIC or user.kwargs or user.target is operator.ipow:
             return False

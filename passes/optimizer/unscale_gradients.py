@@ -49,7 +49,7 @@ def run(c: DynamoGraph) -> None:
 
 
 def _tensors(gm: fx.GraphModule, example_inputs: Sequence[Any], ids: frozenset[int]) -> list[fx.Node]:
-    """The inputs of the graph that are one of `ids`."""
+    """Return the inputs of the graph that are one of `ids`."""
     placeholders = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)
     attributes = ((n, getattr(gm, str(n.target), None)) for n in gm.graph.find_nodes(op="get_attr"))
     return [n for n, x in (*placeholders, *attributes) if isinstance(x, torch.Tensor) and id(x) in ids]

@@ -84,7 +84,8 @@ RULES: dict[str, Rule] = {op._schema.name.split("::")[1]: rule for op, rule in P
 
 
 def call_of(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
-    """Name and arguments of the operator that computes `node`, of one output of a foreach operator for this output."""
+    """Return name and arguments of the operator that computes `node`, of one output of a foreach operator for this
+    output."""
     if node.op != "call_function":
         return None
     if item := Getitem.of(node):
@@ -99,7 +100,7 @@ def call_of(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None
 
 
 def schema_name(node: Any) -> str | None:
-    """The operator's name without namespace and overload."""
+    """Return the operator's name without namespace and overload."""
     schema = getattr(getattr(node, "target", None), "_schema", None)
     return None if schema is None else schema.name.split("::")[1]
 
@@ -109,7 +110,7 @@ def _entry(argument: Any, index: Any) -> Any:
 
 
 def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[fx.Node]:
-    """The nodes among the arguments."""
+    """Yield the nodes among the arguments."""
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, fx.Node):
             yield argument

@@ -35,8 +35,8 @@ class Written:
 
 
 def write_update(update: ParameterUpdate, overflow: fx.Node | None = None) -> Written:
-    """The spec of `update`; raises `UpdateSkipError` with the reason if it has none. It writes nothing where the number
-    `overflow` is not 0."""
+    """Return the spec of `update`; raises `UpdateSkipError` with the reason if it has none. It writes nothing where the
+    number `overflow` is not 0."""
     shapes = {tuple(map(str, value(t.written).shape)) for t in update.targets}  # sizes may be symbolic
     if len(shapes) != 1:
         raise UpdateSkipError(f"its tensors have different shapes: {sorted(shapes)}")
@@ -48,7 +48,7 @@ def write_update(update: ParameterUpdate, overflow: fx.Node | None = None) -> Wr
 
 
 def _text(node: Any, known: dict[fx.Node, str]) -> str:
-    """A digest of an expression: equal for equal expressions over inputs of equal kinds."""
+    """Return a digest of an expression: equal for equal expressions over inputs of equal kinds."""
     if not isinstance(node, fx.Node):
         return repr(node)
     if node not in known:
@@ -84,7 +84,7 @@ class _SpecWriter:
         self.rider = self._rider()
 
     def _rider(self) -> Target | None:
-        """The state that carries what belongs to the parameter."""
+        """Return the state that carries what belongs to the parameter."""
         riders = [t for t in self.update.targets if t.parameter_rounding != "nearest"]
         plain = [t for t in self.update.targets if t.store is None]
         if riders and (len(riders) > 1 or len(plain) != 1):
@@ -115,7 +115,7 @@ class _SpecWriter:
     # ---- nodes --------------------------------------------------------------------------------------------------
 
     def number(self, x: Any) -> int:
-        """The position of the value of an argument: a node or a number."""
+        """Return the position of the value of an argument: a node or a number."""
         if not isinstance(x, fx.Node):
             return self.constant(x)
         if x not in self.of_node:
@@ -203,7 +203,7 @@ class _SpecWriter:
             self.nodes[i] = (*nodes, self.rider.counter)
 
     def finish(self, overflow: fx.Node | None) -> Update:
-        """The spec, without values that nothing stores (of slots that turned out to be written only)."""
+        """Return the spec, without values that nothing stores (of slots that turned out to be written only)."""
         skip = None if overflow is None else self._slot(Slot(SCALAR, "float32"), (overflow,))
         return Update(tuple(self.slots), tuple(self.values), skip)
 

@@ -20,7 +20,7 @@ FEW = 1024  # pieces of an amax that each program of the next kernel may read
 
 
 def _pieces(node: fx.Node) -> fx.Node | None:
-    """The pieces that `node` is the maximum of, if they are a region's."""
+    """Return the pieces that `node` is the maximum of, if they are a region's."""
     amax = Amax.of(node)
     return amax.x if amax and amax.granularity == "tensor" and is_from_region(amax.x) else None
 

@@ -77,12 +77,12 @@ class Builder:
         self.each_row = of_rows(self.rows, self.cols)
 
     def part(self) -> tuple[Part, list[fx.Node]]:
-        """The spec of all that the sinks need, and the tensors that it reads, in the order of its arguments."""
+        """Return the spec of all that the sinks need, and the tensors that it reads, in the order of its arguments."""
         part, tensors = self.values.part([s.store for s in self.sinks])
         return part, [self.tensors[t] for t in tensors]
 
     def evaluate(self, node: fx.Node, access: Access) -> int:
-        """The value of `node` at the elements that `access` names."""
+        """Return the value of `node` at the elements that `access` names."""
         key = (node, str(access))
         if key not in self._known:
             self._known[key] = self._evaluate(node, access)
@@ -160,8 +160,8 @@ class Builder:
         return None if arg is None else self.values.constant(arg)
 
     def _as_stored(self, i: int, arg: Any) -> int:
-        """Value `i` of node `arg` with the bits it has in memory: the maximum of a row equals one of its elements, even
-        where one of the two was loaded and the other computed again."""
+        """Return value `i` of node `arg` with the bits it has in memory: the maximum of a row equals one of its
+        elements, even where one of the two was loaded and the other computed again."""
         narrow = isinstance(arg, fx.Node) and value(arg).dtype == torch.bfloat16 and self.values.items[i].op != "load"
         return self.values.op("round", i, params=("bfloat16",)) if narrow else i
 
@@ -176,7 +176,7 @@ class Builder:
     # ---- reductions ---------------------------------------------------------------------------------------------
 
     def _of_each_row(self, node: fx.Node, access: Access) -> int:
-        """The source of a reduction over rows of this iteration space."""
+        """Return the source of a reduction over rows of this iteration space."""
         source = first_input(node)
         n = len(fusible.reduced_dims(node))
         length: Size = 1
@@ -224,7 +224,7 @@ class Builder:
         raise NoAccessError("quantized data is read from memory")
 
     def cast_source(self, node: fx.Node) -> int:
-        """What an amax or a quantize reads, element by element."""
+        """Return what an amax or a quantize reads, element by element."""
         source = first_input(node)
         i = self.evaluate(source, self.everything)
         return self._as_stored(i, source) if AS_STORED in node.meta else i
@@ -245,7 +245,8 @@ class Builder:
         raise NoAccessError("its amax is known only when all rows have been read")
 
     def stat_access(self, source: fx.Node, layout: CastLayout) -> Access:
-        """The access to a scale of `source`, where this iteration space runs over `source` element by element."""
+        """Return the access to a scale of `source`, where this iteration space runs over `source` element by
+        element."""
         shape = list(value(source).shape)
         if not same(fusible.elements(source), self.rows * self.cols) or not same(shape[-1], self.cols):
             raise NoAccessError(f"%{source.name} is not what this region runs over")

@@ -27,7 +27,7 @@ class CastLayout:
         return CastLayout(parse_granularity(cast.granularity), cast.transpose, *cast.multiples)
 
     def scale_access(self, access: Access, shape: list[Size]) -> Access:
-        """The access to the scale of data with this shape, given that to the data (as the marker orients it)."""
+        """Return the access to the scale of data with this shape, given that to the data (as the marker orients it)."""
         *batch, rows, cols = shape
         kind, size = self.granularity.kind, self.granularity.size
         if kind == "tensor":

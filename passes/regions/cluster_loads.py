@@ -25,8 +25,8 @@ from fp8compile.passes.regions.repeated_values import is_repeated
 
 
 def leaves_of(cluster: Cluster, levels: dict[fx.Node, int]) -> Callable[[fx.Node], bool]:
-    """Which fusible nodes the cluster's region loads: column results, statistics where its stores are transposed or
-    from a lower level, and what is cheaper to load than to compute again."""
+    """Return which fusible nodes the cluster's region loads: column results, statistics where its stores are transposed
+    or from a lower level, and what is cheaper to load than to compute again."""
     frontier = _frontier(cluster, levels)
     dear = _dear(cluster, frontier, levels)
 
@@ -43,12 +43,12 @@ def leaves_of(cluster: Cluster, levels: dict[fx.Node, int]) -> Callable[[fx.Node
 
 
 def _shares_level(node: fx.Node, cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
-    """Whether a sink of the cluster stands on the node's own level (it was delayed)."""
+    """Return True if a sink of the cluster stands on the node's own level (it was delayed)."""
     return any(levels[s] == levels[node] for s in cluster.sinks)
 
 
 def _frontier(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
-    """Full-size fusible nodes of lower levels that nodes of the cluster's own levels read."""
+    """Return full-size fusible nodes of lower levels that nodes of the cluster's own levels read."""
     own = {levels[s] for s in cluster.sinks}
     total = cluster.rows * cluster.cols
 
@@ -65,7 +65,7 @@ def _frontier(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
 
 
 def _dear(cluster: Cluster, frontier: set[fx.Node], levels: dict[fx.Node, int]) -> set[fx.Node]:
-    """The part of the frontier that is loaded: recomputing it would read more than storing and loading it moves.
+    """Return the part of the frontier that is loaded: recomputing it would read more than storing and loading it moves.
 
     What lies in memory in any case, because a border reads it, is loaded unless it is a mere copy of something.
     """
@@ -82,8 +82,8 @@ def _dear(cluster: Cluster, frontier: set[fx.Node], levels: dict[fx.Node, int]) 
 
 
 def _dear_alone(group: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-    """Nodes that save more than they cost even if the others are computed again: a gradient that was added up over
-    layers, beside the activation of this one."""
+    """Return the nodes that save more than they cost even if the others are computed again: a gradient that was added
+    up over layers, beside the activation of this one."""
     rest = set(group)
     while True:
         reading = _reading(rest, sources)
@@ -95,12 +95,12 @@ def _dear_alone(group: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> se
 
 
 def _reading(nodes: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> int:
-    """Bytes for each element that computing all of `nodes` reads."""
+    """Return the bytes for each element that computing all of `nodes` reads."""
     return sum(map(element_bytes, {s for n in nodes for s in sources[n]}))
 
 
 def _sharing(nodes: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> list[set[fx.Node]]:
-    """Nodes in groups that are computed from the same tensors."""
+    """Return the nodes in groups that are computed from the same tensors."""
     groups: list[tuple[set[fx.Node], set[fx.Node]]] = []
     for node in nodes:
         members, reads = {node}, set(sources[node])
@@ -112,7 +112,7 @@ def _sharing(nodes: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> list[
 
 
 def _full_sources(node: fx.Node, cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
-    """Full-size tensors that are no fusible nodes, from which `node` is computed."""
+    """Return full-size tensors that are no fusible nodes, from which `node` is computed."""
     total = cluster.rows * cluster.cols
 
     def is_computed(n: fx.Node) -> bool:
@@ -145,7 +145,7 @@ def _can_wait(k: Cluster, host: Cluster, loads: dict[int, set[fx.Node]], order: 
 
 
 def _loads(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
-    """The full-size tensors that a region of this cluster loads."""
+    """Return the full-size tensors that a region of this cluster loads."""
     frontier = _frontier(cluster, levels)
     dear = _dear(cluster, frontier, levels)
     own = {i for n in cluster.reads if levels[n] == cluster.level for i in (n, *n.all_input_nodes)}

@@ -40,7 +40,7 @@ class Cluster:
 
 
 def find_clusters(graph: fx.Graph, levels: dict[fx.Node, int], reasons: list[str]) -> list[Cluster]:
-    """The clusters of `graph` that are worth a kernel. `reasons` gets why casts are in none."""
+    """Return the clusters of `graph` that are worth a kernel. `reasons` gets why casts are in none."""
     singles = [k for node in graph.nodes if (k := _single(node, levels, reasons)) is not None]
     by_space: dict[Any, list[Cluster]] = defaultdict(list)
     for k in singles:
@@ -58,7 +58,7 @@ def find_clusters(graph: fx.Graph, levels: dict[fx.Node, int], reasons: list[str
 
 
 def _single(node: fx.Node, levels: dict[fx.Node, int], reasons: list[str]) -> Cluster | None:
-    """The cluster of this one sink; None if it is none, or of a kind that no region takes."""
+    """Return the cluster of this one sink; None if it is none, or of a kind that no region takes."""
     source = _source(node)
     if source is None and is_value(node):
         source = node
@@ -82,7 +82,7 @@ def _single(node: fx.Node, levels: dict[fx.Node, int], reasons: list[str]) -> Cl
 
 
 def _why_not(node: fx.Node, shape: list[Any]) -> str:
-    """Why no region runs over a tensor of this shape for the sink `node`; "" if one can."""
+    """Return why no region runs over a tensor of this shape for the sink `node`; "" if one can."""
     cols = shape[-1]
     if not isinstance(cols, int):
         return "its rows have a symbolic length"
@@ -112,7 +112,7 @@ def _why_no_payload(layout: CastLayout, shape: list[Any]) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node | None:
-    """The tensor that a sink runs over; None if `node` is no sink."""
+    """Return the tensor that a sink runs over; None if `node` is no sink."""
     if node.target is ops.quantize or fusible.is_col_sum(node):
         return first_input(node)
     if fusible.is_global_amax(node):
@@ -124,8 +124,8 @@ def _source(node: fx.Node) -> fx.Node | None:
 
 
 def is_value(node: fx.Node) -> bool:
-    """Whether `node` is something that must be stored, because what reads it is no part of a region; or should be,
-    because it would be computed again and again."""
+    """Return True if `node` is something that must be stored, because what reads it is no part of a region; or should
+    be, because it would be computed again and again."""
     if not is_tensor(node) or node.target in fusible.LAYOUTS or not fusible.is_pointwise(node):
         return False
     if is_narrowed_elsewhere(node):
@@ -136,7 +136,7 @@ def is_value(node: fx.Node) -> bool:
 
 
 def _reads(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
-    """Full-size nodes that the sinks are made of, down to the first ones of a lower level."""
+    """Return full-size nodes that the sinks are made of, down to the first ones of a lower level."""
     total = cluster.rows * cluster.cols
 
     def is_whole(node: fx.Node) -> bool:
@@ -150,7 +150,7 @@ def _reads(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
 
 
 def _connected(clusters: list[Cluster]) -> list[Cluster]:
-    """Clusters joined where they read something in common."""
+    """Return clusters joined where they read something in common."""
     owner: dict[fx.Node, int] = {}
     parent = list(range(len(clusters)))
 

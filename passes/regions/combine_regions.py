@@ -83,14 +83,14 @@ def _combine_producers(editor: GraphEditor, consumer: fx.Node) -> None:
 
 
 def _is_large(node: fx.Node) -> bool:
-    """Whether a region's results had better be made when they are needed: a launch is nothing beside moving them, and
-    made earlier they take memory meanwhile."""
+    """Return True if a region's results had better be made when they are needed: a launch is nothing beside moving
+    them, and made earlier they take memory meanwhile."""
     sizes = [value(item).numel() * value(item).element_size() for item in getitems(node).values()]
     return isinstance(total := sum(sizes), int) and total > LARGE
 
 
 def _kind(node: fx.Node) -> Any:
-    """What regions must have in common to be combined; None for those that are left alone.
+    """Return what regions must have in common to be combined; None for those that are left alone.
 
     A region that reduces rows is left: others, a weight's cast, may run long before, and it takes other tiles. Casts to
     one layout are as fast with 8 warps as with 4, and tiles in quarters have 8 or 16.

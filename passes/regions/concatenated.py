@@ -62,7 +62,7 @@ def _drop(editor: GraphEditor, node: fx.Node, dead: Sequence[int]) -> None:
 
 
 def _writes_whole(region: Region, buffer: int) -> bool:
-    """Whether one plain store fills this buffer, row by row."""
+    """Return True if one plain store fills this buffer, row by row."""
     stores = [(p, s) for p in region.parts for s in p.stores if s.buffer == buffer]
     if len(stores) != 1 or not all(isinstance(d, int) for d in region.buffers[buffer].shape):
         return False
@@ -71,7 +71,8 @@ def _writes_whole(region: Region, buffer: int) -> bool:
 
 
 def _filling_one(region: Region, at: list[int], whole: Any, dim: int) -> Region:
-    """`region` with the buffers `at` side by side along `dim` in the place of the first; the others stay, empty."""
+    """Return `region` with the buffers `at` side by side along `dim` in the place of the first; the others stay,
+    empty."""
     width = whole.shape[1]
     offsets, start = {}, 0
     for n in at:

@@ -33,7 +33,7 @@ class Joined:
 
 
 def joined(editor: GraphEditor, nodes: Sequence[fx.Node]) -> Joined | None:
-    """One region in the place of `nodes`; None where one of them waits for another."""
+    """Return one region in the place of `nodes`; None where one of them waits for another."""
     if len(nodes) == 1:
         return Joined(nodes[0], {item: n for n, item in getitems(nodes[0]).items()})
     if depends_on([i for node in nodes for i in node.all_input_nodes], set(nodes), editor.order):
@@ -72,7 +72,7 @@ def _number_of(size: Any, sizes: list[Any]) -> str:
 
 
 def _renamed(region: Region, names: dict[str, str], first_part: int, first_buffer: int) -> Region:
-    """`region` with other names for sizes, counts of programs and buffers."""
+    """Return `region` with other names for sizes, counts of programs and buffers."""
 
     def name(x: Any) -> Any:
         if isinstance(x, tuple):

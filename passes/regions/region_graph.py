@@ -63,11 +63,11 @@ class GraphEditor:
         self.order = {node: float(n) for n, node in enumerate(self.graph.nodes)}
 
     def waits_for_itself(self, reads: Sequence[fx.Node], makes: Iterable[fx.Node]) -> bool:
-        """Whether one of `reads` is computed from one of `makes`."""
+        """Return True if one of `reads` is computed from one of `makes`."""
         return depends_on(list(reads), set(makes), self.order)
 
     def emit(self, target: Callable[..., Any], *args: Any, before: fx.Node, like: fx.Node) -> fx.Node:
-        """A new call of `target` before a node, with the origin of `like`."""
+        """Return a new call of `target` before a node, with the origin of `like`."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args)
         node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
@@ -82,8 +82,8 @@ class GraphEditor:
             self.number()
 
     def place(self, users: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> fx.Node:
-        """Before which node to compute something: its first user; or, where it only leaves the graph, what follows its
-        last input, so that this need not be kept until the end."""
+        """Return before which node to compute something: its first user; or, where it only leaves the graph, what
+        follows its last input, so that this need not be kept until the end."""
         first = min(users)  # by their place in the graph: numbers may be equal
         if first.op != "output":
             return first
@@ -137,7 +137,7 @@ class GraphEditor:
             stack += inputs
 
     def _result(self, call: fx.Node, n: int, node: fx.Node, place: fx.Node, pieces: bool) -> fx.Node:
-        """The value of `node`, made of the n-th buffer."""
+        """Return the value of `node`, made of the n-th buffer."""
         out = self.emit(operator.getitem, call, n, before=place, like=node)
         if not pieces:
             return self._shaped(out, node, place)
@@ -167,7 +167,8 @@ class GraphEditor:
         return self.emit(aten.view.default, out, dims, before=place, like=node)
 
     def size_node(self, size: Any, like: fx.Node) -> Any:
-        """A node that computes a symbolic size; raises `RefusedError` where the graph has nothing to make it of."""
+        """Return a node that computes a symbolic size; raises `RefusedError` where the graph has nothing to make it
+        of."""
         if isinstance(size, int):
             return size
         if self._sizes is None:
@@ -187,7 +188,7 @@ class GraphEditor:
         return found
 
     def _computed(self, expr: sympy.Expr, like: fx.Node) -> Any:
-        """An expression of sizes as nodes."""
+        """Return an expression of sizes as nodes."""
         assert self._sizes is not None
         if isinstance(expr, sympy.Integer):
             return int(expr)
@@ -203,7 +204,8 @@ class GraphEditor:
         return self._sizes[key]
 
     def _size_call(self, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
-        """`target` of numbers and nodes, as early as it can be computed: the next to need it may stand anywhere."""
+        """Emit `target` of numbers and nodes, as early as it can be computed: the next to need it may stand
+        anywhere."""
         place = max(arg for arg in args if isinstance(arg, fx.Node)).next
         while place.op == "placeholder":
             place = place.next
@@ -220,7 +222,7 @@ def put_in_order(graph: fx.Graph) -> None:
 
 
 def regions_of(graph: fx.Graph) -> list[fx.Node]:
-    """The region nodes of `graph`, in order."""
+    """Return the region nodes of `graph`, in order."""
     return list(graph.find_nodes(op="call_function", target=ops.region))
 
 

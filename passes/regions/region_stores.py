@@ -19,7 +19,7 @@ from fp8compile.passes.regions.part_values import RefusedError
 
 
 def sink_of(builder: Builder, node: fx.Node) -> Sink:
-    """The store of a cluster's own sink."""
+    """Return the store of a cluster's own sink."""
     if node.target is ops.quantize:
         return _payload(builder, node)
     if is_value(node):
@@ -65,13 +65,13 @@ def _payload(builder: Builder, node: fx.Node) -> Sink:
 
 
 def _padded(builder: Builder, multiple: int) -> Any:
-    """Rows rounded up, as a size that the kernel is given."""
+    """Return rows rounded up, as a size that the kernel is given."""
     rows = builder.rows if multiple == 1 else -(-builder.rows // multiple) * multiple
     return builder.values.number(rows)
 
 
 def store_value(builder: Builder, node: fx.Node) -> Sink:
-    """The store of a value on the way that others need."""
+    """Return the store of a value on the way that others need."""
     x = value(node)
     buffer = Buffer(tuple(map(builder.values.number, x.shape)), str(x.dtype).removeprefix("torch."))
     if not all(same(a, b) or same(n, 1) for a, b, n in zip(x.stride(), contiguous(x.shape), x.shape, strict=True)):
@@ -89,7 +89,7 @@ def store_value(builder: Builder, node: fx.Node) -> Sink:
 
 
 def _statistic(builder: Builder, node: fx.Node) -> Sink:
-    """The store of an amax or a scale, in the shape that its marker has."""
+    """Return the store of an amax or a scale, in the shape that its marker has."""
     marker = node
     while marker.target is ops.scale:
         marker = marker.all_input_nodes[0]

@@ -42,7 +42,8 @@ def finish_sums(editor: GraphEditor) -> None:
 
 
 def sum_of(shape: Sequence[int], dtype: torch.dtype, origins: tuple[str, ...] = ()) -> Region:
-    """The region that adds up FP32 pieces (programs, columns), or (bands, programs, columns) seen so, over programs."""
+    """Return the region that adds up FP32 pieces (programs, columns), or (bands, programs, columns) seen so, over
+    programs."""
     *bands, programs, columns = shape
     rows = (*((n, programs * columns) for n in bands), (columns, 1))
     part = Part(
@@ -56,12 +57,12 @@ def sum_of(shape: Sequence[int], dtype: torch.dtype, origins: tuple[str, ...] = 
 
 
 def adds_pieces(region: Region) -> bool:
-    """Whether a region is of such sums alone."""
+    """Return True if a region is of such sums alone."""
     return all(part.values == ADDED and part.inputs[0].cols[0][1] != 1 for part in region.parts)
 
 
 def _pieces(node: fx.Node) -> fx.Node | None:
-    """The pieces that `node` adds up: a region's, (programs, columns), or seen as (bands, programs, columns)."""
+    """Return the pieces that `node` adds up: a region's, (programs, columns), or seen as (bands, programs, columns)."""
     sums = Sum(node)
     in_bands = sums.x.target is aten.view.default
     if sums.dims != [int(in_bands)] or sums.keeps_dims or sums.dtype is not None:
@@ -76,7 +77,8 @@ def _pieces(node: fx.Node) -> fx.Node | None:
 
 
 def _behind(node: fx.Node) -> Iterator[fx.Node]:
-    """`node`, and what alone reads it and only changes its shape, or once its dtype to one that a region stores."""
+    """Yield `node`, and what alone reads it and only changes its shape, or once its dtype to one that a region
+    stores."""
     yield node
     while len(node.users) == 1:
         (user,) = node.users
