@@ -18,8 +18,9 @@ import torch
 from torch import fx
 
 from fp8compile.passes.core import operators
+from fp8compile.passes.core.aten_views import Permutation
 from fp8compile.passes.core.compilation import VIEWS, Compilation, getitems, is_tensor, update_value, value
-from fp8compile.passes.core.node_views import Permutation, first_input
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.replace import copied, restride
 from fp8compile.passes.core.stride_demands import record_node
 

@@ -31,6 +31,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.loss.chunked_loss import DROPPED, TERMS, rows_of_chunk
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Gather
 from fp8compile.passes.core.compilation import (
     Compilation,
     aten,
@@ -40,7 +41,7 @@ from fp8compile.passes.core.compilation import (
     sort_topologically,
     value,
 )
-from fp8compile.passes.core.node_views import Gather, first_input
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.loss.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.loss.find_loss import Found, find_loss

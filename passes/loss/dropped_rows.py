@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Slice
 from fp8compile.passes.core.compilation import Compilation, aten, reshape, value
-from fp8compile.passes.core.node_views import Slice, first_input
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.loss.loss_equivalence import SAME_ELEMENTS
 
 

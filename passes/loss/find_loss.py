@@ -26,9 +26,10 @@ from torch import fx
 
 from fp8compile.kernels.loss.chunked_loss import Curve
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Gather, Sum
 from fp8compile.passes.core.compilation import aten, base, dependents, is_tensor, same_sizes, value
 from fp8compile.passes.core.fusible import CONVERSIONS
-from fp8compile.passes.core.node_views import Gather, Sum, node_argument
+from fp8compile.passes.core.node_views import node_argument
 from fp8compile.passes.core.origin import source_line
 from fp8compile.passes.loss.dropped_rows import find_cut, undoes
 from fp8compile.passes.loss.loss_equivalence import (

@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Gather
 from fp8compile.passes.core.compilation import aten, is_tensor, value
 from fp8compile.passes.core.fusible import CONVERSIONS
-from fp8compile.passes.core.node_views import Gather, argument, first_input
+from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.loss.loss_equivalence import MEANS, REDUCTIONS, SAME_ELEMENTS, SCATTERS, Leaf
 
 ARITHMETIC = {

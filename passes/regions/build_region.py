@@ -18,6 +18,7 @@ from fp8compile import ops
 from fp8compile.formats import FP8_DTYPES, parse_granularity
 from fp8compile.kernels.codegen.spec import Buffer, Digits, Input, Part, Store, Value
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Permutation
 from fp8compile.passes.core.compilation import AS_STORED, aten, value
 from fp8compile.passes.core.iteration import (
     Access,
@@ -32,16 +33,7 @@ from fp8compile.passes.core.iteration import (
     split,
     whole,
 )  # fmt: skip
-from fp8compile.passes.core.node_views import (
-    Dequantize,
-    Getitem,
-    Permutation,
-    Scale,
-    argument,
-    call_of,
-    first_input,
-    node_argument,
-)
+from fp8compile.passes.core.node_views import Dequantize, Getitem, Scale, argument, call_of, first_input, node_argument
 from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.part_values import RefusedError, Values
 

@@ -14,8 +14,9 @@ from typing import Any
 from torch import fx
 
 from fp8compile.kernels.codegen.spec import PARTIALS, Buffer, Region, Store
+from fp8compile.passes.core.aten_views import Concatenation
 from fp8compile.passes.core.compilation import getitems, value
-from fp8compile.passes.core.node_views import Concatenation, Getitem
+from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.regions.join_regions import joined
 from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, rewrite, spec_of, tensors_of
 

@@ -16,8 +16,9 @@ from torch import fx
 
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Sum
 from fp8compile.passes.core.compilation import aten, value
-from fp8compile.passes.core.node_views import Getitem, Sum, first_input
+from fp8compile.passes.core.node_views import Getitem, first_input
 from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, spec_of
 
 MOST = 2048  # pieces of a sum that one program may hold
