@@ -19,10 +19,12 @@ from torch._dynamo.pgo import auto_dynamic, get_code_state  # what it takes for 
 from torch._dynamo.source import AttrSource  # a part of what has a source
 from torch.optim import Optimizer
 
-from fp8compile.optimizer import prepare, unscaling
+from fp8compile.optimizer import prepare
 from fp8compile.optimizer.parameter_groups import group_rows
+from fp8compile.optimizer.unscaling import unscaled_by
 from fp8compile.options import Options
-from fp8compile.passes.optimizer import hoist_state_load_store, open_states, refuse_view_writes, spread_scalars
+from fp8compile.passes import pipeline
+from fp8compile.passes.core.stages import DynamoGraph
 from fp8compile.plan.rows import MergedUpdate, Plan
 from fp8compile.torch_hooks import compiled_calls
 from fp8compile.torch_hooks.compilations import translator
@@ -81,13 +83,11 @@ def plan_of(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], o
         gm._buffers.clear()  # Dynamo keeps this graph as long as the optimizer lives: the plain states go now
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8, rates symbolic")
     _warn_of_rounding(opt)
-    refuse_view_writes.run(gm)
-    spread_scalars.run(gm)
-    hoist_state_load_store.run(gm)
-    opened, added = open_states.run(gm), unscaling.insert(opt, gm, example_inputs)
+    unscaling = unscaled_by(opt)
+    pipeline.run_stage(c := DynamoGraph(gm.graph, options, gm, example_inputs, is_step=True, unscaling=unscaling))
     if (sources := gm.__dict__.get("_param_name_to_source")) is not None:  # AOTAutograd asks where a buffer comes from
-        sources |= {name: AttrSource(sources[state], part) for name, (state, part) in opened.items()}
-        sources |= {name: AttrSource(next(iter(sources.values())), name) for name in added}  # one that it will not meet
+        sources |= {name: AttrSource(sources[state], part) for name, (state, part) in c.opened.items()}
+        sources |= {name: AttrSource(next(iter(sources.values())), name) for name in c.added}  # which it will not meet
     states = prepare.state_rows(opt)
     return Plan("optimizer", states=states, groups=group_rows(opt, states))
 

@@ -13,18 +13,16 @@ and the host reads nothing. The first step, which compiles, is still torch's: un
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from fp8compile.errors import OptionError, StateError
-from fp8compile.passes.optimizer import unscale_gradients
-from fp8compile.passes.optimizer.unscale_gradients import Numbers
+from fp8compile.passes.core.stages import UnscaledGradients
 
 NAMES = ("grad_scale", "found_inf")
 DTYPES = (torch.float32, torch.bfloat16)  # GradScaler refuses gradients in FP16
@@ -34,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16)  # GradScaler refuses gradients in FP16
 class Unscaling:
     """The numbers that compiled steps of an optimizer read, on each device on which one does."""
 
-    numbers: dict[torch.device, Numbers] = field(default_factory=dict)
+    numbers: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
     neutral: bool = True
     given: bool = False  # whether GradScaler told something for this step
 
@@ -85,11 +83,11 @@ def _after_step(opt: Any, args: Any, kwargs: Any) -> None:
         vars(opt).update(dict.fromkeys(NAMES))
 
 
-def insert(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Sequence[str]:
-    """Unscale the gradients that Dynamo's graph of a step reads, where `opt` wants that; the names of new buffers."""
+def unscaled_by(opt: Optimizer) -> UnscaledGradients | None:
+    """Return which gradients a compiled step of `opt` unscales, and by which numbers; None where nobody wants that."""
     mine = _unscaling.get(opt)
     if mine is None:
-        return ()
+        return None
     if reason := _refusal(opt):
         raise StateError(f"{reason}, so unscale=True cannot be: prepare the optimizer without it")
     device = _device(opt)
@@ -99,8 +97,8 @@ def insert(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         for new, x in zip(mine.numbers[device], given or (), strict=False):
             new.copy_(x)  # the step under way has been told already
     opt._step_supports_amp_scaling = "step" in vars(opt)  # type: ignore[attr-defined]
-    gradients = {id(p.grad) for p in _parameters(opt) if p.grad is not None}
-    return unscale_gradients.run(gm, example_inputs, gradients, mine.numbers[device])
+    gradients = frozenset(id(p.grad) for p in _parameters(opt) if p.grad is not None)
+    return UnscaledGradients(gradients, mine.numbers[device])
 
 
 def _refusal(opt: Optimizer) -> str:

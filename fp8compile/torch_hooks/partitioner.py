@@ -26,13 +26,14 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's 
 from fp8compile import devices, ops
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
-from fp8compile.passes.core.compilation import Compilation, aten, attach_views, device_of, remove_dead, value
+from fp8compile.passes import pipeline
+from fp8compile.passes.core.compilation import aten, device_of, remove_dead, value
 from fp8compile.passes.core.snapshot import Snapshot
-from fp8compile.passes.core.verify import signature, verify
+from fp8compile.passes.core.verify import signature
 from fp8compile.passes.core.verify_halves import verify_halves
 from fp8compile.passes.save.min_cut import Halves, is_object, may_be_computed_again, run_again
 from fp8compile.passes.save.rounding_hazards import find_hazards
-from fp8compile.passes.save.save_as_fp8 import save_as_fp8
+from fp8compile.passes.save.save_as_fp8 import Cut
 from fp8compile.passes.save.save_budget import plan_within
 from fp8compile.passes.save.saved_forms import Form, Graph, as_it_is, find_forms
 from fp8compile.passes.save.saved_overrides import override_saved
@@ -58,6 +59,9 @@ class Partitioner(CustomPartitionerFn):
     def __init__(self, options: Options, record: Record | None = None):
         self.options = options
         self.record = record
+
+    def see_joint(self, graph: fx.Graph) -> None:
+        """See the joint graph before any pass."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward, backward) of the joint graph `gm`."""
@@ -150,9 +154,6 @@ def _partition(
     sizes = [n for n in saved if p.is_sym_node(n)]
     objects = [n for n in saved if n not in sizes and is_object(n)]
     saved = _save(gm, [n for n in saved if n not in sizes and n not in objects], halves, options, record)
-    attach_views(gm.graph)
-    if options.verify:
-        verify(gm.graph, "save_as_fp8", outputs)
     extra: dict[str, Any] = {}
     if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes"):
         extra = {"saved_opaque_nodes": objects}
@@ -239,14 +240,14 @@ def _save(
 ) -> list[fx.Node]:
     """Return the nodes that are saved, payloads in place of values, and tell the plan."""
     again = run_again(gm.graph, nodes, halves)
-    c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
     restored = recomputed_rows(again, halves)  # before nodes are doubled
     saved = saved_values(nodes, halves.forms, halves.static)
     override_saved(saved, options.plan)
-    save_as_fp8(c, saved, halves)
+    device = devices.describe(device_of(gm.graph))
+    pipeline.run_stage(c := Cut(gm.graph, options, device, Plan(), halves=halves, saved=saved))
     if record is not None:
         record.add_saved(saved_rows(saved, halves.static), count_recomputed(again, halves), restored)
-    return list(dict.fromkeys(node for s in saved for node in s.kept))  # a scale at hand may be saved for itself, too
+    return c.kept
 
 
 def _takes(function: Any, name: str) -> bool:

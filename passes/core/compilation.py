@@ -16,9 +16,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8compile import ops
 from fp8compile.devices import Device
-from fp8compile.options import Options
+from fp8compile.passes.core.aten_views import Permutation
 from fp8compile.passes.core.matmul_node import Matmuls
-from fp8compile.passes.core.node_views import Getitem, Permute, first_input
+from fp8compile.passes.core.node_views import Getitem, first_input
+from fp8compile.passes.core.stages import Stage, StageGraph
 from fp8compile.passes.core.walk import walk
 from fp8compile.plan.rows import Plan
 
@@ -48,16 +49,15 @@ class Input:
 
 
 @dataclass
-class Compilation:
-    """One graph on its way through the passes."""
+class Compilation(StageGraph):
+    """One joint or inference graph on its way through the passes."""
 
-    graph: fx.Graph
-    options: Options
     device: Device
     plan: Plan
     inputs: dict[str, Input] = field(default_factory=dict)
     namespace: str = "model0"
     matmuls: Matmuls = field(default_factory=Matmuls)  # from select_matmuls on
+    stage: Stage = field(default=Stage.JOINT, kw_only=True)
 
     @cached_property
     def is_training(self) -> bool:
@@ -104,11 +104,11 @@ class Compilation:
 
 def is_transpose_of(view: fx.Node, source: fx.Node) -> bool:
     """Return True if `view` is `source` with its last two dimensions swapped."""
-    permuted = Permute.of(view)
-    if permuted is None or permuted.source is not source:
+    if view.target is not aten.permute.default or first_input(view) is not source:
         return False
-    n = len(permuted.dims)
-    return n >= 2 and permuted.dims == [*range(n - 2), n - 1, n - 2]
+    dims = Permutation(view).dims
+    n = len(dims)
+    return n >= 2 and dims == [*range(n - 2), n - 1, n - 2]
 
 
 def value(node: fx.Node) -> torch.Tensor:

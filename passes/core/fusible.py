@@ -20,6 +20,7 @@ from fp8compile.kernels.codegen.spec import BAND
 from fp8compile.passes.core import operators
 from fp8compile.passes.core.compilation import STANDS_ALONE, aten, is_tensor, value
 from fp8compile.passes.core.iteration import product, same
+from fp8compile.passes.core.node_views import Amax, Getitem, argument, first_input
 
 prims = torch.ops.prims
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,11 +37,11 @@ class Writer(Protocol):
     """What the rows of the table write with."""
 
     def op(self, name: str, *args: int, params: tuple[Any, ...] = ()) -> int:
-        """A value computed from others; returns its number."""
+        """Write a value computed from others, and return its number."""
         ...
 
     def constant(self, x: Any) -> int:
-        """A number; returns the value's number."""
+        """Write a number, and return the number of that value."""
         ...
 
 
@@ -73,7 +74,8 @@ def _relu(w: Writer, x: int) -> int:
 
 
 def _sigmoid(w: Writer, x: int) -> int:
-    """1 / (1 + exp(-x)), in pieces that x · sigmoid(x) as other decompositions write it has in common with it."""
+    """Return 1 / (1 + exp(-x)), in pieces that x · sigmoid(x) as other decompositions write it has in common with
+    it."""
     return w.op("div", w.constant(1.0), w.op("add", w.op("exp", w.op("neg", x)), w.constant(1.0)))
 
 
@@ -148,7 +150,7 @@ assert inductor_prims.random is torch.ops.prims.inductor_random.default
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether `node` is computed element by element from values that a region can hold."""
+    """Return True if `node` is computed element by element from values that a region can hold."""
     if node.op != "call_function" or node.target not in ELEMENTWISE or not is_tensor(node):
         return False
     out = value(node)
@@ -157,50 +159,50 @@ def is_pointwise(node: fx.Node) -> bool:
     if any(is_tensor(i) and value(i).device != out.device for i in node.all_input_nodes):
         return False  # a number on a CPU
     if node.target in CONVERSIONS:
-        return _holds(node.args[0]) and value(node.args[0]).dtype in HELD  # type: ignore[arg-type]
+        return _holds(first_input(node))
     if node.target in CONSTANTS:
-        return isinstance(_fill(node), (int, float, bool))
+        return isinstance(fill_of(node), (int, float, bool))
     if node.target in RANDOM:
-        return node.args[2] == "rand"
+        return argument(node, "mode") == "rand"
     if node.target is aten.pow.Tensor_Scalar:
-        return node.args[1] in POWERS and _holds(node.args[0])
+        return argument(node, "exponent") in POWERS and _holds(argument(node, "self"))
     if node.target in POINTWISE:
         return all(_holds(a) for a in (*node.args, *node.kwargs.values()))
     return False
 
 
 def _holds(arg: Any) -> bool:
-    """Whether an argument is a number, or a tensor of a type that a region computes with."""
+    """Return True if an argument is a number, or a tensor of a type that a region computes with."""
     if isinstance(arg, fx.Node):
         return is_tensor(arg) and value(arg).dtype in HELD
     return arg is None or isinstance(arg, (int, float, bool))
 
 
-def _fill(node: fx.Node) -> Any:
-    return node.args[0] if node.target is aten.scalar_tensor.default else node.args[1]
+def fill_of(node: fx.Node) -> Any:
+    """Return what a constant tensor is filled with: a number, or a node."""
+    return argument(node, "s" if node.target is aten.scalar_tensor.default else "fill_value")
 
 
 def constant_of(node: fx.Node) -> float | bool:
-    """The number that a constant tensor is filled with."""
-    fill = _fill(node)
+    """Return the number that a constant tensor is filled with."""
+    fill = fill_of(node)
     return bool(fill) if value(node).dtype == torch.bool else float(fill)
 
 
 def reduced_dims(node: fx.Node) -> list[int]:
-    """The dimensions of its source that a reduction removes, in order."""
-    source = value(node.args[0])  # type: ignore[arg-type]
-    dims = node.args[1] if len(node.args) > 1 else None
+    """Return the dimensions of its source that a reduction removes, in order."""
+    source, dims = value(first_input(node)), argument(node, "dim")
     if dims is None or dims == []:
         return list(range(source.dim()))
-    return sorted(d % source.dim() for d in dims)  # type: ignore[union-attr]
+    return sorted(d % source.dim() for d in dims)
 
 
 def is_row_reduction(node: fx.Node) -> bool:
-    """Whether `node` reduces the last dimensions of a floating-point tensor."""
+    """Return True if `node` reduces the last dimensions of a floating-point tensor."""
     if node.op != "call_function" or (node.target not in REDUCTIONS and node.target not in MOMENTS):
         return False
-    source = node.args[0]
-    if not (isinstance(source, fx.Node) and is_tensor(source) and value(source).dtype in FLOATS):
+    source = first_input(node)
+    if not (is_tensor(source) and value(source).dtype in FLOATS):
         return False
     if is_tensor(node) and value(node).dtype not in FLOATS:
         return False
@@ -209,11 +211,11 @@ def is_row_reduction(node: fx.Node) -> bool:
 
 
 def is_col_sum(node: fx.Node) -> bool:
-    """Whether `node` sums over all but the last dimension, or over bands of rows (`bands_of`)."""
+    """Return True if `node` sums over all but the last dimension, or over bands of rows (`bands_of`)."""
     if node.op != "call_function" or node.target is not aten.sum.dim_IntList:
         return False
-    source = node.args[0]
-    if not (isinstance(source, fx.Node) and is_tensor(source) and value(source).dtype in FLOATS):
+    source = first_input(node)
+    if not (is_tensor(source) and value(source).dtype in FLOATS):
         return False
     if value(node).dtype not in FLOATS:
         return False
@@ -226,22 +228,21 @@ def is_col_sum(node: fx.Node) -> bool:
 
 
 def bands_of(node: fx.Node) -> int:
-    """Into how many bands of rows a column sum divides its source, each summed by itself: 1, or one for each image or
-    sequence where what was scaled and shifted by it sums up."""
-    shape = value(node.args[0]).shape[: reduced_dims(node)[0]]  # type: ignore[arg-type]
+    """Return into how many bands of rows a column sum divides its source, each summed by itself: 1, or one for each
+    image or sequence where what was scaled and shifted by it sums up."""
+    shape = value(first_input(node)).shape[: reduced_dims(node)[0]]
     return math.prod(shape)
 
 
 def is_global_amax(node: fx.Node) -> bool:
-    """Whether `node` is an amax for which all rows must be seen: of a tensor, or of a transposed tensor's rows."""
-    if node.target is not ops.amax:
-        return False
-    _, granularity, *layout = node.args
-    return granularity == "tensor" or (granularity == "row" and bool(layout and layout[0]))
+    """Return True if `node` is an amax for which all rows must be seen: of a tensor, or of a transposed tensor's
+    rows."""
+    amax = Amax.of(node)
+    return amax is not None and (amax.granularity == "tensor" or (amax.granularity == "row" and amax.transpose))
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a region can compute `node`."""
+    """Return True if a region can compute `node`."""
     if node.op != "call_function":
         return False
     if node.target in ops.CASTS:
@@ -254,40 +255,36 @@ def is_fusible(node: fx.Node) -> bool:
             and value(node).dtype in HELD
         )
     if is_moment(node):
-        return is_row_reduction(node.args[0])  # type: ignore[arg-type]
+        return is_row_reduction(first_input(node))
     return is_pointwise(node) or is_row_reduction(node) or is_col_sum(node)
 
 
 def is_moment(node: fx.Node) -> bool:
-    """Whether `node` takes the variance or the mean out of a var_mean."""
-    return (
-        node.op == "call_function"
-        and node.target is operator.getitem
-        and isinstance(node.args[0], fx.Node)
-        and node.args[0].target in MOMENTS
-    )
+    """Return True if `node` takes the variance or the mean out of a var_mean."""
+    item = Getitem.of(node)
+    return item is not None and item.source.target in MOMENTS
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether a library's kernel computes `node`: nothing that reads it can be done as it is written."""
+    """Return True if a library's kernel computes `node`: nothing that reads it can be done as it is written."""
     if node.op != "call_function":
         return True
     if node.target is operator.getitem:
-        return is_opaque(node.args[0])  # type: ignore[arg-type]
+        return is_opaque(first_input(node))
     return str(node.target).startswith("fp8.") or is_library_kernel(node)
 
 
 def is_library_kernel(node: fx.Node) -> bool:
-    """Whether `node` is a matmul, an attention, a convolution, or something that holds a graph of its own."""
+    """Return True if `node` is a matmul, an attention, a convolution, or something that holds a graph of its own."""
     holds_a_graph = isinstance(node.target, torch._ops.HigherOrderOperator)
     return node.op == "call_function" and (holds_a_graph or operators.is_library_kernel(node.target))
 
 
 def elements(node: fx.Node) -> Any:
-    """How many elements `node` has."""
+    """Return how many elements `node` has."""
     return product(value(node).shape)
 
 
 def same_elements(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two tensors are known to have equally many elements."""
+    """Return True if two tensors are known to have equally many elements."""
     return same(elements(a), elements(b))

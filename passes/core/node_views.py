@@ -291,34 +291,20 @@ class Copy(NodeView):
         return self._node("src")
 
 
-class Cat(NodeView):
-    """`cat`."""
-
-    TARGETS = frozenset({aten.cat.default})
-
-    @property
-    def parts(self) -> list[fx.Node]:
-        """The tensors, in their order."""
-        return list(argument(self.node, "tensors"))
-
-    @property
-    def dim(self) -> int:
-        """The dimension along which they lie."""
-        return argument(self.node, "dim")
+def cast_marker(node: fx.Node) -> Amax | Quantize:
+    """Return the view of a node that is an amax or a quantize."""
+    found = Amax.of(node) or Quantize.of(node)
+    assert found is not None, f"{node.format_node()} is neither an amax nor a quantize"
+    return found
 
 
-class Permute(NodeView):
-    """`permute`."""
+def is_amax_of_tensor(node: object) -> bool:
+    """Return True for the amax of a whole tensor."""
+    amax = Amax.of(node)
+    return amax is not None and amax.granularity == "tensor"
 
-    TARGETS = frozenset({aten.permute.default})
 
-    @property
-    def source(self) -> fx.Node:
-        """The tensor that is seen in another order."""
-        return first_input(self.node)
-
-    @property
-    def dims(self) -> list[int]:
-        """The dimensions of `source` in their new order, none of them negative."""
-        dims = argument(self.node, "dims")
-        return [d % len(dims) for d in dims]
+def call_of(node: fx.Node) -> Any:
+    """Return what a node calls."""
+    assert callable(node.target), f"{node.format_node()} is no call of a function"
+    return node.target

@@ -132,39 +132,39 @@ ANY_STRIDES = (HARMLESS | STEEP) - _READS_MEMORY
 
 
 def name_of(target: Any) -> str:
-    """The name of an operator without its overload: "aten::mm", "flex_attention"."""
+    """Return the name of an operator without its overload: "aten::mm", "flex_attention"."""
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
     return target.name() if isinstance(target, torch._ops.HigherOrderOperator) else str(target)
 
 
 def shown(target: Any) -> str:
-    """An operator as it is called in a plan: "mylib.flash"."""
+    """Return an operator as it is called in a plan: "mylib.flash"."""
     return name_of(target).replace("::", ".")
 
 
 def is_operator(target: Any) -> bool:
-    """Whether `target` is an operator of torch's dispatcher, and no function of Python's."""
+    """Return True if `target` is an operator of torch's dispatcher, and no function of Python's."""
     return isinstance(target, torch._ops.OperatorBase)
 
 
 def is_attention(target: Any) -> bool:
-    """Whether `target` is an attention that is known here, or its backward."""
+    """Return True if `target` is an attention that is known here, or its backward."""
     return is_operator(target) and name_of(target) in ATTENTIONS
 
 
 def is_convolution(target: Any) -> bool:
-    """Whether `target` is a convolution, or its backward."""
+    """Return True if `target` is a convolution, or its backward."""
     return is_operator(target) and name_of(target) in CONVOLUTIONS
 
 
 def is_library_kernel(target: Any) -> bool:
-    """Whether `target` is a matmul, an attention or a convolution."""
+    """Return True if `target` is a matmul, an attention or a convolution."""
     return is_operator(target) and name_of(target) in MATMULS | ATTENTIONS | CONVOLUTIONS
 
 
 def is_known(target: Any) -> bool:
-    """Whether it is known of every input of `target` whether it bears rounding."""
+    """Return True if it is known of every input of `target` whether it bears rounding."""
     if not is_operator(target):
         return True
     namespace = getattr(target, "namespace", "")
@@ -172,7 +172,7 @@ def is_known(target: Any) -> bool:
 
 
 def takes_any_strides(target: Any) -> bool:
-    """Whether `target` computes the same however its inputs lie in memory."""
+    """Return True if `target` computes the same however its inputs lie in memory."""
     if not is_operator(target):
         return True
     namespace = getattr(target, "namespace", "")
@@ -180,12 +180,12 @@ def takes_any_strides(target: Any) -> bool:
 
 
 def moves(target: Any) -> bool:
-    """Whether what `target` gives are values that it was given."""
+    """Return True if what `target` gives are values that it was given."""
     return is_operator(target) and name_of(target) in MOVES
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """What an operator is given, by the names of its schema."""
+    """Return what an operator is given, by the names of its schema."""
     if isinstance(node.target, torch._ops.OpOverload):
         names: Iterable[str] = [a.name for a in node.target._schema.arguments]
     else:
@@ -194,7 +194,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def bearing(node: fx.Node) -> set[fx.Node]:
-    """The inputs of an operator of `PARTLY` that bear rounding wherever it reads them."""
+    """Return the inputs of an operator of `PARTLY` that bear rounding wherever it reads them."""
     names, given = PARTLY[name_of(node.target)], arguments(node)
     bear = {a for name, a in given.items() if name in names and isinstance(a, fx.Node)}
     others = [a for name, a in given.items() if name not in names and isinstance(a, fx.Node)]

@@ -31,6 +31,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.loss.chunked_loss import DROPPED, TERMS, rows_of_chunk
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Gather
 from fp8compile.passes.core.compilation import (
     Compilation,
     aten,
@@ -41,10 +42,11 @@ from fp8compile.passes.core.compilation import (
     value,
 )
 from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.replace import replace_value
-from fp8compile.passes.loss import label_indexing
 from fp8compile.passes.loss.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.loss.find_loss import Found, find_loss
+from fp8compile.passes.loss.label_indexing import gather_labels
 from fp8compile.passes.loss.loss_equivalence import SCATTERS
 from fp8compile.passes.loss.loss_parts import NotFoundError
 from fp8compile.passes.loss.loss_weights import known_in_backward, known_in_forward, weighted_sum
@@ -65,7 +67,7 @@ def run(c: Compilation) -> None:
     if c.options.chunk_loss == "auto":
         heads = [s for s in heads if _bytes(s) >= LEAST_BYTES]
     for classes in {s.n for s in heads}:
-        label_indexing.run(c, classes)
+        gather_labels(c, classes)
     heads = [s for s in heads if _has_labels(s)]
     for site in heads:  # one changes what the next is read by
         _run_on(c, site, dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n))))
@@ -73,15 +75,16 @@ def run(c: Compilation) -> None:
 
 
 def _has_labels(site: MatmulNode) -> bool:
-    """Whether something like a cross-entropy may read what `site` computes: labels choose classes, or a softmax is
-    taken, not far away."""
+    """Return True if something like a cross-entropy may read what `site` computes: labels choose classes, or a softmax
+    is taken, not far away."""
     frontier, seen = [site.node], {site.node}
     for _ in range(16):
         frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
         seen.update(frontier)
     near = seen.union(*(n.all_input_nodes for n in seen))
-    lines = [n.args[0] for n in near if n.target in SCATTERS or n.target in (aten.gather.default, aten.amax.default)]
-    return any(str(value(x).shape[-1]) == str(site.n) for x in lines)  # type: ignore[arg-type]
+    read = (*SCATTERS, aten.gather.default, aten.amax.default)
+    lines = [first_input(n) for n in near if n.target in read]
+    return any(str(value(x).shape[-1]) == str(site.n) for x in lines)
 
 
 def _run_on(c: Compilation, site: MatmulNode, backward: set[fx.Node]) -> None:
@@ -103,7 +106,7 @@ def _run_on(c: Compilation, site: MatmulNode, backward: set[fx.Node]) -> None:
 
 
 def _bytes(site: MatmulNode) -> int:
-    """What whole logits take."""
+    """Return what whole logits take."""
     return bytes_of(value(site.node))
 
 
@@ -152,8 +155,8 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], ag
 
 
 def _index(c: Compilation, found: Found) -> fx.Node:
-    """The labels of all rows."""
-    index = reshape(c, found.labelled.args[2], [-1], found.labelled)  # type: ignore[arg-type]
+    """Return the labels of all rows."""
+    index = reshape(c, Gather(found.labelled).index, [-1], found.labelled)
     return index if found.cut is None else with_dropped(c, index, found.cut, found.labelled, DROPPED)
 
 
@@ -166,7 +169,7 @@ def _call(
     wanted: list[bool],
     like: fx.Node,
 ) -> list[fx.Node]:
-    """A call of the operator: its terms, and the gradients that are wanted."""
+    """Return a call of the operator: its terms, and the gradients that are wanted."""
     site, curve = found.site, found.curve
     left, right = site.pair
     given = (left, c.transposed(right, like), site.bias, index, weights)
@@ -196,7 +199,7 @@ def _results(c: Compilation, loss: fx.Node) -> list[fx.Node]:
 
 
 def _narrowed(c: Compilation, node: fx.Node, like: fx.Node) -> fx.Node:
-    """`node`, which is FP32, in the dtype of `like`."""
+    """Return `node`, which is FP32, in the dtype of `like`."""
     dtype = value(like).dtype
     return node if dtype is torch.float32 else c.emit(prims.convert_element_type.default, node, dtype, like=like)
 

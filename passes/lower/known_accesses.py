@@ -28,7 +28,7 @@ def analyse_once(kernel: Any) -> None:
 
 
 def remembering(analysis: Callable[..., Any]) -> Callable[..., Any]:
-    """`analysis`, a function of a kernel and its arguments, done once for each of our kernels."""
+    """Return `analysis`, a function of a kernel and its arguments, done once for each of our kernels."""
     answers: dict[int, Any] = {}
 
     @functools.wraps(analysis)

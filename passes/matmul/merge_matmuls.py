@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from fp8compile.formats import ALIGNMENT
+from fp8compile.passes.core.aten_views import Permutation
 from fp8compile.passes.core.compilation import (
     VIEWS,
     Compilation,
@@ -36,7 +37,7 @@ from fp8compile.passes.core.compilation import (
     value,
 )
 from fp8compile.passes.core.matmul_node import MatmulNode
-from fp8compile.passes.core.node_views import Permute, argument, first_input, node_argument
+from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
 
 
@@ -212,8 +213,8 @@ def _merge_grad_weights(c: Compilation, matmuls: list[MatmulNode]) -> None:
 
 def _transposed_by(node: fx.Node) -> fx.Node | None:
     """Return the node that `node` is the transpose of; None for any other node."""
-    turned = Permute.of(node)
-    return turned.source if turned is not None and is_transpose_of(node, turned.source) else None
+    turned = Permutation.of(node)
+    return turned.x if turned is not None and is_transpose_of(node, turned.x) else None
 
 
 def _cat(c: Compilation, parts: list[fx.Node], dim: int, like: fx.Node) -> fx.Node:

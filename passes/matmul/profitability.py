@@ -6,7 +6,8 @@ itself, the set around it is looked for without which the sum of all times is le
 sum less, all stay. Sets that may leave are the matmul alone, a layer's two gradients, its three matmuls, and the same
 of all layers that read one activation (q, k and v).
 
-What has left does not come back, and not all sets are tried: the tests compare with all ways.
+What has left does not come back, and not all sets are tried: `tests/passes/matmul/test_profitability.py` compares with
+all ways.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
 from fp8compile.formats import ALIGNMENT, Granularity, parse_granularity
+from fp8compile.passes.core.aten_views import Concatenation, Permutation
 from fp8compile.passes.core.compilation import (
     Compilation,
     aten,
@@ -33,7 +34,6 @@ from fp8compile.passes.core.compilation import (
     value,
 )
 from fp8compile.passes.core.matmul_node import MatmulNode
-from fp8compile.passes.core.node_views import Cat, Permute
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.matmul.gathered_weights import Gathered, gathered
 from fp8compile.plan.rows import Operand
@@ -120,8 +120,8 @@ def _operand(
 ) -> tuple[fx.Node, fx.Node]:
     """Return (data, scale) of a left operand [M, K] or a right operand [K, N], as the matmul wants them."""
     source, transpose = node, not contracted_last
-    if (turned := Permute.of(node)) is not None and is_transpose_of(node, turned.source):
-        source, transpose = turned.source, not transpose
+    if (turned := Permutation.of(node)) is not None and is_transpose_of(node, turned.x):
+        source, transpose = turned.x, not transpose
     weight = gathered(source)
     if operand.gathered and weight is not None:
         return _gathered(c, weight, transpose, like)
@@ -190,10 +190,10 @@ class _Cast:
 def _parts(source: fx.Node, granularity: Granularity, layout: Layout) -> tuple[list[fx.Node], int, int | None] | None:
     """Return the parts of a 2-D concatenation, the dimension of the data they lie along, and that of their scales
     (None: one scale for all); None where it must be cast as a whole."""
-    cat = Cat.of(source)
+    cat = Concatenation.of(source)
     if cat is None or value(source).dim() != 2 or (layout.row_multiple, layout.col_multiple) != (1, 1):
         return None
-    tensors, along = cat.parts, cat.dim % 2
+    tensors, along = cat.pieces, cat.dim
     dim = 1 - along if layout.transpose else along
     if any(value(t).dtype != value(source).dtype for t in tensors):
         return None

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.formats import E4M3
+from fp8compile.passes.core.aten_views import Permutation
 from fp8compile.passes.core.compilation import Compilation, aten, is_tensor, same_sizes, update_value, value
-from fp8compile.passes.core.node_views import Permute
 from fp8compile.passes.core.replace import copied, restride
+from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.core.stride_demands import is_demanded
 from fp8compile.passes.save.min_cut import Halves, run_again
 from fp8compile.passes.save.saved_forms import Form, bytes_of, dense_order, is_random, memory_of
@@ -39,6 +41,28 @@ from fp8compile.plan.overrides import SavedKey
 from fp8compile.plan.reasons import Reason, Why
 
 READ_BY_RANDOM = Why(Reason.RANDOM, "a random operator that runs again is computed from it")
+
+
+@dataclass
+class Cut(Compilation):
+    """A joint graph of which it is decided what the forward half keeps for the backward half.
+
+    saved: the values that are kept; halves: what is known of both halves.
+    """
+
+    halves: Halves = field(kw_only=True)
+    saved: Sequence[SavedValue] = field(kw_only=True)
+    stage: Stage = field(default=Stage.CUT, kw_only=True)
+
+    @property
+    def kept(self) -> list[fx.Node]:
+        """The nodes that are saved, a payload being followed by its scales."""
+        return list(dict.fromkeys(node for one in self.saved for node in one.kept))  # one scale may serve two values
+
+
+def run(c: Cut) -> None:
+    """Round the values that are kept in FP8, and note which nodes are saved for each."""
+    save_as_fp8(c, c.saved, c.halves)
 
 
 def save_as_fp8(c: Compilation, saved: Sequence[SavedValue], halves: Halves) -> None:
@@ -127,8 +151,9 @@ def _watched(
 
 def _undone(c: Compilation, view: fx.Node, of: fx.Node, back: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
     """Return a node with the value of `of`; `back` has that of `view`, which is a view or a copy of `of`."""
-    if (turned := Permute.of(view)) is not None:
-        return emit(aten.permute.default, back, [turned.dims.index(d) for d in range(len(turned.dims))])
+    if view.target is aten.permute.default:
+        dims = Permutation(view).dims
+        return emit(aten.permute.default, back, [dims.index(d) for d in range(len(dims))])
     if view.target in (aten.t.default, aten.transpose.int):
         return emit(view.target, back, *view.args[1:])
     if same_sizes(value(of).shape, value(back).shape):

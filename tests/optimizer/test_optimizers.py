@@ -21,6 +21,7 @@ from optimizers import (
     step_both,
     twins,
 )
+from pipelines import replace_pass
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -502,12 +503,12 @@ def test_writing_to_a_part_of_a_state_is_refused(write):
 
 
 def test_a_failing_pass_costs_the_merging_and_warns(monkeypatch):
-    def fails_half_way(graph):
-        for copy in list(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)):
-            graph.erase_node(copy)
+    def fails_half_way(c):
+        for copy in list(c.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)):
+            c.graph.erase_node(copy)
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("fp8compile.passes.optimizer.merge_updates.run", fails_half_way)
+    replace_pass(monkeypatch, "merge_updates", fails_half_way)
     opt, mine, reference, theirs = twins(torch.optim.AdamW, {})
     step, _ = compiled(opt, states=EXACT, strict=False)
     set_gradients(mine, 0)
