@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fp8compile.errors import first_line
 from fp8compile.kernels.loss.chunked_loss import Curve
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.aten_views import Gather, Sum
@@ -44,7 +45,6 @@ from fp8compile.passes.loss.loss_equivalence import (
     factors_of_terms,
 )
 from fp8compile.passes.loss.loss_parts import Closure, NotFoundError, Parts, is_float
-from fp8compile.torch_hooks.failures import first_line
 
 
 @dataclass(frozen=True)
