@@ -46,18 +46,18 @@ class GatheredWeight(Tensor):
         return GatheredWeight(inner["payload"], inner["scale"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for torch's caches."""
+        """Return what compiled code depends on, for torch's caches."""
         return f"GatheredWeight {self.granularity} {tuple(self.shape)} {self.stride()} {self.dtype} {self.device}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"GatheredWeight({list(self.shape)}, {self.granularity}, dtype={self.dtype}, device={self.device})"
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The weight as a plain tensor."""
+        """Return the weight as a plain tensor."""
         return ops.dequantize(self.payload, self.scale, self.granularity, dtype or self.dtype)
 
     def like(self, function: Any, dtype: torch.dtype | None = None) -> GatheredWeight:
-        """The same weight with `function` applied to its payload."""
+        """Return the same weight with `function` applied to its payload."""
         return GatheredWeight(function(self.payload), self.scale, self.granularity, dtype or self.dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -81,7 +81,7 @@ class GatheredWeight(Tensor):
 
 
 def _kept(func: Any, x: GatheredWeight, args: Any, kwargs: Any) -> GatheredWeight | None:
-    """The result where it is the same payload, seen in another way; None for everything else."""
+    """Return the result if it is the same payload, seen in another way; None for everything else."""
     if func in AS_THEY_ARE:
         return x.like(lambda payload: func(payload))
     if func in TRANSPOSES and x.dim() == 2:
