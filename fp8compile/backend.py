@@ -28,7 +28,8 @@ from fp8compile.adaptive import versions
 from fp8compile.errors import OptionError
 from fp8compile.insight.dump.baseline import DumpingPartitioner
 from fp8compile.insight.dump.dumps import Dump
-from fp8compile.optimizer import trace
+from fp8compile.optimizer.step_graph import prepare_step, warn_of_unmerged
+from fp8compile.optimizer.trace import traced_optimizer
 from fp8compile.options import Options
 from fp8compile.passes.attention import attention_strides
 from fp8compile.passes.collectives import expose_matmuls
@@ -77,7 +78,7 @@ def fp8(
     example_inputs, with_hooks = backward_hooks.insert(gm, example_inputs)
     attention_strides.run(gm)
     namespace = ""
-    opt = trace.traced_optimizer(gm, example_inputs)
+    opt = traced_optimizer(gm, example_inputs)
     if opt is None:
         trainers.warn_of_fused_optimizer()
     if parsed.recipe.is_delayed or (parsed.schedule is not None and opt is None):
@@ -89,7 +90,7 @@ def fp8(
         compile_again = functools.partial(_compile, known=known, namespace=namespace)
         scheduled = versions.Scheduled(gm, example_inputs, parsed, compile_again)
         return compiled_calls.counted(with_hooks(scheduled), [scheduled.plan])
-    states = trace.plan_of(opt, gm, example_inputs, parsed) if opt is not None else None
+    states = prepare_step(opt, gm, example_inputs, parsed) if opt is not None else None
     compiled, made = _compile(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)
     return compiled_calls.counted(with_hooks(compiled), made)
 
@@ -270,7 +271,7 @@ def _lower_optimizer(graph: fx.Graph, options: Options, dump: Dump | None) -> Lo
         skip_overflow.run(graph, skip_overflow.overflow_of(graph))
         failures.warn(error, graph, options, "Its updates run operator by operator, storing states in between")
         return Lowered(failure=failures.first_line(error))
-    trace.warn_of_unmerged(updates)
+    warn_of_unmerged(updates)
     return Lowered(updates=updates)
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from fp8compile.errors import OptionError, StateError
+from fp8compile.optimizer.state_conversion import parameters_of
 from fp8compile.passes.optimizer import unscale_gradients
 from fp8compile.passes.optimizer.unscale_gradients import Numbers
 
@@ -99,13 +100,13 @@ def insert(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         for new, x in zip(mine.numbers[device], given or (), strict=False):
             new.copy_(x)  # the step under way has been told already
     opt._step_supports_amp_scaling = "step" in vars(opt)  # type: ignore[attr-defined]
-    gradients = {id(p.grad) for p in _parameters(opt) if p.grad is not None}
+    gradients = {id(p.grad) for p in parameters_of(opt) if p.grad is not None}
     return unscale_gradients.run(gm, example_inputs, gradients, mine.numbers[device])
 
 
 def _refusal(opt: Optimizer) -> str:
     """Why compiled steps of `opt` cannot unscale its present gradients; empty if they can."""
-    gradients = [p.grad for p in _parameters(opt) if p.grad is not None]
+    gradients = [p.grad for p in parameters_of(opt) if p.grad is not None]
     if any(isinstance(g, DTensor) for g in gradients):
         return "gradients are distributed tensors"
     if len({g.device for g in gradients}) > 1:
@@ -120,8 +121,4 @@ def _device(opt: Optimizer) -> torch.device:
     counts = [
         x for state in opt.state.values() for x in state.values() if isinstance(x, Tensor) and not x.dim() and x.numel()
     ]
-    return next((x.device for x in (*counts, *_parameters(opt))), torch.device("cpu"))
-
-
-def _parameters(opt: Optimizer) -> list[Tensor]:
-    return [p for group in opt.param_groups for p in group["params"]]
+    return next((x.device for x in (*counts, *parameters_of(opt))), torch.device("cpu"))
