@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale's history belongs to one model
-from torch._inductor import config as inductor_config  # whether a user has chosen the width of a CPU's vectors
-from torch._inductor import list_mode_options  # `mode` reaches a backend untranslated
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
@@ -49,12 +47,13 @@ from fp8compile.torch_hooks import (
     failures,
     graph_passes,
     nested_regions,
-    recurrent_modules,
     trainers,
 )
 from fp8compile.torch_hooks.compilations import current_frame
+from fp8compile.torch_hooks.inductor_settings import inductor_settings
 from fp8compile.torch_hooks.output_strides import keep_strides_of_bases
 from fp8compile.torch_hooks.partitioner import Partitioner
+from fp8compile.torch_hooks.patches import apply_patches
 from fp8compile.torch_hooks.unwrapped_errors import unwrapped
 
 Compiled = Callable[..., Any]
@@ -104,8 +103,7 @@ def _is_fp8(backend: Any) -> bool:
 
 
 compiled_calls.watch(fp8)
-backward_hooks.trace_hooks(_is_fp8)
-recurrent_modules.call_between_graphs(_is_fp8)
+apply_patches(_is_fp8)
 
 
 def _compile(
@@ -125,7 +123,7 @@ def _compile(
             "delayed scaling keeps a history for each matmul, and the layers that share a nested_compile_region would "
             "share theirs: take a recipe without it, or leave torch.compiler.nested_compile_region away"
         )
-    settings = _inductor_settings(parsed, states is not None) | dict(parsed.inductor)
+    settings = inductor_settings(parsed, states is not None)
     joint = JointPass(parsed, known, namespace, dump, optimizer=states, regions=regions)
     key = store.key(gm, example_inputs, joint.uuid() + graph_passes.theirs_uuid(settings, "joint_custom_pre_pass"))
     record = joint.record = store.Record(key, parsed, dump.plans if dump else None, states)
@@ -318,22 +316,6 @@ def _input_index(placeholder: fx.Node) -> int | None:
     while desc is not None and not hasattr(desc, "idx"):
         desc = getattr(desc, "base", None)
     return None if desc is None or "Tangent" in type(placeholder.meta["desc"]).__name__ else desc.idx
-
-
-def _inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str, Any]:
-    settings = dict(list_mode_options(options.mode)) if options.mode else {}
-    settings["allow_buffer_reuse"] = False  # a buffer kept for reuse later in backward is one that nobody else can have
-    if of_optimizer:  # step counts and what is computed of them: one kernel, not one for each parameter
-        settings |= {"combo_kernels": True, "combo_kernels_autotune": 0}
-    if options.dump:  # on a hit no pass runs, and there would be nothing to write
-        settings["force_disable_caches"] = True
-    if options.executor == "eager":  # Inductor's own random operators ignore their seed when run eagerly
-        settings["fallback_random"] = True
-    if torch.backends.cpu.get_cpu_capability() == "AVX512" and inductor_config.cpp.simdlen is None:
-        settings["cpp.simdlen"] = (
-            256  # Inductor's C++ of 512 bits transposes tiles of BF16 wrongly; each backward has some
-        )
-    return settings
 
 
 def _compile_half(

@@ -83,8 +83,12 @@ def reset() -> None:
 def watch(backend: Callable[..., Any]) -> None:
     """Have torch enter calls of what it compiles with `backend` from now on."""
     backend.reset = reset  # type: ignore[attr-defined]
+
+
+def hand_on_contexts() -> None:
+    """Let torch's wrapper of a backend that is watched hand on a context for its calls."""
     wrapper = getattr(torch, "_TorchCompileWrapper", None)
-    if wrapper is not None and not isinstance(vars(wrapper).get("compiler_fn"), _CompilerFunction):
+    if wrapper is not None:
         wrapper.compiler_fn = _CompilerFunction()
 
 
