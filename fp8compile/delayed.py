@@ -13,13 +13,15 @@ tensor they describe. `state_dict` and `load_state_dict` carry them through a ch
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fp8compile import process_state
 from fp8compile.errors import Fp8Error
 from fp8compile.formats import FORMATS
 from fp8compile.kernels.reference import markers
@@ -134,5 +136,16 @@ def load_state_dict(state: Mapping[str, Tensor]) -> None:
 
 def reset() -> None:
     """Forget every history and every model."""
-    for known in (_histories, _before, _passes, _models):
-        known.clear()
+    process_state.reset_module(__name__)
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Put back, at the end of this context, all histories as they were, and which models they belong to."""
+    before, models = state_dict(), dict(_models)
+    try:
+        yield
+    finally:
+        reset()
+        _models.update(models)
+        load_state_dict(before)

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live and die with Inductor's cache
 
+from fp8compile import process_state
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.tables.text import one_line
 from fp8compile.options import Options
@@ -78,10 +79,7 @@ def compiles() -> list[Plan]:
 
 def reset() -> None:
     """Forget all plans."""
-    _compiled.plans.clear()
-    _compiled.calls.clear()
-    _compiled.nothing.clear()
-    _matched.clear()
+    process_state.reset_module(__name__)
 
 
 def key(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> str:

@@ -211,7 +211,7 @@ def _fake(state: Tensor, call: str, gradients: list[Tensor], of_outputs: list[Te
 
 
 _library = torch.library.Library("fp8", "FRAGMENT")  # lives as long as the process
-_tags = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []  # it calls the user's Python
-_library.define(SCHEMA, tags=_tags)
+_TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []  # it calls the user's Python
+_library.define(SCHEMA, tags=_TAGS)
 _library.impl("backward_hooks", _backward_hooks, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8::backward_hooks", _fake, lib=_library)

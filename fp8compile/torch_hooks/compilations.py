@@ -85,6 +85,11 @@ class Compilations:
         self.nothing.append(plan)
         self.calls.append(Call([plan]))
 
+    def clear(self) -> None:
+        """Forget all plans and calls."""
+        for kept in (self.plans, self.calls, self.nothing):
+            kept.clear()
+
     def last(self) -> list[Plan]:
         """Of the last call that compiled matmuls; where none has, of the last of an optimizer, or at all."""
         for wanted in (_has_matmuls, _has_optimizer, lambda plan: True):

@@ -28,6 +28,7 @@ from torch._dynamo import (
 from torch._dynamo.utils import counters  # what Dynamo gave up, and why
 from torch.optim import Optimizer
 
+from fp8compile import process_state
 from fp8compile.plan import store
 from fp8compile.plan.rows import Plan
 from fp8compile.torch_hooks import uncompiled_calls
@@ -43,6 +44,10 @@ class Runs:
     asked: int = 0
     graphs: int = 0
     matmuls: int = 0
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.asked = self.graphs = self.matmuls = 0
 
 
 _runs = Runs()
@@ -76,8 +81,7 @@ def step_is_told() -> bool:
 
 def reset() -> None:
     """Forget all plans, and what Dynamo gave up; torch calls it by the backend's `reset` in its own."""
-    store.reset()
-    _given_up.clear()
+    process_state.reset_with_torch()
 
 
 def watch(backend: Callable[..., Any]) -> None:

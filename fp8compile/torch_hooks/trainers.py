@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 
 from fp8compile.torch_hooks.user_frame import warn_user
 
-_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def warn_of_fused_optimizer() -> None:
     """Say once where a Trainer steps a fused optimizer, whose states stay plain."""
     opt = _trainers_optimizer()
-    if opt is None or opt in _told or not any(group.get("fused") for group in opt.param_groups):
+    if opt is None or opt in _warned or not any(group.get("fused") for group in opt.param_groups):
         return
-    _told.add(opt)
+    _warned.add(opt)
     warn_user(
         f"fp8: Trainer steps {type(opt).__name__}(fused=True), its default, without compiling it: the model is in FP8, "
         "and the optimizer's states stay as they are. For states in 8 bits give Trainer an optimizer whose step is "
