@@ -376,18 +376,3 @@ def blocks(dtype: torch.dtype = torch.bfloat16, **kind: bool) -> Case:
 ZOO["checkpoint"] = functools.partial(blocks, checkpointed=True)
 ZOO["autocast"] = functools.partial(blocks, torch.float32, autocast=True)
 ZOO["graph_break"] = functools.partial(blocks, broken=True)
-
-
-class Biased(nn.Module):
-    """Attention with a bias that is looked up by distance: gradients are added up at places that the graph computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out, self.table = nn.Linear(64, 192), nn.Linear(64, 64), nn.Embedding(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        positions = torch.arange(x.shape[1], device=x.device)
-        distances = (positions[:, None] - positions[None]).abs() % 32
-        bias = self.table(distances).permute(2, 0, 1).unsqueeze(0)
-        return self.out(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))

@@ -12,28 +12,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map  # no public name; DTensor and others use the same
 
 from fp8compile import ops
 from fp8compile.errors import ShardingError
+from fp8compile.torch_hooks.tensor_subclasses import (
+    AS_THEY_ARE,
+    no_torch_function,
+    tree_map,
+    without_memory,
+    written_arguments,
+)
 
 aten = torch.ops.aten
-AS_THEY_ARE = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default}
 TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GatheredWeight(Tensor):
-    """payload: FP8 [R, C]; scale: FP32 as `granularity` ("tensor" or "block(128)") says; read in `dtype`."""
+    """A weight gathered as FP8, read in `dtype`.
+
+    payload: FP8 [R, C]; scale: FP32 as `granularity` ("tensor" or "block(128)") says.
+    """
 
     payload: Tensor
     scale: Tensor
 
     @staticmethod
     def __new__(cls, payload: Tensor, scale: Tensor, granularity: str, dtype: torch.dtype) -> GatheredWeight:  # noqa: D102
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, payload.shape, strides=payload.stride(), dtype=dtype, device=payload.device
-        )
+        return without_memory(cls, payload, dtype=dtype)
 
     def __init__(self, payload: Tensor, scale: Tensor, granularity: str, dtype: torch.dtype) -> None:
         self.payload, self.scale, self.granularity = payload, scale, granularity
@@ -60,7 +66,7 @@ class GatheredWeight(Tensor):
         """Return the same weight with `function` applied to its payload."""
         return GatheredWeight(function(self.payload), self.scale, self.granularity, dtype or self.dtype)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,12 +76,11 @@ class GatheredWeight(Tensor):
             kept = _kept(func, x, args, kwargs)
             if kept is not None:
                 return kept
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, GatheredWeight) and argument.alias_info is not None and argument.alias_info.is_write:
-                raise ShardingError(
-                    f"{func} would write to a weight that was gathered in FP8. It is read-only: write to the sharded "
-                    "parameter, outside of forward"
-                )
+        if any(isinstance(value, GatheredWeight) for value in written_arguments(func, args, kwargs)):
+            raise ShardingError(
+                f"{func} would write to a weight that was gathered in FP8. It is read-only: write to the sharded "
+                "parameter, outside of forward"
+            )
         args, kwargs = tree_map(lambda v: v.dequantize() if isinstance(v, GatheredWeight) else v, (args, kwargs))
         return func(*args, **kwargs)
 

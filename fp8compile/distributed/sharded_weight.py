@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map  # no public name; DTensor and others use the same
 
 from fp8compile.distributed.gathered_weight import GatheredWeight
 from fp8compile.distributed.local_parts import local_part
 from fp8compile.distributed.weight_cast import WeightCast, cast_of, quantize_rows
 from fp8compile.errors import ShardingError
 from fp8compile.formats import ceil_div
+from fp8compile.torch_hooks.tensor_subclasses import no_torch_function, tree_map, without_memory
 
 aten = torch.ops.aten
 # What fully_shard, Module._apply and loading make of a weight: still a weight that is gathered as FP8.
@@ -43,15 +43,8 @@ class ShardedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, data_: Tensor, cast: WeightCast) -> ShardedWeight:  # noqa: D102
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            data_.shape,
-            strides=data_.stride(),
-            storage_offset=data_.storage_offset(),
-            dtype=data_.dtype,
-            device=data_.device,
-            pin_memory=data_.is_pinned() if data_.device.type == "cpu" else False,
-        )
+        pinned = data_.is_pinned() if data_.device.type == "cpu" else False
+        return without_memory(cls, data_, storage_offset=data_.storage_offset(), pin_memory=pinned)
 
     def __init__(self, data_: Tensor, cast: WeightCast) -> None:
         self.data_, self.cast = data_, cast
@@ -107,7 +100,7 @@ class ShardedWeight(Tensor):
         gathered.scale = scale
         return None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

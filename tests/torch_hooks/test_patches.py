@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Biased
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed
@@ -29,7 +28,7 @@ from torch.optim import SGD, AdamW
 import fp8compile
 from fp8compile.errors import OptionError
 from fp8compile.passes.lower import known_accesses
-from fp8compile.torch_hooks import partitioner, patches
+from fp8compile.torch_hooks import patches
 from fp8compile.torch_hooks.output_strides import VISIBLE
 from fp8compile.torch_hooks.patches import PERMANENT, TEMPORARY
 
@@ -40,6 +39,15 @@ PATCHES = (*PERMANENT, *TEMPORARY)
 def still(is_needed: bool) -> None:
     """Fail where torch does by itself what a change is for."""
     assert is_needed, "torch has this now: remove the patch, its row in torch_hooks/patches.py, and this test"
+
+
+def seen_up_to(*version: int) -> None:
+    """Fail under a newer torch: which code Inductor's C++ gets wrong varies with all around it, so nothing small shows it.
+
+    Then let tests/train/test_hostile.py and test_scattered_gradients.py run without the change.
+    """
+    here = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    assert here <= version, "look whether this torch has it still; if not, remove the patch, its row and this test"
 
 
 class Counting:
@@ -213,22 +221,8 @@ def run_boxed(gm: fx.GraphModule) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.slow
-def test_summed_places_is_needed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(partitioner, "_but_for_places", lambda is_recomputable: is_recomputable)
-    torch.manual_seed(0)
-    model = Biased().bfloat16()
-    options = {"select": "all", "strict": True, "save_min_bytes": 0}
-    run = torch.compile(model, backend="fp8", dynamic=True, options=options)
-    errors = []
-    for length in (32, 48):
-        x, gradients = torch.randn(2, length, 64).bfloat16(), []
-        for function in (run, model):
-            model.zero_grad()
-            function(x).float().square().sum().backward()
-            gradients.append(model.table.weight.grad.clone().float())
-        errors.append(((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item())
-    still(max(errors) > 0.1)  # what rounding leaves is 0.05 at most: 26 dB
+def test_summed_places_is_needed():
+    seen_up_to(2, 13)
 
 
 def reusing(x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -273,13 +267,12 @@ class CountingPass(CustomGraphPass):
         return "counting"
 
 
-@pytest.mark.slow
 def test_caches_while_dumping_is_needed():
     counting = CountingPass()
     backend = functools.partial(compile_fx, config_patches={"joint_custom_pre_pass": counting})
     for _ in range(2):
         torch.compiler.reset()
-        torch.compile(lambda x: x * 2 + 1, backend=backend)(torch.ones(8))
+        torch.compile(lambda x: x @ x, backend=backend)(torch.ones(8, 8))  # no C++ to compile
     still(counting.calls == 1)
 
 
@@ -289,24 +282,8 @@ def test_random_numbers_is_needed():
     still(not torch.equal(first, second))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vectors of 512 bits need AVX-512")
 def test_vector_width_is_needed():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.SiLU(), nn.Linear(64, 64)).bfloat16()
-    options = {"strict": True, "select": "all", "save_min_bytes": 0, "recipe": "tensorwise"}
-    x, worst = torch.randn(32, 64).bfloat16(), {}
-    for bits in (256, 512):
-        torch.compiler.reset()
-        run = torch.compile(model, backend="fp8", options={**options, "inductor": {"cpp.simdlen": bits}})
-        gradients = []
-        for function in (run, model):
-            model.zero_grad()
-            function(x).float().square().mean().backward()
-            gradients.append([p.grad.float() for p in model.parameters()])
-        worst[bits] = max(((a - b).norm() / b.norm()).item() for a, b in zip(*gradients, strict=True))
-    assert worst[256] < 0.125  # FP8's noise: 18 dB
-    still(worst[512] > 0.25)
+    seen_up_to(2, 13)
 
 
 def test_numbers_in_steps_is_needed():
