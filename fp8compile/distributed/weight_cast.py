@@ -26,7 +26,7 @@ _casts: weakref.WeakValueDictionary[int, WeightCast] = weakref.WeakValueDictiona
 
 
 class Scales(Protocol):
-    """Makes the scales of several weights at once. stepped: an optimizer has, since they were made."""
+    """The scales of several weights, made at once. stepped: an optimizer has stepped since they were made."""
 
     format: str
     granularity: str
@@ -42,7 +42,7 @@ class WeightCast:
     """How one weight becomes FP8: its name in the model, format, granularity; and where it is found."""
 
     def __init__(self, name: str, shape: Sequence[int], homes: Iterable[nn.Module], parameter: str, scales: Scales):
-        """homes: the modules that have it, as their attribute `parameter`."""
+        """Describe a weight that is the attribute `parameter` of the modules `homes`."""
         self.name, self.shape, self.parameter = name, tuple(shape), parameter
         self.homes = [weakref.ref(home) for home in homes]
         self.scales = scales
@@ -78,7 +78,7 @@ class WeightCast:
 
     @property
     def scale_shape(self) -> list[int]:
-        """Their shape."""
+        """The shape of its scales."""
         return parse_granularity(self.granularity).scale_shape(self.shape)
 
     @property

@@ -40,7 +40,7 @@ def traced_optimizer(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Optim
     near = [getattr(x, "__self__", x) for x in frame.values()]
     inputs = {id(x) for x in (*example_inputs, *gm.__dict__.get("_buffers", {}).values(), *gm.__dict__.values())}
     found = next((x for x in near if isinstance(x, Optimizer) and inputs & _state_ids(x)), None)
-    if found is None and _is_part_of_a_step(root) and not compiled_calls.step_is_told():
+    if found is None and _is_part_of_a_step(root) and not compiled_calls.step_is_warned_of():
         _warn_of_part(root)
     return found
 

@@ -40,7 +40,7 @@ class Unscaling:
     given: bool = False  # whether GradScaler told something for this step
 
     def set(self, scale: Tensor | None, found: Tensor | None) -> None:
-        """For the next step: 1/scale as GradScaler has it, computed in FP64 and rounded to FP32."""
+        """Set the numbers for the next step; 1/scale as GradScaler has it, computed in FP64 and rounded to FP32."""
         neutral = scale is None and found is None
         for inverse, overflow in () if neutral and self.neutral else self.numbers.values():
             inverse.fill_(1.0) if scale is None else inverse.copy_(scale.double().reciprocal())
@@ -87,7 +87,7 @@ def _after_step(opt: Any, args: Any, kwargs: Any) -> None:
 
 
 def insert(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Sequence[str]:
-    """Unscale the gradients that Dynamo's graph of a step reads, where `opt` wants that; the names of new buffers."""
+    """Unscale the gradients that the graph of a step reads, if `opt` wants that; return the names of new buffers."""
     mine = _unscaling.get(opt)
     if mine is None:
         return ()
@@ -105,7 +105,7 @@ def insert(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
 
 
 def _refusal(opt: Optimizer) -> str:
-    """Why compiled steps of `opt` cannot unscale its present gradients; empty if they can."""
+    """Return the reason why compiled steps of `opt` cannot unscale its gradients; "" if they can."""
     gradients = [p.grad for p in parameters_of(opt) if p.grad is not None]
     if any(isinstance(g, DTensor) for g in gradients):
         return "gradients are distributed tensors"
@@ -117,7 +117,7 @@ def _refusal(opt: Optimizer) -> str:
 
 
 def _device(opt: Optimizer) -> torch.device:
-    """Where step counts are: a step that is not counted must be known there."""
+    """Return the device of the step counts: a step that is not counted must be known there."""
     counts = [
         x for state in opt.state.values() for x in state.values() if isinstance(x, Tensor) and not x.dim() and x.numel()
     ]

@@ -27,7 +27,7 @@ def warn(
 
 
 def first_line(error: Exception) -> str:
-    """The error's type and the first line of what it says."""
+    """Return the error's type and the first line of its text."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 

@@ -58,7 +58,7 @@ class Partitioner(CustomPartitionerFn):
         self.record = record
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        """(forward, backward) of the joint graph `gm`."""
+        """Return (forward, backward) of the joint graph `gm`."""
         kwargs = with_static_parts(gm, kwargs)
         ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
         backup, forms = Snapshot(gm.graph), {}
@@ -77,7 +77,7 @@ class Partitioner(CustomPartitionerFn):
     def _by_torch(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any], known: dict[str, Form]
     ) -> Any:
-        """torch's own partitioner, and the plan's rows about what it saves."""
+        """Cut by torch's own partitioner, and record what it saves."""
         p = torch_partitioners
         forward, backward = p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if self.record is not None:
@@ -92,15 +92,16 @@ class Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> str:
-        """The source and the options decide what it does."""
+        """Return a key of the source and the options, which decide what it does."""
         return f"partitioner-{source_digest()}-{self.options!r}"
 
 
 def with_static_parts(gm: fx.GraphModule, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` with the inputs that stay where they are numbered as `gm` has them. Of a nested region torch names none.
+    """Return `kwargs` with the inputs that stay where they are numbered as `gm` has them.
 
-    torch numbers them as the user's function has them, where a tensor subclass is one input; in the graph it is several
-    (the payload and the scale of a weight), and whatever follows would be taken for another input.
+    Of a nested region torch names none. It numbers them as the user's function has them, where a tensor subclass is one
+    input; in the graph it is several (the payload and the scale of a weight), and whatever follows would be taken for
+    another input.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     if held := [i for i, node in enumerate(inputs) if node.meta.get(nested_regions.HELD)]:
@@ -114,7 +115,7 @@ def with_static_parts(gm: fx.GraphModule, kwargs: dict[str, Any]) -> dict[str, A
 
 
 def _outer_index(desc: Any) -> int | None:
-    """Which input of the user's function an input is (a part of); None for what is none of them."""
+    """Return the number of the user's input that an input is (a part of); None for any other."""
     while not hasattr(desc, "idx") and hasattr(desc, "base"):
         desc = desc.base
     return getattr(desc, "idx", None)
@@ -176,7 +177,7 @@ def _partition(
 
 
 def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Halves:
-    """What is known of the two halves, with the form of every value."""
+    """Return what is known of the two halves, with the form of every value."""
     p = torch_partitioners
     outputs = kwargs["num_fwd_outputs"]
     info = p.classify_nodes(gm, kwargs.get("static_lifetime_input_indices") or [], outputs)
@@ -209,7 +210,7 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
 
 
 def _is_in_fp8(gm: fx.GraphModule) -> bool:
-    """Whether any matmul of a graph, or of the regions that it calls, is in FP8."""
+    """Return True if any matmul of a graph, or of the regions that it calls, is in FP8."""
     return any(n.target is ops.scaled_mm for body in nested_regions.bodies(gm) for n in body.graph.nodes)
 
 
@@ -235,7 +236,7 @@ def _but_for_places(is_recomputable: Callable[[fx.Node], bool]) -> Callable[[fx.
 def _save(
     gm: fx.GraphModule, saved: list[fx.Node], halves: Halves, options: Options, record: Record | None
 ) -> list[fx.Node]:
-    """What is saved, payloads in place of values; and the plan's rows about it."""
+    """Return what is saved, with payloads in place of values; record it for the plan."""
     again = run_again(gm.graph, saved, halves)
     c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
     restored = describe.describe_restored(again, halves)  # before nodes are doubled

@@ -32,7 +32,7 @@ def warn_of_fused_optimizer() -> None:
 
 
 def _trainers_optimizer() -> Optimizer | None:
-    """The optimizer of the Trainer that is running, without accelerate's wrapper; None where none runs."""
+    """Return the optimizer of the Trainer that is running, without accelerate's wrapper; None if none runs."""
     kind = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     frame = sys._getframe(1) if kind is not None else None
     while frame is not None:

@@ -42,7 +42,7 @@ def still(is_needed: bool) -> None:
 
 
 def seen_up_to(*version: int) -> None:
-    """Fail under a newer torch: which code Inductor's C++ gets wrong varies with all around it, so nothing small shows it.
+    """Fail under a newer torch. What Inductor's C++ gets wrong varies with the code around it: nothing small shows it.
 
     Then let tests/train/test_hostile.py and test_scattered_gradients.py run without the change.
     """
