@@ -129,6 +129,33 @@ def _partition(
     record: Record | None = None,
 ) -> Any:
     p = torch_partitioners
+    gm, has_checkpointed_random = _made_ready(gm)
+    halves = _halves(gm, kwargs, options)
+    outputs, count = signature(gm.graph), kwargs["num_fwd_outputs"]
+    if not halves.backward:
+        return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    choice = plan_within(gm.graph, halves, options.activation_budget, devices.describe(device_of(gm.graph)))
+    if choice.missed:
+        warn_user(f"fp8: {choice.missed}")
+    sizes = [n for n in choice.saved if p.is_sym_node(n)]
+    objects = [n for n in choice.saved if n not in sizes and is_object(n)]
+    tensors = [n for n in choice.saved if n not in sizes and n not in objects]
+    saved = _save(gm, tensors, halves, options, record)
+    attach_views(gm.graph)
+    if options.verify:
+        verify(gm.graph, "save_as_fp8", outputs)
+    forward, backward = _extract(gm, saved, sizes, objects, halves, count)
+    if has_checkpointed_random:
+        forward, backward = p.functionalize_rng_ops(gm, forward, backward, len(sizes))
+    forward, backward = _finish(forward, backward)
+    if options.verify:
+        verify_halves(forward.graph, backward.graph, outputs[:count])
+    return forward, backward
+
+
+def _made_ready(gm: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
+    """Prepare `gm` for the cut as torch does; return it, and True if something random is checkpointed."""
+    p = torch_partitioners
     remove_dead(gm.graph)
     if functorch_config.cse:
         gm.graph = fx_graph_cse(gm.graph)
@@ -138,41 +165,32 @@ def _partition(
     p.force_save_collectives(gm)
     p.force_save_effectful_ops(gm)
     p.force_save_bw_mutation_src(gm)
-    halves = _halves(gm, kwargs, options)
-    outputs = signature(gm.graph)
-    if not halves.backward:
-        return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-    choice = plan_within(gm.graph, halves, options.activation_budget, devices.describe(device_of(gm.graph)))
-    if choice.missed:
-        warn_user(f"fp8: {choice.missed}")
-    saved = choice.saved
-    sizes = [n for n in saved if p.is_sym_node(n)]
-    objects = [n for n in saved if n not in sizes and is_object(n)]
-    saved = _save(gm, [n for n in saved if n not in sizes and n not in objects], halves, options, record)
-    attach_views(gm.graph)
-    if options.verify:
-        verify(gm.graph, "save_as_fp8", outputs)
+    return gm, checkpointed and random
+
+
+def _extract(
+    gm: fx.GraphModule, saved: list[fx.Node], sizes: list[fx.Node], objects: list[fx.Node], halves: Halves, count: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return forward and backward, with what is saved between them. count: of the model's outputs."""
+    extract: Any = torch_partitioners._extract_fwd_bwd_modules
     extra: dict[str, Any] = {}
-    if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes"):
+    if _takes(extract, "saved_opaque_nodes"):
         extra = {"saved_opaque_nodes": objects}
     else:
-        saved += objects
-    forward, backward = p._extract_fwd_bwd_modules(
-        gm,
-        saved,
-        saved_sym_nodes=sizes,
-        num_fwd_outputs=kwargs["num_fwd_outputs"],
-        static_lifetime_input_nodes=halves.static,  # type: ignore[arg-type]
-        **extra,
-    )
-    if checkpointed and random:
-        forward, backward = p.functionalize_rng_ops(gm, forward, backward, len(sizes))
+        saved = [*saved, *objects]
+    static = halves.static
+    return extract(
+        gm, saved, saved_sym_nodes=sizes, num_fwd_outputs=count, static_lifetime_input_nodes=static, **extra
+    )  # fmt: skip
+
+
+def _finish(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the halves in the order that torch gives them, with their random states."""
+    p = torch_partitioners
     backward = p.reordering_to_mimic_autograd_engine(backward)
     forward, backward = p.raise_getitems(forward), p.raise_getitems(backward)
     forward = p.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     backward = p.thread_graphsafe_rng_from_hops(backward, is_backward=True)
-    if options.verify:
-        verify_halves(forward.graph, backward.graph, outputs[: kwargs["num_fwd_outputs"]])
     return forward, backward
 
 
