@@ -18,12 +18,14 @@ from torch.utils._pytree import tree_leaves  # under compiled autograd an input 
 from fp8compile import delayed
 from fp8compile.adaptive import versions
 from fp8compile.compile_graph import compile_graph
-from fp8compile.optimizer import trace
+from fp8compile.optimizer.step_graph import prepare_step
+from fp8compile.optimizer.trace import traced_optimizer
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import Input
 from fp8compile.passes.core.stages import DynamoGraph
-from fp8compile.torch_hooks import backward_hooks, compiled_calls, recurrent_modules, trainers
+from fp8compile.torch_hooks import backward_hooks, compiled_calls, trainers
+from fp8compile.torch_hooks.patches import apply_patches
 from fp8compile.torch_hooks.unwrapped_errors import unwrapped
 
 Compiled = Callable[..., Any]
@@ -46,7 +48,7 @@ def fp8(
     parsed = Options.parse(options, mode)
     example_inputs, with_hooks = backward_hooks.insert(gm, example_inputs)
     namespace = ""
-    opt = trace.traced_optimizer(gm, example_inputs)
+    opt = traced_optimizer(gm, example_inputs)
     if opt is None:
         pipeline.run_stage(DynamoGraph(gm.graph, parsed, gm, example_inputs))
         trainers.warn_of_fused_optimizer()
@@ -59,7 +61,7 @@ def fp8(
         compile_again = functools.partial(compile_graph, known=known, namespace=namespace)
         scheduled = versions.Scheduled(gm, example_inputs, parsed, compile_again)
         return compiled_calls.counted(with_hooks(scheduled), [scheduled.plan])
-    states = trace.plan_of(opt, gm, example_inputs, parsed) if opt is not None else None
+    states = prepare_step(opt, gm, example_inputs, parsed) if opt is not None else None
     compiled, made = compile_graph(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)
     return compiled_calls.counted(with_hooks(compiled), made)
 
@@ -73,8 +75,7 @@ def _is_fp8(backend: Any) -> bool:
 
 
 compiled_calls.watch(fp8)
-backward_hooks.trace_hooks(_is_fp8)
-recurrent_modules.call_between_graphs(_is_fp8)
+apply_patches(_is_fp8)
 
 
 def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -11,10 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
-from torch._inductor import config as inductor_config  # whether a user has chosen the width of a CPU's vectors
-from torch._inductor import list_mode_options  # `mode` reaches a backend untranslated
 from torch._inductor.compile_fx import compile_fx
 
 from fp8compile.errors import OptionError
@@ -27,6 +24,7 @@ from fp8compile.plan.rows import Plan
 from fp8compile.torch_hooks import graph_passes, nested_regions
 from fp8compile.torch_hooks.compilations import current_frame
 from fp8compile.torch_hooks.half_passes import EarlyHalfPass, LoweringPass
+from fp8compile.torch_hooks.inductor_settings import inductor_settings
 from fp8compile.torch_hooks.inner_compiler import compile_half, run_eagerly
 from fp8compile.torch_hooks.joint_pass import JointPass
 from fp8compile.torch_hooks.partitioner import Partitioner
@@ -54,7 +52,7 @@ def compile_graph(
             "delayed scaling keeps a history for each matmul, and the layers that share a nested_compile_region would "
             "share theirs: take a recipe without it, or leave torch.compiler.nested_compile_region away"
         )
-    settings = _inductor_settings(parsed, states is not None) | dict(parsed.inductor)
+    settings = inductor_settings(parsed, states is not None)
     joint = JointPass(parsed, known, namespace, dump, optimizer=states, regions=regions)
     key = store.key(gm, example_inputs, joint.uuid() + graph_passes.theirs_uuid(settings, "joint_custom_pre_pass"))
     record = joint.record = store.Record(key, parsed, dump.plans if dump else None, states)
@@ -72,20 +70,3 @@ def compile_graph(
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
     record.close(current_frame(example_inputs))
     return compiled, record.plans
-
-
-def _inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str, Any]:
-    """Return the settings of Inductor that this backend needs; a user's own are put over them."""
-    settings = dict(list_mode_options(options.mode)) if options.mode else {}
-    settings["allow_buffer_reuse"] = False  # a buffer kept for reuse later in backward is one that nobody else can have
-    if of_optimizer:  # step counts and what is computed of them: one kernel, not one for each parameter
-        settings |= {"combo_kernels": True, "combo_kernels_autotune": 0}
-    if options.dump:  # on a hit no pass runs, and there would be nothing to write
-        settings["force_disable_caches"] = True
-    if options.executor == "eager":  # Inductor's own random operators ignore their seed when run eagerly
-        settings["fallback_random"] = True
-    if torch.backends.cpu.get_cpu_capability() == "AVX512" and inductor_config.cpp.simdlen is None:
-        settings["cpp.simdlen"] = (
-            256  # Inductor's C++ of 512 bits transposes tiles of BF16 wrongly; each backward has some
-        )
-    return settings

@@ -293,11 +293,6 @@ def scheduled_plan() -> Explanation:
     return Explanation(found)
 
 
-def reset() -> None:
-    """Forget all schedules; graphs that run go on."""
-    _all.clear()
-
-
 def _first_parameter(inputs: Sequence[Any]) -> weakref.ref[torch.nn.Parameter] | None:
     return next((weakref.ref(x) for x in inputs if isinstance(x, torch.nn.Parameter)), None)
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live and die with Inductor's cache
 
+from fp8compile import process_state
+from fp8compile.cache_folder import cache_folder
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.tables.text import one_line
 from fp8compile.options import Options
@@ -78,10 +79,7 @@ def compiles() -> list[Plan]:
 
 def reset() -> None:
     """Forget all plans."""
-    _compiled.plans.clear()
-    _compiled.calls.clear()
-    _compiled.nothing.clear()
-    _matched.clear()
+    process_state.reset_module(__name__)
 
 
 def key(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> str:
@@ -116,7 +114,7 @@ class Record:
         self.options = options
         self._also = also
         self._called = calling_line()
-        self._file = _folder() / f"{key}.json"
+        self._file = cache_folder() / f"{key}.json"
 
     def add(self, plan: Plan) -> None:
         """The plan of a joint or inference graph; what follows belongs to it."""
@@ -162,17 +160,13 @@ class Record:
 
 def remember_half(key: str, lowered: Lowered) -> None:
     """Keep what became of a half, by its graph: a cache may have it when it has not the joint graph."""
-    _write(_folder() / f"half_{key}.json", json.dumps(asdict(lowered)))
+    _write(cache_folder() / f"half_{key}.json", json.dumps(asdict(lowered)))
 
 
 def recall_half(key: str) -> Lowered | None:
     """What `remember_half` kept."""
-    file = _folder() / f"half_{key}.json"
+    file = cache_folder() / f"half_{key}.json"
     return lowered_from(json.loads(file.read_text())) if file.exists() else None
-
-
-def _folder() -> Path:
-    return Path(cache_dir()) / "fp8compile"
 
 
 def _warn_again(plan: Plan) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 
-from fp8compile.optimizer import state_ops, trace
+from fp8compile.optimizer import state_ops
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import device_of
@@ -84,7 +84,7 @@ def lower_optimizer(graph: fx.Graph, options: Options, dump: CompilationObserver
     if failure:
         skip_overflow.run(OptimizerGraph(graph, options, skip_overflow.overflow_of(graph)))
         return Lowered(failure=failure)
-    trace.warn_of_unmerged(c.lowered.updates)
+    warn_of_unmerged(c.lowered.updates)
     return c.lowered
 
 

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8compile
 from fp8compile.errors import Fp8Warning, OptionError, StateError
-from fp8compile.optimizer import prepare
+from fp8compile.optimizer.state_conversion import is_prepared
 from fp8compile.optimizer.state_recipe import StateRecipe
 from fp8compile.optimizer.states import FP8State
 
@@ -565,4 +565,4 @@ def test_mistakes_in_recipes_are_named():
     opt = fp8compile.prepare_optimizer(torch.optim.AdamW(make_parameters()))
     with pytest.raises(OptionError, match="another recipe"):
         fp8compile.prepare_optimizer(opt, "e4m3")
-    assert prepare.is_prepared(opt)
+    assert is_prepared(opt)
