@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -281,3 +282,17 @@ NEEDS = {
     "tanh": ("fast_div", "fast_exp"),
     "one_plus_erf": ("fast_div", "fast_exp"),
 }
+
+
+def with_needed(helpers: Iterable[str]) -> list[str]:
+    """Return `helpers` and those that they call, each once and behind what it calls."""
+    found: dict[str, None] = {}
+
+    def add(helper: str) -> None:
+        for other in NEEDS.get(helper, ()):
+            add(other)
+        found[helper] = None
+
+    for helper in helpers:
+        add(helper)
+    return list(found)

@@ -132,9 +132,9 @@ class Part:
         return tuple(levels)
 
 
-# Reductions: op -> extent of the result, given that of the argument and the parameters.
 ROW_REDUCTIONS = ("row_sum", "row_max", "row_min", "row_amax")
-GROUP_REDUCTIONS = {"group_amax": (1, 0), "col_group_amax": (0, 1), "block_amax": (1, 1)}
+# Amaxes of groups of params[0] elements: op -> True where a group takes several rows, several columns.
+GROUP_REDUCTIONS = {"group_amax": (False, True), "col_group_amax": (True, False), "block_amax": (True, True)}
 BAND = 128  # the rows of a band are a multiple of it, so that tiles fill them, whatever groups of rows they hold
 PARTIALS = ("all_amax", "col_sum", "col_amax")  # one result a program; what reads them reduces once more
 
@@ -148,12 +148,9 @@ def _extent(value: Value, inputs: tuple[Input, ...], args: list[Extent]) -> Exte
         return ELEMENT
     if value.op in ROW_REDUCTIONS:
         return ROW
-    if value.op == "group_amax":
-        return 1, value.params[0]
-    if value.op == "col_group_amax":
-        return value.params[0], 1
-    if value.op == "block_amax":
-        return value.params[0], value.params[0]
+    if value.op in GROUP_REDUCTIONS:
+        down, across = GROUP_REDUCTIONS[value.op]
+        return value.params[0] if down else 1, value.params[0] if across else 1
     if value.op == "all_amax":
         return NUMBER
     if value.op in ("col_sum", "col_amax"):

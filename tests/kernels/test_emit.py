@@ -18,8 +18,7 @@ from casts import Cast
 from ranks import copies
 
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import emit, generated
-from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen import choose_schedule, emit, generated
 from fp8compile.kernels.codegen.schedule import Schedule, Tiling
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Size, Store, Value
 from fp8compile.kernels.reference import region_reference
@@ -76,13 +75,13 @@ def test_mask_where_tiles_do_not(rows: int, cols: int, masked: set[str]) -> None
 @pytest.mark.parametrize(("cols", "tile"), [(14336, 2048), (5120, 1024), (768, 256), (11008, 4096)])
 def test_wide_rows_are_held_in_as_little_as_covers_them(cols: int, tile: int) -> None:
     region = row_cast(8, cols)
-    schedule = schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     (tiling,) = schedule.tilings
     assert (tiling.held, tiling.block_cols, tiling.programs) == (True, tile, 8)
     text = emit.kernel_source(region, schedule, "kernel", "cuda")
     assert ("mask" in text) == (cols % tile > 0)
     assert text.count("= load_tile(") == text.count("store_tile2(") - 1 == -(-cols // tile)
-    assert not schedules.choose(row_cast(8, 4096)).tilings[0].held
+    assert not choose_schedule.choose(row_cast(8, 4096)).tilings[0].held
 
 
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")
@@ -90,7 +89,7 @@ def test_wide_rows_are_held_in_as_little_as_covers_them(cols: int, tile: int) ->
 def test_rows_that_are_held_have_the_bits_of_the_reference(cols: int) -> None:
     interpreter.prepare()
     region = row_cast("n0", cols)
-    schedule = schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     assert schedule.tilings[0].held
     kernel = generated.kernel_of(region, schedule, "interpreter")
     inputs = check_kernel.random_inputs(region, [5], 4, "cpu")
@@ -166,19 +165,21 @@ def test_wide_offsets_where_sizes_are_unknown() -> None:
 
 def test_equal_regions_have_equal_names() -> None:
     first, again, other = copy(64, 256), copy(64, 256), copy(64, 128)
-    names = [generated.kernel_name(r, schedules.choose(r)) for r in (first, again, other)]
+    names = [generated.kernel_name(r, choose_schedule.choose(r)) for r in (first, again, other)]
     assert names[0] == names[1] != names[2]
 
 
 def test_name_says_what_it_does() -> None:
     region = Cast("e4m3", "row").region()
-    assert re.fullmatch(r"rows_e4m3_transposed_[0-9a-f]{8}", generated.kernel_name(region, schedules.choose(region)))
+    assert re.fullmatch(
+        r"rows_e4m3_transposed_[0-9a-f]{8}", generated.kernel_name(region, choose_schedule.choose(region))
+    )
 
 
 def test_header() -> None:
     cast = Cast("e5m2", "group(16)")
     region = Region(cast.region().parts, cast.region().buffers, ('model.py:12 in forward, "x = self.up(x)"',))
-    text = generated.file_source(region, schedules.choose(region))
+    text = generated.file_source(region, choose_schedule.choose(region))
     header = text.split('"""')[1]
     elements = casts.ROWS * casts.COLS
     assert 'from     model.py:12 in forward, "x = self.up(x)"' in header
@@ -190,7 +191,7 @@ def test_header() -> None:
 
 
 def test_only_what_is_needed_is_written() -> None:
-    text = generated.file_source(copy(64, 256), schedules.choose(copy(64, 256)))
+    text = generated.file_source(copy(64, 256), choose_schedule.choose(copy(64, 256)))
     assert text.count("@triton.jit") == 1
 
 
@@ -204,7 +205,7 @@ def written(folder: Path) -> list[Path]:
 
 def test_a_file_is_written_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     region = copy(64, 256)
-    schedule = schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     generated.kernel_of(region, schedule)
     (file,) = written(folder)
     assert file.name.startswith(generated.kernel_name(region, schedule))
@@ -218,7 +219,7 @@ def _write(arguments: tuple[str, int]) -> int:
     folder, start = arguments
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     sizes = [16 * (1 + (start + i) % 8) for i in range(8)]
-    return sum(callable(generated.kernel_of(copy(n, n), schedules.choose(copy(n, n))).__getitem__) for n in sizes)
+    return sum(callable(generated.kernel_of(copy(n, n), choose_schedule.choose(copy(n, n))).__getitem__) for n in sizes)
 
 
 def test_processes_may_write_the_same_files(tmp_path: Path, folder: Path) -> None:
@@ -234,7 +235,7 @@ def test_processes_may_write_the_same_files(tmp_path: Path, folder: Path) -> Non
 
 def test_running_a_file_without_a_gpu_says_so(folder: Path) -> None:
     region = Cast("e4m3", "row").region()
-    generated.kernel_of(region, schedules.choose(region))
+    generated.kernel_of(region, choose_schedule.choose(region))
     (file,) = written(folder)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, timeout=120)

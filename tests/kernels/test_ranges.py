@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8compile.kernels.codegen import generated, ranges
+from fp8compile.kernels.codegen import choose_schedule, ranges
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 from fp8compile.kernels.reference import region_reference
 from fp8compile.passes import pipeline
@@ -48,7 +48,7 @@ def test_no_value_lies_below_what_is_known_of_it(name: str, more: tuple[Value, .
     inputs = [torch.randn(16, 64, generator=generator) * 100 for _ in range(2)]
     specs = tuple(Input(n, "float32", ((16, 64),), ((64, 1),)) for n in range(2))
     region = Region((Part(16, 64, specs, values, (Store(0, last, 64),)),), (Buffer((16, 64), "float32"),))
-    schedule = generated.schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     result = region_reference.run(region, schedule, inputs, [])[0]
     assert not (result < least).any()
 
