@@ -24,6 +24,8 @@ from fp8compile.formats import FP8_DTYPES, ceil_div, round_up
 from fp8compile.kernels.check.error_bounds import Bounds
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.codegen.reductions import REDUCTIONS
 from fp8compile.kernels.codegen.schedule import Schedule, Tiling
 from fp8compile.kernels.codegen.spec import (
     GROUP_REDUCTIONS,
@@ -43,8 +45,8 @@ GUARD = 1 << 16  # bytes before and after a buffer
 RUN = 16  # random data changes its magnitude every so many elements
 SPECIAL = (float("inf"), float("-inf"), float("nan"), 1e-40, -0.0, 3e38)
 STATISTICS = (*ROW_REDUCTIONS, *GROUP_REDUCTIONS, "scale", "scale_power_of_two", "load_max")
-# Ops that leave the sign of a zero open: max(-0, 0) is either, and so is their sum's zero in another order.
-ANY_ZERO = ("maximum", "minimum", "row_max", "row_min", "row_sum")
+# Operations that leave the sign of a zero open: max(-0, 0) is either, and so is a sum's zero in another order.
+ANY_ZERO = {op for op, row in (OPERATIONS | REDUCTIONS).items() if row.any_zero}
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------

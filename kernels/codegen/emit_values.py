@@ -7,12 +7,11 @@ groups, and casts to FP8, are written here.
 
 from __future__ import annotations
 
-from fp8compile.formats import FORMATS
 from fp8compile.kernels.codegen.emit_indices import Indices
 from fp8compile.kernels.codegen.emit_loads import literal, load, load_max, random_counter
-from fp8compile.kernels.codegen.expressions import EXPRESSIONS
 from fp8compile.kernels.codegen.function_draft import FunctionDraft
-from fp8compile.kernels.codegen.ranges import is_normal, is_within
+from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.codegen.ranges import is_normal, is_within, ranges_of
 from fp8compile.kernels.codegen.reductions import REDUCTIONS, TO_FLOAT, RowReduction
 from fp8compile.kernels.codegen.spec import ELEMENT, GROUP_REDUCTIONS, ROW_REDUCTIONS, Extent, Value
 from fp8compile.kernels.codegen.statements import Assign, Expression, Name, Statement, expr
@@ -28,6 +27,7 @@ class Values:
     def __init__(self, layout: TileLayout, draft: FunctionDraft, indices: Indices, target: str) -> None:
         self.layout, self.draft, self.indices, self.target = layout, draft, indices, target
         self.part = layout.part
+        self.ranges = ranges_of(layout.part.values)
         self.done: set[int] = set()
         self.in_tile: set[int] = set()
 
@@ -72,25 +72,17 @@ class Values:
             return self._group_amax(value)
         if value.op == "quantize":
             return self._quantized(i, value)
-        if value.op == "div" and is_normal(self.part.values, value.args[1]):
+        if value.op == "div" and is_normal(self.ranges[value.args[1]]):
             self.draft.use("fast_div")
             return expr("fast_div({}, {})", *(self.operand(a, self.part.extents[i]) for a in value.args))
         return self._operation(value, self.part.extents[i])
 
     def _operation(self, value: Value, extent: Extent) -> Expression:
-        operation = EXPRESSIONS[value.op]
+        operation = OPERATIONS[value.op]
         args = [self.operand(a, extent) for a in value.args]
-        text = (self.target == "interpreter" and operation.interpreted) or operation.triton
-        if operation.helper:
-            self.draft.use(operation.helper)
-        for helper in ("_maximum", "_minimum"):
-            if helper in text:
-                self.draft.use(helper)
-        names = {f"p{n}": p for n, p in enumerate(value.params)}
-        if value.params and value.params[0] in FORMATS:
-            names["p_max"] = FORMATS[value.params[0]].max
-        holes = (f"{{{n}}}" for n in range(len(args)))
-        return expr(text.format(*holes, **names), *args)
+        for helper in operation.helpers(self.target):
+            self.draft.use(helper)
+        return expr(operation.text(self.target, value.params), *args)
 
     # ---- casts --------------------------------------------------------------------------------------------------
 

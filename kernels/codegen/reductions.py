@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fp8compile.kernels.codegen import value_range
 from fp8compile.kernels.codegen.spec import ROW_REDUCTIONS
+from fp8compile.kernels.codegen.value_range import RangeRule
 
 TO_FLOAT = ".to(tl.float32, bitcast=True)"
 
@@ -28,6 +30,7 @@ class RowReduction:
     zero: str
     join: str
     total: str
+    range: RangeRule
     helpers: tuple[str, ...] = ()
     any_zero: bool = False
 
@@ -39,6 +42,7 @@ SUM = RowReduction(
     zero="tl.zeros({shape}, tl.float32)",
     join="{} + {}",
     total="tl.sum({}, 1, keep_dims=True)",
+    range=value_range.total,
     any_zero=True,
 )
 AMAX = RowReduction(
@@ -48,6 +52,7 @@ AMAX = RowReduction(
     zero="tl.zeros({shape}, tl.int32)",
     join="tl.maximum({}, {})",
     total=f"tl.max({{}}, 1, keep_dims=True){TO_FLOAT}",
+    range=value_range.never_negative,
     helpers=("magnitude",),
 )
 MAX = RowReduction(
@@ -57,6 +62,7 @@ MAX = RowReduction(
     zero="tl.full({shape}, -0x7FFFFFFF, tl.int32)",
     join="tl.maximum({}, {})",
     total="from_ordered(tl.max({}, 1, keep_dims=True))",
+    range=value_range.same,
     helpers=("ordered", "from_ordered"),
     any_zero=True,
 )
@@ -67,6 +73,7 @@ MIN = RowReduction(
     zero="tl.full({shape}, 0x7FFFFFFF, tl.int32)",
     join="tl.minimum({}, {})",
     total="from_ordered(tl.min({}, 1, keep_dims=True))",
+    range=value_range.same,
     helpers=("ordered", "from_ordered"),
     any_zero=True,
 )

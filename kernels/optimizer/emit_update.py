@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fp8compile.kernels.codegen.emit_helpers import HELPERS
-from fp8compile.kernels.codegen.expressions import EXPRESSIONS
+from fp8compile.kernels.codegen.emit_helpers import HELPERS, with_needed
+from fp8compile.kernels.codegen.operations import OPERATIONS
 from fp8compile.kernels.codegen.spec import Value
 from fp8compile.kernels.optimizer import state_helpers, word_helpers
 from fp8compile.kernels.optimizer.update_spec import SCALAR, SPLIT, STATE, Slot, Update, coded_values, never_negative
@@ -24,9 +24,6 @@ from fp8compile.state_formats import GROUP, StateFormat, parse_state_format
 
 ALIGNMENT = 16  # of every address in the table, in bytes
 POINTERS = {"float32": "tl.float32", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
-# Of what is not stored as a code, one or two ULPs are nothing, and neither are numbers below 2^-126.
-APPROXIMATE = {"sqrt": "fast_sqrt({0})", "div": "{0} * fast_reciprocal({1})", "reciprocal": "fast_reciprocal({0})"}
-
 NAMES = {8: "bytes", 16: "shorts"}
 TILE = "offset, word, inside, FULL"
 
@@ -74,7 +71,7 @@ def update_source(update: Update, schedule: UpdateSchedule, name: str, target: s
     parts += [state_helpers.encoder_of(how) for how in sorted(stored, key=str) if not how.is_exact]
     parts += [state_helpers.PARAMETER] if any(s.stochastic for s in update.slots) else []
     parts += [state_helpers.SPLIT] if any(s.kind == SPLIT for s in update.slots) else []
-    parts += [HELPERS[helper].for_target(target) for helper in emitter.helpers]
+    parts += [HELPERS[helper].for_target(target) for helper in with_needed(emitter.helpers)]
     return "\n\n\n".join(part.strip("\n") for part in (*parts, *functions))
 
 
@@ -203,14 +200,11 @@ class _Emitter:
             above, below = self.update.values[self.fused[i]].args
             (other,) = (a for a in args if a != self.fused[i])
             return f"tl.fma(v{above}, fast_reciprocal(v{below}), v{other})"
-        expression = EXPRESSIONS[op]
-        if expression.helper:
-            self.helpers[expression.helper] = None
-        text = expression.triton if i in self.coded else APPROXIMATE.get(op, expression.triton)
-        if self.target == "interpreter":
-            text = expression.interpreted or expression.triton
-            self.helpers |= {name: None for name in HELPERS if f"{name}(" in text}
-        return text.format(*(f"v{a}" for a in args), **{f"p{i}": p for i, p in enumerate(params)})
+        operation = OPERATIONS[op]
+        self.helpers |= dict.fromkeys(operation.helpers(self.target))
+        # of what is not stored as a code, one or two ULPs are nothing, and neither are numbers below 2^-126
+        text = operation.text(self.target, params, approximately=i not in self.coded)
+        return text.format(*(f"v{a}" for a in args))
 
     def _load(self, i: int) -> str:
         slot = self.update.slots[i]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.kernels.codegen.expressions import EXPRESSIONS
+from fp8compile.kernels.codegen.operations import OPERATIONS
 from fp8compile.kernels.optimizer.update_spec import SPLIT, STATE, Slot, Update, from_json
 from fp8compile.kernels.reference import state_reference as states
 
@@ -72,7 +72,7 @@ def _run_one(update: Update, slots: dict[int, Tensors]) -> None:
         elif value.op == "load":
             values.append(_load(update.slots[value.params[0]], slots[value.params[0]]))
         else:
-            values.append(EXPRESSIONS[value.op].torch(*(values[a] for a in value.args), *value.params))
+            values.append(OPERATIONS[value.op].torch(*(values[a] for a in value.args), *value.params))
     for i in update.stored:
         slot = update.slots[i]
         assert slot.stored is not None

@@ -17,11 +17,12 @@ How a slot is kept:
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 
+from fp8compile.kernels.codegen.ranges import ranges_of
 from fp8compile.kernels.codegen.spec import Value
+from fp8compile.kernels.codegen.value_range import NEVER_NEGATIVE
 
 PLAIN, STATE, SPLIT, SCALAR = "plain", "state", "split", "scalar"
 
@@ -99,28 +100,12 @@ def never_negative(update: Update) -> set[int]:
     """
     states = {i for i in update.stored if update.slots[i].kind == STATE}
     while True:
-        found = _unsigned_values(update, states)
+        ranges = ranges_of(update.values, dict.fromkeys(states, NEVER_NEGATIVE))
+        found = {i for i, x in enumerate(ranges) if x.unsigned}
         still = {i for i in states if update.slots[i].stored in found}
         if still == states:
             return found
         states = still
-
-
-def _unsigned_values(update: Update, states: set[int]) -> set[int]:
-    found: set[int] = set()
-    for i, value in enumerate(update.values):
-        op, args = value.op, value.args
-        if (
-            (op == "constant" and not isinstance(value.params[0], bool) and math.copysign(1, value.params[0]) > 0)  # type: ignore[arg-type]
-            or (op == "load" and value.params[0] in states)
-            or (op == "mul" and args[0] == args[1])
-            or op in ("abs", "exp", "exp2", "sigmoid")
-            or (op in ("add", "mul", "div", "sqrt", "rsqrt", "float", "round", "minimum") and found.issuperset(args))
-            or (op == "maximum" and not found.isdisjoint(args))
-            or (op == "where" and found.issuperset(args[1:]))
-        ):
-            found.add(i)
-    return found
 
 
 def coded_values(update: Update) -> set[int]:

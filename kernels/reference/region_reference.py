@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8compile.formats import FORMATS, ceil_div, round_up
 from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.expressions import EXPRESSIONS
+from fp8compile.kernels.codegen.operations import OPERATIONS
 from fp8compile.kernels.codegen.reductions import REDUCTIONS
 from fp8compile.kernels.codegen.schedule import Schedule
 from fp8compile.kernels.codegen.spec import (
@@ -91,7 +91,7 @@ class Evaluation:
         args = [self.spread(a, extent) for a in value.args]
         if value.op == "quantize":
             return (args[0] / args[1]).clamp(-_limit(value), _limit(value)).to(FORMATS[value.params[0]].dtype)
-        return EXPRESSIONS[value.op].torch(*args, *value.params)
+        return OPERATIONS[value.op].torch(*args, *value.params)
 
     def _device(self) -> torch.device:
         return self.inputs[0].device if self.inputs else torch.device("cpu")

@@ -1,7 +1,8 @@
 """What a region understands: for each operator of a decomposed graph, how its value is written in a spec.
 
-Pointwise operators are rows of a table; so are reductions. An operator without a row is a border of regions, and
-Inductor's. Adding one is adding a row (and an expression in `kernels/codegen/expressions.py` if it is new there).
+Operators that are one operation of generated kernels are named in that operation's row (`OPERATIONS`); those that are
+several have a rule here; so do reductions. An operator without either is a border of regions, and Inductor's. Adding
+one is adding its name to a row, a row to `kernels/codegen/operations.py`, or a rule.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import fx
 from torch._inductor import inductor_prims  # Inductor's random operators: a dropout is one of them by now
 
 from fp8compile import ops
+from fp8compile.kernels.codegen.operations import OPERATIONS
 from fp8compile.kernels.codegen.spec import BAND
 from fp8compile.passes.core import operators
 from fp8compile.passes.core.compilation import STANDS_ALONE, aten, is_tensor, value
@@ -81,58 +83,31 @@ def _isnan(w: Writer, x: int) -> int:
     return w.op("ne", x, x)
 
 
-POINTWISE: dict[Any, Rule] = {
+def _overload(name: str) -> Any:
+    """Return the overload of an ATen operator: "add.Tensor"."""
+    operator_name, overload = name.split(".")
+    return getattr(getattr(aten, operator_name), overload)
+
+
+def overloads_of(name: str) -> set[Any]:
+    """Return the ATen overloads that are operation `name` of `kernels/codegen/operations.py`."""
+    row = OPERATIONS[name]
+    return {_overload(overload) for overload in (*row.aten, *row.aten_of_bools)}
+
+
+POINTWISE: dict[Any, Rule] = {overload: _plain(op) for op in OPERATIONS for overload in overloads_of(op)} | {
     aten.add.Tensor: _add,
     aten.add.Scalar: _add,
     aten.sub.Tensor: _sub,
     aten.sub.Scalar: _sub,
     aten.rsub.Scalar: lambda w, a, b, alpha=1: _sub(w, b, a, alpha),
-    aten.mul.Tensor: _plain("mul"),
-    aten.mul.Scalar: _plain("mul"),
-    aten.div.Tensor: _plain("div"),
-    aten.div.Scalar: _plain("div"),
-    aten.neg.default: _plain("neg"),
-    aten.abs.default: _plain("abs"),
-    aten.maximum.default: _plain("maximum"),
-    aten.minimum.default: _plain("minimum"),
-    aten.clamp_min.default: _plain("maximum"),
-    aten.clamp_min.Tensor: _plain("maximum"),
-    aten.clamp_max.default: _plain("minimum"),
-    aten.clamp_max.Tensor: _plain("minimum"),
     aten.clamp.default: lambda w, x, low=None, high=None: _clamp(w, x, low, high),
     aten.relu.default: _relu,
     aten.square.default: _square,
-    aten.exp.default: _plain("exp"),
-    aten.exp2.default: _plain("exp2"),
-    aten.expm1.default: _plain("expm1"),
-    aten.log.default: _plain("log"),
-    aten.log2.default: _plain("log2"),
-    aten.log1p.default: _plain("log1p"),
-    aten.sin.default: _plain("sin"),
-    aten.cos.default: _plain("cos"),
-    aten.tanh.default: _plain("tanh"),
-    aten.erf.default: _plain("erf"),
     aten.sigmoid.default: _sigmoid,
-    aten.sqrt.default: _plain("sqrt"),
-    aten.rsqrt.default: _plain("rsqrt"),
-    aten.reciprocal.default: _plain("reciprocal"),
-    aten.floor.default: _plain("floor"),
-    aten.ceil.default: _plain("ceil"),
-    aten.lt.Tensor: _plain("lt"), aten.lt.Scalar: _plain("lt"),
-    aten.le.Tensor: _plain("le"), aten.le.Scalar: _plain("le"),
-    aten.gt.Tensor: _plain("gt"), aten.gt.Scalar: _plain("gt"),
-    aten.ge.Tensor: _plain("ge"), aten.ge.Scalar: _plain("ge"),
-    aten.eq.Tensor: _plain("eq"), aten.eq.Scalar: _plain("eq"),
-    aten.ne.Tensor: _plain("ne"), aten.ne.Scalar: _plain("ne"),
     aten.isnan.default: _isnan,
-    aten.logical_and.default: _plain("and"), aten.bitwise_and.Tensor: _plain("and"),
-    aten.logical_or.default: _plain("or"), aten.bitwise_or.Tensor: _plain("or"),
-    aten.logical_xor.default: _plain("xor"), aten.bitwise_xor.Tensor: _plain("xor"),
-    aten.logical_not.default: _plain("not"), aten.bitwise_not.default: _plain("not"),
-    aten.where.self: _plain("where"),
-}  # fmt: skip
-EQUALITIES = {aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar}
-LOGIC = {"and", "or", "xor", "not"}  # bitwise operators, which mean this for bools only
+}
+EQUALITIES = overloads_of("eq") | overloads_of("ne")
 CONVERSIONS = {prims.convert_element_type.default, aten._to_copy.default}
 POWERS = {2, 3, 4, 0.5, -0.5, -1, 1}
 CONSTANTS = {aten.full.default, aten.scalar_tensor.default, aten.full_like.default}
