@@ -25,25 +25,13 @@ import torch
 from torch import fx
 
 from fp8compile.formats import FP8_DTYPES
+from fp8compile.kernels.codegen.operation import Hazard
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import VIEWS, aten, is_tensor, value
+from fp8compile.passes.core.compilation import aten, is_tensor, value
+from fp8compile.passes.save.signs import DIVISIONS, SAME_SIGN, Signs, number, square_of
 
-COMPARISONS = {
-    aten.lt.Tensor, aten.lt.Scalar, aten.le.Tensor, aten.le.Scalar,
-    aten.gt.Tensor, aten.gt.Scalar, aten.ge.Tensor, aten.ge.Scalar,
-}  # fmt: skip
-STEPS = {
-    aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default, aten.frac.default,
-    aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar, aten.fmod.Tensor,
-}  # fmt: skip
-PERIODIC = {aten.sin.default, aten.cos.default, aten.tan.default}
-EXPONENTIALS = {aten.exp.default, aten.exp2.default, aten.expm1.default, aten.sinh.default, aten.cosh.default}
-LOGARITHMS = {aten.log.default, aten.log2.default, aten.log10.default}
-DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 QUERY_OR_KEY = "in the exponent of attention"
 BIAS = "added in the exponent of attention"
-LEAST = 2.0**-8  # a constant that keeps a denominator from what rounding to FP8 does to small numbers
-SAME_SIGN = {*VIEWS, *fusible.CONVERSIONS, aten.clone.default, aten.cat.default}
 
 
 def find_sensitive(
@@ -52,7 +40,7 @@ def find_sensitive(
     """For each sensitive value the reason. `may_run_again`: whether backward may compute a node of forward again."""
     found: dict[fx.Node, str] = {}
     differences: dict[fx.Node, str] = {}
-    signs = Signs()
+    signs = Signs(graph)
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function":
             continue
@@ -63,7 +51,7 @@ def find_sensitive(
         if node in found and (may_run_again(node) or (is_backward(node) and _hands_on(node))):
             for source in node.all_input_nodes:
                 found.setdefault(source, found[node])
-        if node in differences and (node.target in SAME_SIGN or _square_of(node) is not None):
+        if node in differences and (node.target in SAME_SIGN or square_of(node) is not None):
             for source in node.all_input_nodes:
                 differences.setdefault(source, differences[node])
     return {node: why for node, why in {**differences, **found}.items() if _is_float(node)}
@@ -79,22 +67,27 @@ def _why_sensitive(node: fx.Node, signs: Signs) -> dict[fx.Node, str]:
         return _all(sources, f"read by {_called(node)}, which is not known to bear rounding")
     if operators.is_operator(target) and operators.name_of(target) in operators.PARTLY:
         return _of_partly(node, sources)
-    if target in EXPONENTIALS:
+    if target is aten.pow.Tensor_Scalar and node.args[1] < 0:  # type: ignore[operator]
+        return {} if signs.is_positive(sources[0]) else _all(sources, "divided by, and may round to zero")
+    return _of_hazard(node, operators.hazard_of(target), sources, signs)
+
+
+def _of_hazard(node: fx.Node, hazard: Hazard | None, sources: list[fx.Node], signs: Signs) -> dict[fx.Node, str]:
+    """Return the inputs of a steep operator, or of one that makes integers, that must be exact, and why."""
+    if hazard is Hazard.EXPONENT:
         return {} if signs.is_never_positive(sources[0]) or _is_bounded(node) else _all(sources, "in an exponent")
-    if target in PERIODIC:
+    if hazard is Hazard.ANGLE:
         return _all(sources, "an angle")
-    if target in LOGARITHMS or target is aten.rsqrt.default or target is aten.reciprocal.default:
+    if hazard is Hazard.ZERO:
         return {} if signs.is_positive(sources[0]) else _all(sources, f"{_name(node)} of what may round to zero")
-    if target in DIVISIONS:
+    if hazard is Hazard.DENOMINATOR:
         below = node.args[1]
         if not isinstance(below, fx.Node) or not _is_float(below) or signs.is_positive(below):
             return {}
         return _all([below], "divided by, and may round to zero")
-    if target is aten.pow.Tensor_Scalar and node.args[1] < 0:  # type: ignore[operator]
-        return {} if signs.is_positive(sources[0]) else _all(sources, "divided by, and may round to zero")
-    if target in COMPARISONS:
+    if hazard is Hazard.COMPARISON:
         return {} if _is_zero(node.args[1]) else _all(sources, "compared: rounding could turn the answer")
-    if target in fusible.EQUALITIES or target in STEPS or _makes_integers(node):
+    if hazard is Hazard.STEP or _makes_integers(node):
         return _all(sources, f"read by {_name(node)}, whose answer rounding could turn")
     return {}
 
@@ -132,27 +125,8 @@ def _taken_off(node: fx.Node) -> list[fx.Node]:
     if node.target in (aten.add.Tensor, aten.add.Scalar):  # 1 + (-x)
         negative = next((x for x in (a, b) if isinstance(x, fx.Node) and x.target is aten.neg.default), None)
         other = b if negative is a else a
-        return [negative.args[0]] if negative is not None and _number(other) > 0 else []  # type: ignore[list-item]
-    return [b] if isinstance(b, fx.Node) and _number(a) != 0 and not math.isnan(_number(a)) else []
-
-
-def _copied(node: fx.Node) -> fx.Node:
-    """What `node` is a view, a copy or a conversion of."""
-    while node.op == "call_function" and node.target in SAME_SIGN and node.target is not aten.cat.default:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _averaged(node: fx.Node) -> list[fx.Node]:
-    """What `node` is a mean of, if it is one: a sum, perhaps divided by a number, or the mean of a var_mean."""
-    node = _copied(node)
-    if node.target in (aten.div.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.mul.Scalar):
-        tensors = [a for a in node.all_input_nodes if value(a).dim() and math.isnan(_number(a))]
-        return _averaged(tensors[0]) if len(tensors) == 1 else []
-    if fusible.is_moment(node) or "getitem" in str(node.target):
-        node = node.args[0]  # type: ignore[assignment]
-    means = (aten.mean.dim, aten.mean.default, aten.sum.dim_IntList, *fusible.MOMENTS)
-    return [_copied(node.args[0])] if node.target in means else []  # type: ignore[arg-type]
+        return [negative.args[0]] if negative is not None and number(other) > 0 else []  # type: ignore[list-item]
+    return [b] if isinstance(b, fx.Node) and number(a) != 0 and not math.isnan(number(a)) else []
 
 
 def _all(sources: list[fx.Node], why: str) -> dict[fx.Node, str]:
@@ -199,125 +173,4 @@ def _is_bounded(exponential: fx.Node) -> bool:
 
 
 def _adds_positive(node: fx.Node) -> bool:
-    return any(_number(a) > 0 for a in node.args)
-
-
-def _number(arg: Any) -> float:
-    """The number that an argument is; nan for anything else."""
-    if isinstance(arg, fx.Node):
-        constant = fusible.is_pointwise(arg) and arg.target in fusible.CONSTANTS
-        return float(fusible.constant_of(arg)) if constant else math.nan
-    return float(arg) if isinstance(arg, (int, float)) else math.nan
-
-
-def _is_square(arg: Any) -> bool:
-    """Whether `arg` is the square of something that is no difference, where rounding would add up."""
-    if not isinstance(arg, fx.Node) or arg.op != "call_function":
-        return False
-    if arg.target in SAME_SIGN:
-        return _is_square(arg.args[0])
-    squared = _square_of(arg)
-    if squared is not None:
-        return not _is_difference(_copied(squared))
-    if arg.target in (aten.mul.Tensor, aten.mul.Scalar):
-        a, b = arg.args[:2]
-        return (_number(b) >= 0 and _is_square(a)) or (_number(a) >= 0 and _is_square(b))
-    return False
-
-
-def _square_of(node: fx.Node) -> fx.Node | None:
-    """What `node` is the square of, if it is one."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node):
-        return None
-    if node.target is aten.mul.Tensor and node.args[1] is source:
-        return source
-    power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
-    return source if power or node.target is aten.square.default else None
-
-
-def _is_difference(node: fx.Node) -> bool:
-    """Whether `node` is shifted by more than a bias."""
-    if node.target in (aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar):
-        return True
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor):
-        return False
-    sizes = [str(value(a).numel()) for a in node.args[:2] if isinstance(a, fx.Node)]
-    return len(sizes) < 2 or sizes[0] == sizes[1] or "1" in sizes  # a bias is smaller
-
-
-class Signs:
-    """What is known of the sign of values, from the operators that made them."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, fx.Node], bool] = {}
-
-    def is_positive(self, arg: Any) -> bool:
-        """Whether every element is known to lie above some constant that is not tiny."""
-        if not isinstance(arg, fx.Node):
-            return _number(arg) >= LEAST
-        return self._ask("positive", arg, self._positive)
-
-    def is_never_negative(self, arg: Any) -> bool:
-        """Whether no element can be negative."""
-        if not isinstance(arg, fx.Node):
-            return _number(arg) >= 0
-        return self._ask("never negative", arg, self._never_negative)
-
-    def is_never_positive(self, arg: Any) -> bool:
-        """Whether `arg` is minus a square, so that rounding what is squared leaves exp of it near: GELU's bell."""
-        if not isinstance(arg, fx.Node) or arg.op != "call_function":
-            return False
-        if arg.target is aten.neg.default:
-            return _is_square(arg.args[0])
-        if arg.target in (aten.mul.Tensor, aten.mul.Scalar):
-            a, b = arg.args[:2]
-            return (_number(b) <= 0 and _is_square(a)) or (_number(a) <= 0 and _is_square(b))
-        return arg.target in SAME_SIGN and all(map(self.is_never_positive, arg.all_input_nodes))
-
-    def _ask(self, question: str, node: fx.Node, rule: Callable[[fx.Node], bool]) -> bool:
-        if (question, node) not in self._known:
-            self._known[question, node] = node.op == "call_function" and rule(node)
-        return self._known[question, node]
-
-    def _positive(self, node: fx.Node) -> bool:
-        target, args = node.target, node.args
-        if target in SAME_SIGN or target in (aten.sqrt.default, aten.square.default):
-            return all(map(self.is_positive, node.all_input_nodes))
-        if target in fusible.CONSTANTS:
-            return _number(node) >= LEAST
-        if target in (aten.add.Tensor, aten.add.Scalar) and "alpha" not in node.kwargs:
-            return self._is_positive_sum(*args[:2]) or self._is_positive_sum(*args[1::-1])
-        if target in (aten.clamp_min.default, aten.clamp_min.Tensor, aten.maximum.default):
-            return any(map(self.is_positive, args))
-        if target in (aten.mul.Tensor, aten.mul.Scalar):
-            return all(map(self.is_positive, args[:2]))
-        if target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default):
-            return self.is_positive(args[0])
-        return False
-
-    def _is_positive_sum(self, a: Any, b: Any) -> bool:
-        """Whether b keeps a + b from zero. A mean of rounded numbers is near the exact one: there any b does."""
-        if not self.is_never_negative(a):
-            return False
-        return self.is_positive(b) or (isinstance(a, fx.Node) and bool(_averaged(a)) and _number(b) > 0)
-
-    def _never_negative(self, node: fx.Node) -> bool:
-        target, args = node.target, node.args
-        if target in SAME_SIGN or target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default):
-            return all(map(self.is_never_negative, node.all_input_nodes))
-        if target in (aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.abs.default, aten.relu.default):
-            return True
-        if target in (aten.sqrt.default, aten.rsqrt.default, aten.square.default):
-            return True
-        if target is aten.pow.Tensor_Scalar:
-            return bool(args[1] in (2, 4)) or self.is_never_negative(args[0])
-        if target in (aten.mul.Tensor, aten.mul.Scalar) and args[0] is args[1]:
-            return True
-        if target in (aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, *DIVISIONS):
-            return "alpha" not in node.kwargs and all(map(self.is_never_negative, args[:2]))
-        if target in (aten.clamp_min.default, aten.clamp_min.Tensor, aten.maximum.default):
-            return any(map(self.is_never_negative, args))
-        if fusible.is_moment(node):
-            return bool(args[1] == 0)
-        return self.is_positive(node)
+    return any(number(a) > 0 for a in node.args)

@@ -29,6 +29,17 @@ CASES = [
         (Value("exp", (0,)), Value("constant", (), (1e-9,)), Value("add", (2, 3)), Value("round", (4,), ("float16",))),
         0.0,
     ),
+    (
+        "max(x, 0.5) where x < y, else exp(y)",
+        (
+            Value("lt", (0, 1)),
+            Value("constant", (), (0.5,)),
+            Value("maximum", (0, 3)),
+            Value("exp", (1,)),
+            Value("where", (2, 4, 5)),
+        ),
+        0.0,
+    ),
     ("x - |y|", (Value("abs", (1,)), Value("sub", (0, 2))), -math.inf),
     (
         "1 + |x| / x²",
@@ -42,8 +53,9 @@ CASES = [
 def test_no_value_lies_below_what_is_known_of_it(name: str, more: tuple[Value, ...], least: float) -> None:
     values = (*LOADS, *more)
     last = len(values) - 1
-    assert ranges.least(values, last) == least
-    assert ranges.is_normal(values, last) == (least >= ranges.SMALLEST_NORMAL)
+    known = ranges.ranges_of(values)[last]
+    assert known.least == least
+    assert ranges.is_normal(known) == (least >= ranges.SMALLEST_NORMAL)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(16, 64, generator=generator) * 100 for _ in range(2)]
     specs = tuple(Input(n, "float32", ((16, 64),), ((64, 1),)) for n in range(2))
@@ -51,6 +63,8 @@ def test_no_value_lies_below_what_is_known_of_it(name: str, more: tuple[Value, .
     schedule = choose_schedule.choose(region)
     result = region_reference.run(region, schedule, inputs, [])[0]
     assert not (result < least).any()
+    assert not (known.unsigned and result.signbit().any())
+    assert not (known.positive and (result <= 0).any())
 
 
 def test_a_scale_of_other_elements_is_no_bound() -> None:
