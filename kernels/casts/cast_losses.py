@@ -23,24 +23,16 @@ On a GPU, eager operators would be hundreds of launches for each tensor; `measur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8compile.formats import Granularity, ceil_div, parse_granularity
+from fp8compile.kernels.casts.loss_sums import ALTERNATIVES, LINE, ROW, SATURATED, SUMS, Lines
 from fp8compile.kernels.reference import markers
 
-ALTERNATIVES = ("e4m3 tensor", "e4m3 row", "e4m3 group(128)", "e4m3 group(16)", "e5m2 tensor", "e5m2 row")
-SATURATED = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half a step: 448 + 32/2, 57344 + 8192/2
 SAMPLE = 1 << 20  # elements that are measured of the tensors that share a scale
-
-LINE = ("noise", *ALTERNATIVES, "signal")  # Σ (x − x̂)² under the cast and each alternative, Σ x²
-COUNTS = ("nonzero", "underflown", "above")  # above: what saturates
-ROW = (*LINE, *COUNTS)
-SUMS = ("steps", "skipped", "elements", "amax", "saturated", *ROW)
-
-Lines: TypeAlias = tuple[Tensor, Tensor]  # rows, columns
 
 
 class Kernels(NamedTuple):

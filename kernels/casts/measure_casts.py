@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.formats import ceil_div, parse_granularity
-from fp8compile.kernels.casts.cast_losses import LINE, ROW, SATURATED, Lines
+from fp8compile.kernels.casts.loss_sums import LINE, ROW, SATURATED, Lines
 
 BLOCK = 8192
 PROGRAMS = 1024  # a few for each of a GPU's multiprocessors
@@ -100,7 +100,7 @@ def over_columns(sums, place, kept, value):
 
 @triton.jit
 def of_line(exact, lost, of_all, of_row, of_128, of_16, N: tl.constexpr):  # noqa: N803
-    """What sum number N of `cast_losses.LINE` adds up."""
+    """What sum number N of `loss_sums.LINE` adds up."""
     if N == 0:
         value = lost * lost
     elif N == 1:

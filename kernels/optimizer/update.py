@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.optimizer.update_spec import SPLIT, STATE, Slot, Update, from_json
+from fp8compile.kernels.optimizer.update_spec import SPLIT, STATE, Slot, Update, from_json, is_matrix
 from fp8compile.kernels.reference import state_reference as states
 
 Tensors = dict[str, Tensor]  # of one slot, by name
@@ -45,11 +45,6 @@ def advance(update: Update, stored: Sequence[Tensor], scalars: Sequence[Tensor])
         overflow = numbers[update.scalars.index(update.skip)]
         one = (overflow == 0).to(counters[0].device, counters[0].dtype)
     torch._foreach_add_(counters, one)
-
-
-def is_matrix(scalars: Sequence[Tensor]) -> bool:
-    """Whether the numbers come as one matrix with a row a parameter."""
-    return len(scalars) == 1 and scalars[0].dim() == 2
 
 
 def parameters(

@@ -20,8 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir  # kernels live an
 from fp8compile.formats import ceil_div
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.optimizer.emit_update import ALIGNMENT, UpdateSchedule, columns, update_source
-from fp8compile.kernels.optimizer.update import is_matrix
-from fp8compile.kernels.optimizer.update_spec import STATE, Update, from_json
+from fp8compile.kernels.optimizer.update_spec import STATE, Update, from_json, is_matrix
 from fp8compile.source_digest import source_digest
 from fp8compile.state_formats import GROUP
 

@@ -17,8 +17,11 @@ How a slot is kept:
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+
+from torch import Tensor
 
 from fp8compile.kernels.codegen.ranges import ranges_of
 from fp8compile.kernels.codegen.spec import Value
@@ -91,6 +94,11 @@ def from_json(text: str) -> Update:
         tuple(Value(v["op"], tuple(v["args"]), tuple(v["params"])) for v in data["values"]),
         data["skip"],
     )
+
+
+def is_matrix(scalars: Sequence[Tensor]) -> bool:
+    """Return True if the numbers of an update come as one matrix with a row a parameter."""
+    return len(scalars) == 1 and scalars[0].dim() == 2
 
 
 def never_negative(update: Update) -> set[int]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fp8compile.kernels.loss.chunked_loss import Curve
+from fp8compile.kernels.loss.softmax_step import Curve
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import aten, base, dependents, is_tensor, same_sizes, value
 from fp8compile.passes.core.fusible import CONVERSIONS
