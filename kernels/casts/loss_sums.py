@@ -1,4 +1,4 @@
-"""Which sums say what casts lose (`kernels/casts/cast_losses.py`), in which order, and for which casts."""
+"""The sums that say how much casts lose (`kernels/casts/cast_losses.py`): their order, and the casts they are of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the values of a generated kernel may lie from the reference's: an absolute bound for each element.
+"""Bounds of how far the values of a generated kernel may lie from the reference's: an absolute one for each element.
 
     bound of op(a, b)  =  what the bounds of a and b can do to the result  +  the rounding of op itself
 
@@ -51,7 +51,7 @@ class Bounds(Evaluation):
         return bound.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def quotient(self, i: int) -> tuple[Tensor, Tensor]:
-        """(x / scale, its bound) of value i, a quantization."""
+        """Return (x / scale, its bound) of value i, a quantization."""
         extent = self.part.extents[i]
         x, scale = (self.values.spread(a, extent).double() for a in self.part.values[i].args)
         return (x.float() / scale.float()).double(), self[i]
@@ -80,8 +80,11 @@ class Bounds(Evaluation):
         return passed + torch.where(out.isfinite(), own, 0.0)
 
     def _unrounded(self, i: int, user: Value, extent: tuple[int, int]) -> Tensor | float:
-        """On a GPU a product that `user` adds may stay unrounded (so may its absolute value: |x·x| is x·x). With a
-        power of two that it is multiplied by it is one instruction (FMUL.D2 halves), and overflows no sooner."""
+        """Return how far value i, which `user` reads, may be off as it is not rounded.
+
+        On a GPU a product that is added may stay unrounded (so may its absolute value: |x·x| is x·x). With a power of
+        two that it is multiplied by it is one instruction (FMUL.D2 halves), and overflows no sooner.
+        """
         if not self.on_gpu or user.op not in ("add", "sub", "mul"):
             return 0.0
         while self.part.values[i].op in ("neg", "abs", "float"):
@@ -110,7 +113,7 @@ class Bounds(Evaluation):
     # ---- reductions ---------------------------------------------------------------------------------------------
 
     def _reduced(self, i: int, value: Value) -> Tensor:
-        """A maximum moves no further than what it is of. A sum adds, and rounds on the way."""
+        """Return the bound of a reduction: a maximum moves no further than its arguments; a sum adds, and rounds."""
         self[value.args[0]]
         if not value.op.endswith("sum"):
             return self._reduce(replace(value, op="row_max") if value.op == "row_min" else value)
@@ -124,13 +127,16 @@ class Bounds(Evaluation):
         return passed + torch.where(self.values[i].isfinite(), rounding, 0.0)
 
     def _total(self, i: int, x: Tensor) -> Tensor:
-        """The sum `i` with `x` as what it adds up."""
+        """Return the sum `i` with `x` as what it adds up."""
         return Evaluation(self.part, self.inputs, self.sizes, {self.part.values[i].args[0]: x})[i]
 
     def _depth(self, op: str) -> int:
-        """How many roundings a summand goes through: not its number, as both sides add up many partial sums and then
-        those (torch in 4 levels of at most 16, or thread by thread; a kernel the tile's elements of a thread, then
-        between threads). For a column sum, add the tiles that a program walks over."""
+        """Return how many roundings a summand goes through.
+
+        Not the number of summands: both sides add up many partial sums and then those (torch in 4 levels of at most 16,
+        or thread by thread; a kernel the tile's elements of a thread, then between threads). For a column sum, add the
+        tiles that a program walks over.
+        """
         if op == "row_sum":
             return LEAST_DEPTH
         return LEAST_DEPTH + -(-self.rows // (self.tiling.block_rows * self.tiling.row_programs))

@@ -1,4 +1,4 @@
-"""Where the elements of a tile lie: index vectors, masks and offsets of a generated kernel.
+"""Index vectors, masks and offsets of a generated kernel: where the elements of a tile lie.
 
 Sizes and strides that are numbers stand in the source as numbers; a mask stands only where divisibility cannot be
 proven.

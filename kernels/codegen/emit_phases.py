@@ -49,8 +49,10 @@ class Tensors:
 
 @dataclass
 class Phase:
-    """What is done with each tensor; what is joined of it: `joins` says how of a<n>, `onto` True if acc<n> has
-    something already; and what it returns."""
+    """The work on each tensor of a tile.
+
+    joins: how a<n> of all tensors become acc<n>; onto: True if acc<n> has something already; returned: results.
+    """
 
     statements: list[Statement]
     joins: dict[int, str]

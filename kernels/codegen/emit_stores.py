@@ -1,4 +1,4 @@
-"""What a part stores, and what a program joins of its tiles to store it in the end."""
+"""The stores of a part: those of each tile, and those of what a program has joined of all of its tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written so far of the function of a part."""
+"""The function of a part while it is being written."""
 
 from __future__ import annotations
 

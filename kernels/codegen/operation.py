@@ -1,4 +1,4 @@
-"""What is known of an operation of generated kernels: the form of a row of `kernels/codegen/operations.py`."""
+"""The form of a row of `kernels/codegen/operations.py`: all that is known of an operation of generated kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8compile.kernels.codegen.value_range import RangeRule, unknown
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far two approximations of one value may differ, in units U of 2^-24: |result| · relative + absolute.
+    """A bound of how far two approximations of a value differ, in units U of 2^-24: |result| · relative + absolute.
 
     grows: 2 |x| more, relatively: exp is 2^(x · log2 e) on a GPU, the product rounded.
     """
@@ -24,7 +24,7 @@ class Rounding:
 
 
 class Spread(enum.Enum):
-    """What errors of the arguments do to the result (`kernels/check/error_bounds.py`)."""
+    """The error of a result that errors of the arguments make (`kernels/check/error_bounds.py`)."""
 
     LARGEST = "no more than the largest of them"
     SUM = "their sum"
@@ -39,7 +39,7 @@ class Spread(enum.Enum):
 
 
 class Hazard(enum.Enum):
-    """Why rounding an argument to FP8 may change the result by far more than that
+    """A reason for which rounding an argument to FP8 may change the result by far more than that
     (`passes/save/rounding_hazards.py`)."""
 
     EXPONENT = "a relative error of an exponent is an absolute one of its logarithm"

@@ -1,4 +1,4 @@
-"""What a region or an optimizer's update can compute element by element: one row an operation.
+"""The operations that a region or an optimizer's update can compute element by element: one row each.
 
 All that is known of an operation stands in its row. The reference evaluates its meaning, the emitters write its text,
 and checks, ranges, rules for graphs (`passes/core/fusible.py`) and hazards of rounding read the rest. Both forms see

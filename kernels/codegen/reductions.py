@@ -1,4 +1,4 @@
-"""How rows are reduced: one row of a table each, in torch and in Triton."""
+"""Reductions of rows: all that is known of each, in one row of a table."""
 
 from __future__ import annotations
 

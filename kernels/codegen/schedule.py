@@ -20,7 +20,7 @@ JSON_NAMES = {"packed_transpose": "quarters"}  # field -> its name in JSON, of w
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a part is cut: tiles of block_rows × block_cols (powers of two), row_programs × col_blocks side by side.
+    """The tiles of a part: block_rows × block_cols (powers of two), row_programs × col_blocks of them side by side.
 
     A program may own all tiles of its rows: with `sweeps` it reads them once for each reduction along the rows, `held`
     it reads them once and has them until it stores (`kernels/codegen/emit_held.py`).

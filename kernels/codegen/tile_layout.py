@@ -1,4 +1,4 @@
-"""The tiles of one part: which rows and columns they cover, who walks over them, and what is known of their sizes."""
+"""The tiles of one part: rows and columns that they cover, programs that walk over them, and limits of both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TileLayout:
 
     @cached_property
     def row_blocks(self) -> int | None:
-        """How many tiles lie below each other; None if that is known with the call only."""
+        """The number of tiles below each other; None if it is known with the call only."""
         rows = self.covered[0]
         return max(1, ceil_div(rows, self.tiling.block_rows)) if isinstance(rows, int) else None
 
@@ -50,7 +50,7 @@ class TileLayout:
 
     @cached_property
     def band_rows(self) -> int:
-        """How many rows a band has, if a program walks down one of several; else 0."""
+        """The number of rows of a band, if a program walks down one of several; else 0."""
         if not self.loops or self.part.bands == 1:
             return 0
         assert isinstance(self.part.rows, int), "bands are of rows that are known"

@@ -1,4 +1,4 @@
-"""What is known of a value whatever the data: a lower bound, and its sign; and how operations pass it on.
+"""Ranges of values, which hold whatever the data: a lower bound, and a sign; and the rules by which they follow.
 
 Three ask: divisions that need no tests (a denominator is a normal number), codes of optimizer states (no value has a
 sign bit), and what backward may see rounded (a denominator does not round to zero). All get it from these rules, one
@@ -16,7 +16,7 @@ NOT_TINY = 2.0**-8  # a constant that keeps a sum from what rounding to FP8 does
 
 @dataclass(frozen=True)
 class Range:
-    """What holds of a value that is not nan.
+    """A lower bound and the sign of a value that is not nan.
 
     least: it is not below this. unsigned: its sign bit is never set: it is no -0 either. positive: it is above some
     constant that is not tiny, even if what it is computed from is rounded.

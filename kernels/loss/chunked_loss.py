@@ -45,12 +45,12 @@ LEAST_ROWS = 2048  # fewer, and reading and writing the sum takes longer than th
 
 
 def rows_of_chunk(k: Any) -> int:
-    """How many rows a chunk has by default, of a head with `k` features."""
+    """Return how many rows a chunk has by default, of a head with `k` features."""
     return max(LEAST_ROWS, k) if isinstance(k, int) else LEAST_ROWS
 
 
 def chunks(m: int, rows: int) -> list[slice]:
-    """`m` rows in as few chunks of at most `rows` as there can be, all but the last of equal size."""
+    """Return `m` rows in as few chunks of at most `rows` as there can be, all but the last of equal size."""
     if not m:
         return []
     count = -(-m // rows)
@@ -59,7 +59,7 @@ def chunks(m: int, rows: int) -> list[slice]:
 
 
 def empty_results(x: Tensor, weight: Tensor, wanted: Sequence[bool], every_term: bool) -> list[Tensor]:
-    """Uninitialised results: log-probabilities or all terms, then the gradients wanted of x, weight and bias."""
+    """Return uninitialised results: log-probabilities or all terms, then gradients wanted of x, weight and bias."""
     shapes = [list(x.shape), list(weight.shape), [weight.shape[0]]]
     terms = [len(TERMS), x.shape[0]] if every_term else [x.shape[0]]
     shapes = [terms, *(shape for shape, want in zip(shapes, wanted, strict=True) if want)]
@@ -79,7 +79,7 @@ def run(
     every_term: bool = False,
     step: Step = plain_step,
 ) -> list[Tensor]:
-    """Log-probabilities, or all terms, and gradients (`empty_results`), in chunks of at most `rows` rows."""
+    """Return log-probabilities or all terms, and gradients (`empty_results`), made in chunks of at most `rows` rows."""
     terms, *gradients = empty_results(x, weight, wanted, every_term)
     waiting = iter(gradients)
     of_x, of_weight, of_bias = (next(waiting) if want else None for want in wanted)
@@ -106,7 +106,7 @@ def run(
 
 
 def _pieces(weight: Tensor) -> list[slice]:
-    """All classes, or all but the last few and those: matmul units take sizes that are multiples of 16 bytes.
+    """Return all classes, or all but the last few and those: matmul units take sizes that are multiples of 16 bytes.
 
     With 50257 classes cuBLAS takes kernels that read number by number, whatever the distance between rows. A chunk of
     2048 rows of K = 1600 on an H200: 7.0 ms for the three matmuls; in two pieces 1.6.
@@ -117,7 +117,7 @@ def _pieces(weight: Tensor) -> list[slice]:
 
 
 def _width(classes: int) -> int:
-    """Columns of the buffer: rows that begin at multiples of 128 bytes suit matmul units, whatever their length."""
+    """Return the columns of the buffer: rows that begin at multiples of 128 bytes suit matmul units, however long."""
     return round_up(classes, 64)
 
 
@@ -129,7 +129,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, adds: bool) -> None:
-    """out = left @ right, or that added to it: FP32 out of whatever they are."""
+    """Write left @ right to `out`, or add it to that: FP32 of whatever they are."""
     if adds:
         _add_product(out, left, right)
     elif left.dtype == out.dtype:
@@ -141,7 +141,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor, adds: bool) -> None:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, FP32 of whatever they are."""
+    """Add left @ right to `total`: FP32 of whatever they are."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif not left.is_cuda:
@@ -155,7 +155,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @functools.cache
 def _adds_to_wider(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch adds a product to a wider matrix: some versions want all three in one dtype."""
+    """Return True if torch adds a product to a wider matrix: some versions want all three in one dtype."""
     one = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.ones(16, 16, device=device)
     try:
@@ -166,12 +166,12 @@ def _adds_to_wider(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def run_on_cuda(*given: Any) -> list[Tensor]:
-    """`run` with the softmax part of each chunk as one Triton kernel."""
+    """Return the results of `run`, with the softmax part of each chunk as one Triton kernel."""
     from fp8compile.kernels.loss.softmax_gradient import step  # Triton is imported where there is a GPU
 
     return run(*given, step=step)
 
 
 def workspace(rows: int, classes: int, m: int, dtype: torch.dtype) -> int:
-    """Bytes that are alive only while it runs: a chunk of logits, of `m` rows in all."""
+    """Return the bytes that are alive only while it runs: a chunk of logits, of `m` rows in all."""
     return max((part.stop - part.start for part in chunks(m, rows)), default=0) * _width(classes) * dtype.itemsize

@@ -112,7 +112,7 @@ def softmax_gradient(
 def step(
     logits: Tensor, index: Tensor, weights: Tensor | None, curve: Curve, gradients: bool, every_term: bool = False
 ) -> Tensor:
-    """`softmax_step.plain_step` in one launch; `logits` are contiguous along their rows.
+    """Return the results of `softmax_step.plain_step`, by one launch; `logits` are contiguous along their rows.
 
     What lies between rows, up to the next multiple of 16 columns, may be overwritten.
     """

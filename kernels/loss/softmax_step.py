@@ -18,18 +18,18 @@ DROPPED = -1  # the label of a row that has none: its terms mean nothing, and it
 
 @dataclass(frozen=True)
 class Curve:
-    """What a model makes of logits before the softmax: z = inner · logit, or z = outer · tanh(inner · logit)."""
+    """The function of logits before the softmax: z = inner · logit, or z = outer · tanh(inner · logit)."""
 
     inner: float = 1.0
     outer: float | None = None
 
     def scores(self, logits: Tensor) -> Tensor:
-        """z, in the dtype of `logits`."""
+        """Return z, in the dtype of `logits`."""
         z = logits * self.inner
         return z if self.outer is None else torch.tanh(z) * self.outer
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """dz / dlogit."""
+        """Return dz / dlogit."""
         if self.outer is None:
             return self.inner
         return self.inner * self.outer * (1 - torch.tanh(logits * self.inner).square())
@@ -43,7 +43,10 @@ Step = Callable[[Tensor, Tensor, Tensor | None, Curve, bool, bool], Tensor]
 def plain_step(
     logits: Tensor, index: Tensor, weights: Tensor | None, curve: Curve, gradients: bool, every_term: bool = False
 ) -> Tensor:
-    """The softmax part of a chunk, in plain torch; a label out of range has log-probability nan."""
+    """Return log-probabilities, or all terms, of a chunk; write gradients over its logits if `gradients`.
+
+    A label out of range has log-probability nan.
+    """
     wide = logits.float()
     z = curve.scores(wide)
     normaliser, log_probabilities = z.logsumexp(-1), z.log_softmax(-1)

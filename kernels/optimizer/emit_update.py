@@ -30,7 +30,7 @@ TILE = "offset, word, inside, FULL"
 
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """How many groups of 128 make a tile, how many tiles a program takes, and with how many warps.
+    """The groups of 128 of a tile, the tiles of a program, and its warps.
 
     registers: how many a thread has at most. Left alone, the compiler takes 170: a quarter of the warps less would run.
     """
@@ -41,13 +41,13 @@ class UpdateSchedule:
     registers: int = 128
 
     def options(self, target: str) -> dict[str, int | bool]:
-        """What Triton is given beside the arguments. Codes agree only where no product and sum are contracted."""
+        """Return the options of a launch. Codes agree only where no product and sum are contracted."""
         more = {"maxnreg": self.registers, "enable_fp_fusion": False} if target == "cuda" else {}
         return {"num_warps": self.warps} | more
 
 
 def columns(update: Update) -> dict[tuple[int, str], int]:
-    """Which column of the table has the address of which tensor: (slot, name) → column."""
+    """Return the columns of the table in which the addresses of tensors are: (slot, name) → column."""
     found: dict[tuple[int, str], int] = {}
     for i in (*update.stored, *update.read):
         for name in update.slots[i].tensors:
@@ -56,7 +56,7 @@ def columns(update: Update) -> dict[tuple[int, str], int]:
 
 
 def update_source(update: Update, schedule: UpdateSchedule, name: str, target: str) -> str:
-    """The functions of the kernel `name`, for "cuda" or "interpreter"."""
+    """Return the functions of the kernel `name`, for "cuda" or "interpreter"."""
     emitter = _Emitter(update, schedule, target)
     functions = emitter.functions(name)
     formats = {parse_state_format(s.type) for s in update.slots if s.kind == STATE}
@@ -95,7 +95,7 @@ class _Emitter:
         self.lines: list[str] = []  # what is computed and stored
 
     def functions(self, name: str) -> list[str]:
-        """`load` and `finish` a tile, and the kernel."""
+        """Return the functions `load` and `finish` of a tile, and the kernel."""
         inside = set(self.fused.values())
         for i, value in enumerate(self.update.values):
             if i not in inside:
@@ -113,7 +113,7 @@ class _Emitter:
         ]
 
     def _kernel(self) -> list[str]:
-        """The kernel's body: it finds its parameter, does full tiles without masks, and what is left with them."""
+        """Return the kernel's body: it finds its parameter, does full tiles without masks, and the rest with them."""
         groups, tiles, skip = self.schedule.groups, self.schedule.tiles, self.update.skip
         raw = ", ".join(self.raw)
         coming = ", ".join(f"next_{name}" for name in self.raw)
@@ -144,7 +144,7 @@ class _Emitter:
         ]
 
     def _address(self, slot: int, name: str) -> str:
-        """Loads where a tensor begins; of a counter, what it counts."""
+        """Return the line that loads where a tensor begins; of a counter, its count."""
         kind = self.update.slots[slot]
         types = {"side": "tl.int64", "payload": "tl.uint8", "low": "tl.int16", "counter": "tl.int32"}
         exact = kind.kind == STATE and parse_state_format(kind.type).is_exact
@@ -155,7 +155,7 @@ class _Emitter:
         return f"{name}{slot} = tl.multiple_of({address}, {ALIGNMENT}) + {'first_group' if name == 'side' else 'start'}"
 
     def _tile(self) -> list[str]:
-        """Where a tile lies, and what of it is inside the parameter."""
+        """Return the lines that say where a tile lies, and which part of it is inside the parameter."""
         groups = self.schedule.groups
         return [
             f"groups = tl.arange(0, {groups})",
@@ -172,7 +172,7 @@ class _Emitter:
         ]
 
     def _loaded(self, slot: int, name: str) -> str:
-        """A tile of a tensor, as it is loaded: in words, if its elements are smaller."""
+        """Return the variable with a tile of a tensor, as it is loaded: in words, if its elements are smaller."""
         raw, pointer = f"{name}{slot}_tile", f"{name}{slot}"
         bits = self._bits(slot, name)
         if bits == 32:
@@ -258,7 +258,7 @@ class _Emitter:
 
 
 def _fused_quotients(update: Update, coded: set[int]) -> dict[int, int]:
-    """Sums to which a quotient is added that nothing else uses: sum → quotient."""
+    """Return sums to which a quotient is added that nothing else uses: sum → quotient."""
     used = Counter(a for value in update.values for a in value.args) + Counter(
         update.slots[i].stored for i in update.stored
     )

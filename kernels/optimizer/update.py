@@ -1,4 +1,4 @@
-"""What an update spec means, in plain torch, and where it runs: this on a CPU, a generated kernel on a GPU."""
+"""The meaning of an update spec, in plain torch, which a CPU runs; a GPU runs a generated kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tens
 
 
 def run_on_gpu(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor], spec: str) -> None:
-    """The same by one launch."""
+    """Update every parameter in place by one launch, and advance the counters of random bits."""
     from fp8compile.kernels.optimizer import update_launch  # its generator needs no Triton, its launch does
 
     update_launch.launch(spec, stored, read, scalars)
@@ -50,7 +50,7 @@ def advance(update: Update, stored: Sequence[Tensor], scalars: Sequence[Tensor])
 def parameters(
     update: Update, stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> Iterator[dict[int, Tensors]]:
-    """The slots of each parameter, out of the flat lists that the operator takes."""
+    """Yield the slots of each parameter, out of the flat lists that the operator takes."""
     if is_matrix(scalars):
         scalars = scalars[0].flatten().unbind()
     lists = [(iter(stored), update.stored), (iter(read), update.read), (iter(scalars), update.scalars)]

@@ -45,7 +45,7 @@ class Slot:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """What it consists of, in the order of the arguments."""
+        """The names of its tensors, in the order of the arguments."""
         first = {STATE: ("payload", "side"), SPLIT: ("x", "low")}.get(self.kind, ("x",))
         return (*first, "counter") if self.counter else first
 
@@ -77,17 +77,17 @@ class Update:
         return tuple(i for i, s in enumerate(self.slots) if s.kind == SCALAR)
 
     def width(self, positions: tuple[int, ...]) -> int:
-        """How many tensors the slots at `positions` have."""
+        """Return how many tensors the slots at `positions` have."""
         return sum(len(self.slots[i].tensors) for i in positions)
 
     def to_json(self) -> str:
-        """As text, for `from_json`; equal updates have equal texts."""
+        """Return it as text, for `from_json`; equal updates have equal texts."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
 @lru_cache(maxsize=4096)
 def from_json(text: str) -> Update:
-    """The `Update` written as `text`."""
+    """Return the `Update` written as `text`."""
     data = json.loads(text)
     return Update(
         tuple(Slot(**slot) for slot in data["slots"]),
@@ -102,7 +102,7 @@ def is_matrix(scalars: Sequence[Tensor]) -> bool:
 
 
 def never_negative(update: Update) -> set[int]:
-    """Positions of values that have no sign, whatever the gradients: squares, their sums, states that only hold such.
+    """Return the positions of values without a sign, whatever the gradients: squares, their sums, states of such.
 
     A state is taken to hold none if what is stored in it has none as long as it holds none.
     """
@@ -117,7 +117,7 @@ def never_negative(update: Update) -> set[int]:
 
 
 def coded_values(update: Update) -> set[int]:
-    """Positions of values that a state in 8 bits is computed from."""
+    """Return the positions of values that a state in 8 bits is computed from."""
     found: set[int] = set()
     stack = [s.stored for s in update.slots if s.kind == STATE and s.stored is not None]
     while stack:

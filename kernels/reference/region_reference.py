@@ -120,7 +120,7 @@ class Evaluation:
         return r[:, None] + c[None, :]
 
     def spread(self, i: int, extent: tuple[int, int]) -> Any:
-        """Value `i`, repeated where its groups are coarser than `extent`; what does not vary stays 1 long."""
+        """Return value `i`, repeated where its groups are coarser than `extent`; what does not vary stays 1 long."""
         x = self[i]
         lengths = (self.rows, self.part.cols)
         for dim, (have, want) in enumerate(zip(self.part.extents[i], extent, strict=True)):
@@ -145,7 +145,7 @@ class Evaluation:
 
 
 def _grouped_amax(x: Tensor, value: Value) -> Tensor:
-    """Maxima of groups along rows, along columns, or of blocks; x holds no negative values."""
+    """Return maxima of groups along rows, along columns, or of blocks; x holds no negative values."""
     down, across = (value.params[0] if grouped else 1 for grouped in GROUP_REDUCTIONS[value.op])
     rows, cols = (round_up(n, m) for n, m in zip(x.shape, (down, across), strict=True))
     x = torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))

@@ -1,4 +1,4 @@
-"""What a region understands: for each operator of a decomposed graph, how its value is written in a spec.
+"""The operators that regions understand: for each of a decomposed graph, how its value is written in a spec.
 
 Operators that are one operation of generated kernels are named in that operation's row (`OPERATIONS`); those that are
 several have a rule here; so do reductions. An operator without either is a border of regions, and Inductor's. Adding
@@ -35,14 +35,14 @@ LAYOUTS = RESHAPES | PERMUTES | {aten.expand.default}
 
 
 class Writer(Protocol):
-    """What the rows of the table write with."""
+    """The object with which rules write values."""
 
     def op(self, name: str, *args: int, params: tuple[Any, ...] = ()) -> int:
-        """A value computed from others; returns its number."""
+        """Return the number of a value computed from others."""
         ...
 
     def constant(self, x: Any) -> int:
-        """A number; returns the value's number."""
+        """Return the number of a constant."""
         ...
 
 
@@ -75,7 +75,7 @@ def _relu(w: Writer, x: int) -> int:
 
 
 def _sigmoid(w: Writer, x: int) -> int:
-    """1 / (1 + exp(-x)), in pieces that x · sigmoid(x) as other decompositions write it has in common with it."""
+    """Return 1 / (1 + exp(-x)), in the pieces that x · sigmoid(x) has in other decompositions."""
     return w.op("div", w.constant(1.0), w.op("add", w.op("exp", w.op("neg", x)), w.constant(1.0)))
 
 
@@ -123,7 +123,7 @@ assert inductor_prims.random is torch.ops.prims.inductor_random.default
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether `node` is computed element by element from values that a region can hold."""
+    """Return True if `node` is computed element by element from values that a region can hold."""
     if node.op != "call_function" or node.target not in ELEMENTWISE or not is_tensor(node):
         return False
     out = value(node)
@@ -145,7 +145,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def _holds(arg: Any) -> bool:
-    """Whether an argument is a number, or a tensor of a type that a region computes with."""
+    """Return True if an argument is a number, or a tensor of a type that a region computes with."""
     if isinstance(arg, fx.Node):
         return is_tensor(arg) and value(arg).dtype in HELD
     return arg is None or isinstance(arg, (int, float, bool))
@@ -156,13 +156,13 @@ def _fill(node: fx.Node) -> Any:
 
 
 def constant_of(node: fx.Node) -> float | bool:
-    """The number that a constant tensor is filled with."""
+    """Return the number that a constant tensor is filled with."""
     fill = _fill(node)
     return bool(fill) if value(node).dtype == torch.bool else float(fill)
 
 
 def reduced_dims(node: fx.Node) -> list[int]:
-    """The dimensions of its source that a reduction removes, in order."""
+    """Return the dimensions of its source that a reduction removes, in order."""
     source = value(node.args[0])  # type: ignore[arg-type]
     dims = node.args[1] if len(node.args) > 1 else None
     if dims is None or dims == []:
@@ -171,7 +171,7 @@ def reduced_dims(node: fx.Node) -> list[int]:
 
 
 def is_row_reduction(node: fx.Node) -> bool:
-    """Whether `node` reduces the last dimensions of a floating-point tensor."""
+    """Return True if `node` reduces the last dimensions of a floating-point tensor."""
     if node.op != "call_function" or (node.target not in REDUCTIONS and node.target not in MOMENTS):
         return False
     source = node.args[0]
@@ -184,7 +184,7 @@ def is_row_reduction(node: fx.Node) -> bool:
 
 
 def is_col_sum(node: fx.Node) -> bool:
-    """Whether `node` sums over all but the last dimension, or over bands of rows (`bands_of`)."""
+    """Return True if `node` sums over all but the last dimension, or over bands of rows (`bands_of`)."""
     if node.op != "call_function" or node.target is not aten.sum.dim_IntList:
         return False
     source = node.args[0]
@@ -201,14 +201,14 @@ def is_col_sum(node: fx.Node) -> bool:
 
 
 def bands_of(node: fx.Node) -> int:
-    """Into how many bands of rows a column sum divides its source, each summed by itself: 1, or one for each image or
-    sequence where what was scaled and shifted by it sums up."""
+    """Return into how many bands of rows a column sum divides its source, each summed by itself: 1, or one for each
+    image or sequence that is scaled and shifted by values of its own."""
     shape = value(node.args[0]).shape[: reduced_dims(node)[0]]  # type: ignore[arg-type]
     return math.prod(shape)
 
 
 def is_global_amax(node: fx.Node) -> bool:
-    """Whether `node` is an amax for which all rows must be seen: of a tensor, or of a transposed tensor's rows."""
+    """Return True if `node` is an amax of all rows: of a tensor, or of a transposed tensor's rows."""
     if node.target is not ops.amax:
         return False
     _, granularity, *layout = node.args
@@ -216,7 +216,7 @@ def is_global_amax(node: fx.Node) -> bool:
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a region can compute `node`."""
+    """Return True if a region can compute `node`."""
     if node.op != "call_function":
         return False
     if node.target in ops.CASTS:
@@ -234,7 +234,7 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 def is_moment(node: fx.Node) -> bool:
-    """Whether `node` takes the variance or the mean out of a var_mean."""
+    """Return True if `node` takes the variance or the mean out of a var_mean."""
     return (
         node.op == "call_function"
         and node.target is operator.getitem
@@ -244,7 +244,7 @@ def is_moment(node: fx.Node) -> bool:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether a library's kernel computes `node`: nothing that reads it can be done as it is written."""
+    """Return True if a library's kernel computes `node`: nothing that reads it can be done as it is written."""
     if node.op != "call_function":
         return True
     if node.target is operator.getitem:
@@ -253,16 +253,16 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def is_library_kernel(node: fx.Node) -> bool:
-    """Whether `node` is a matmul, an attention, a convolution, or something that holds a graph of its own."""
+    """Return True if `node` is a matmul, an attention, a convolution, or something that holds a graph of its own."""
     holds_a_graph = isinstance(node.target, torch._ops.HigherOrderOperator)
     return node.op == "call_function" and (holds_a_graph or operators.is_library_kernel(node.target))
 
 
 def elements(node: fx.Node) -> Any:
-    """How many elements `node` has."""
+    """Return how many elements `node` has."""
     return product(value(node).shape)
 
 
 def same_elements(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two tensors are known to have equally many elements."""
+    """Return True if two tensors are known to have equally many elements."""
     return same(elements(a), elements(b))

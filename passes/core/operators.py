@@ -1,4 +1,4 @@
-"""What passes may assume of operators, by their names. Of an operator that no table here names, nothing.
+"""Properties of operators that passes may rely on, by their names. Of an operator that no table names, none.
 
     matmul, convolution, attention      a library's kernel computes it
     bears rounding                      a small error of an input is a small one of the output

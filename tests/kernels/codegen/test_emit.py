@@ -18,6 +18,7 @@ from casts import Cast
 from ranks import copies
 
 from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.check.trial_sizes import pick_sizes
 from fp8compile.kernels.codegen import choose_schedule, emit, generated
 from fp8compile.kernels.codegen.schedule import Schedule, Tiling
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Size, Store, Value
@@ -250,7 +251,7 @@ def test_sizes_for_a_trial_fit_together() -> None:
         draw = regions.draw(seed)
         if not draw.region.sizes:
             continue
-        names = check_kernel.pick_sizes(draw.region, about=64)
+        names = pick_sizes(draw.region, about=64)
         sizes = [names[n] for n in draw.region.sizes]
         inputs = check_kernel.random_inputs(draw.region, sizes, 0, "cpu")
         for part in draw.region.parts:
