@@ -29,7 +29,7 @@ from fp8compile.kernels.codegen.emit_values import Values
 from fp8compile.kernels.codegen.function_draft import FunctionDraft
 from fp8compile.kernels.codegen.printer import source_of
 from fp8compile.kernels.codegen.schedule import Schedule, Tiling
-from fp8compile.kernels.codegen.spec import PARTIALS, ROW_REDUCTIONS, Part, Region, Store
+from fp8compile.kernels.codegen.spec import PARTIALS, ROW_REDUCTIONS, Part, Region, Store, reached
 from fp8compile.kernels.codegen.statements import (
     Assign,
     Call,
@@ -164,16 +164,9 @@ class _PartWriter:
         loads = {s: sum(self.part.values[i].op == "load" for i in self._reached([s.value])) for s in stores}
         return sorted(stores, key=lambda s: -loads[s])
 
-    def _reached(self, stack: list[int]) -> set[int]:
-        """Return the values that these are made of, themselves included; those of a reduction in sweeps are not."""
-        found: set[int] = set()
-        while stack:
-            i = stack.pop()
-            if i not in found:
-                found.add(i)
-                if not self.tiling.sweeps or self.part.values[i].op not in ROW_REDUCTIONS:
-                    stack += self.part.values[i].args
-        return found
+    def _reached(self, starts: list[int]) -> set[int]:
+        """Return the values of which these are made; in sweeps, reductions are made already."""
+        return reached(self.part.values, starts, lambda v: not self.tiling.sweeps or v.op not in ROW_REDUCTIONS)
 
     # ---- which tiles a program has ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ A `Size` is a number, or a name: "n0", "n1", … come with the call (symbolic si
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
@@ -73,6 +73,21 @@ class Value:
     op: str
     args: tuple[int, ...] = ()
     params: tuple[Any, ...] = ()
+
+
+def reached(
+    values: Sequence[Value], starts: Iterable[int], through: Callable[[Value], bool] = lambda _: True
+) -> set[int]:
+    """Return the values of which `starts` are made, themselves included; not those of one for which `through` is
+    False."""
+    found: set[int] = set()
+    stack = list(starts)
+    while stack:
+        i = stack.pop()
+        if i not in found:
+            found.add(i)
+            stack += values[i].args if through(values[i]) else ()
+    return found
 
 
 @dataclass(frozen=True)

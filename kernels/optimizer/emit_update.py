@@ -12,6 +12,7 @@ tile to each address once; within the tile offsets are 32-bit and the same for a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -190,12 +191,12 @@ class _Emitter:
     def _value(self, i: int, value: Value) -> str:
         op, args, params = value.op, value.args, value.params
         if op == "constant":
-            x = params[0]
+            x: float | bool = params[0]
             kind = "tl.int1" if isinstance(x, bool) else "tl.float32"
-            text = repr(x) if isinstance(x, bool) or abs(float(x)) < float("inf") else f'float("{x}")'  # type: ignore[arg-type]
+            text = repr(x) if isinstance(x, bool) or math.isfinite(x) else f'float("{x}")'
             return f"tl.full((1, 1), {text}, {kind})"
         if op == "load":
-            return self._load(int(params[0]))  # type: ignore[call-overload]
+            return self._load(params[0])
         if i in self.fused:
             above, below = self.update.values[self.fused[i]].args
             (other,) = (a for a in args if a != self.fused[i])

@@ -24,7 +24,7 @@ from functools import cached_property, lru_cache
 from torch import Tensor
 
 from fp8compile.kernels.codegen.ranges import ranges_of
-from fp8compile.kernels.codegen.spec import Value
+from fp8compile.kernels.codegen.spec import Value, reached
 from fp8compile.kernels.codegen.value_range import NEVER_NEGATIVE
 
 PLAIN, STATE, SPLIT, SCALAR = "plain", "state", "split", "scalar"
@@ -118,11 +118,4 @@ def never_negative(update: Update) -> set[int]:
 
 def coded_values(update: Update) -> set[int]:
     """Return the positions of values that a state in 8 bits is computed from."""
-    found: set[int] = set()
-    stack = [s.stored for s in update.slots if s.kind == STATE and s.stored is not None]
-    while stack:
-        i = stack.pop()
-        if i not in found:
-            found.add(i)
-            stack += update.values[i].args
-    return found
+    return reached(update.values, (s.stored for s in update.slots if s.kind == STATE and s.stored is not None))

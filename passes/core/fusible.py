@@ -8,7 +8,6 @@ one is adding its name to a row, a row to `kernels/codegen/operations.py`, or a 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from fp8compile.kernels.codegen.spec import BAND
 from fp8compile.passes.core import operators
 from fp8compile.passes.core.compilation import STANDS_ALONE, aten, is_tensor, value
 from fp8compile.passes.core.iteration import product, same
+from fp8compile.passes.core.node_views import Amax, Getitem, argument, first_input
 
 prims = torch.ops.prims
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,13 +132,13 @@ def is_pointwise(node: fx.Node) -> bool:
     if any(is_tensor(i) and value(i).device != out.device for i in node.all_input_nodes):
         return False  # a number on a CPU
     if node.target in CONVERSIONS:
-        return _holds(node.args[0]) and value(node.args[0]).dtype in HELD  # type: ignore[arg-type]
+        return _holds(first_input(node))
     if node.target in CONSTANTS:
         return isinstance(_fill(node), (int, float, bool))
     if node.target in RANDOM:
-        return node.args[2] == "rand"
+        return argument(node, "mode") == "rand"
     if node.target is aten.pow.Tensor_Scalar:
-        return node.args[1] in POWERS and _holds(node.args[0])
+        return argument(node, "exponent") in POWERS and _holds(node.args[0])
     if node.target in POINTWISE:
         return all(_holds(a) for a in (*node.args, *node.kwargs.values()))
     return False
@@ -152,7 +152,7 @@ def _holds(arg: Any) -> bool:
 
 
 def _fill(node: fx.Node) -> Any:
-    return node.args[0] if node.target is aten.scalar_tensor.default else node.args[1]
+    return argument(node, "s" if node.target is aten.scalar_tensor.default else "fill_value")
 
 
 def constant_of(node: fx.Node) -> float | bool:
@@ -163,19 +163,16 @@ def constant_of(node: fx.Node) -> float | bool:
 
 def reduced_dims(node: fx.Node) -> list[int]:
     """Return the dimensions of its source that a reduction removes, in order."""
-    source = value(node.args[0])  # type: ignore[arg-type]
-    dims = node.args[1] if len(node.args) > 1 else None
-    if dims is None or dims == []:
-        return list(range(source.dim()))
-    return sorted(d % source.dim() for d in dims)  # type: ignore[union-attr]
+    n = value(first_input(node)).dim()
+    return sorted(d % n for d in argument(node, "dim") or range(n))
 
 
 def is_row_reduction(node: fx.Node) -> bool:
     """Return True if `node` reduces the last dimensions of a floating-point tensor."""
     if node.op != "call_function" or (node.target not in REDUCTIONS and node.target not in MOMENTS):
         return False
-    source = node.args[0]
-    if not (isinstance(source, fx.Node) and is_tensor(source) and value(source).dtype in FLOATS):
+    source = first_input(node)
+    if not (is_tensor(source) and value(source).dtype in FLOATS):
         return False
     if is_tensor(node) and value(node).dtype not in FLOATS:
         return False
@@ -187,8 +184,8 @@ def is_col_sum(node: fx.Node) -> bool:
     """Return True if `node` sums over all but the last dimension, or over bands of rows (`bands_of`)."""
     if node.op != "call_function" or node.target is not aten.sum.dim_IntList:
         return False
-    source = node.args[0]
-    if not (isinstance(source, fx.Node) and is_tensor(source) and value(source).dtype in FLOATS):
+    source = first_input(node)
+    if not (is_tensor(source) and value(source).dtype in FLOATS):
         return False
     if value(node).dtype not in FLOATS:
         return False
@@ -203,16 +200,13 @@ def is_col_sum(node: fx.Node) -> bool:
 def bands_of(node: fx.Node) -> int:
     """Return into how many bands of rows a column sum divides its source, each summed by itself: 1, or one for each
     image or sequence that is scaled and shifted by values of its own."""
-    shape = value(node.args[0]).shape[: reduced_dims(node)[0]]  # type: ignore[arg-type]
-    return math.prod(shape)
+    return math.prod(value(first_input(node)).shape[: reduced_dims(node)[0]])
 
 
 def is_global_amax(node: fx.Node) -> bool:
     """Return True if `node` is an amax of all rows: of a tensor, or of a transposed tensor's rows."""
-    if node.target is not ops.amax:
-        return False
-    _, granularity, *layout = node.args
-    return granularity == "tensor" or (granularity == "row" and bool(layout and layout[0]))
+    amax = Amax.of(node)
+    return amax is not None and (amax.granularity == "tensor" or (amax.granularity == "row" and amax.transpose))
 
 
 def is_fusible(node: fx.Node) -> bool:
@@ -222,33 +216,25 @@ def is_fusible(node: fx.Node) -> bool:
     if node.target in ops.CASTS:
         return True
     if node.target in LAYOUTS:
-        return (
-            STANDS_ALONE not in node.meta
-            and is_tensor(node)
-            and isinstance(node.args[0], fx.Node)
-            and value(node).dtype in HELD
-        )
+        return STANDS_ALONE not in node.meta and is_tensor(node) and value(node).dtype in HELD
     if is_moment(node):
-        return is_row_reduction(node.args[0])  # type: ignore[arg-type]
+        return is_row_reduction(first_input(node))
     return is_pointwise(node) or is_row_reduction(node) or is_col_sum(node)
 
 
 def is_moment(node: fx.Node) -> bool:
     """Return True if `node` takes the variance or the mean out of a var_mean."""
-    return (
-        node.op == "call_function"
-        and node.target is operator.getitem
-        and isinstance(node.args[0], fx.Node)
-        and node.args[0].target in MOMENTS
-    )
+    getitem = Getitem.of(node)
+    return getitem is not None and getitem.source.target in MOMENTS
 
 
 def is_opaque(node: fx.Node) -> bool:
     """Return True if a library's kernel computes `node`: nothing that reads it can be done as it is written."""
     if node.op != "call_function":
         return True
-    if node.target is operator.getitem:
-        return is_opaque(node.args[0])  # type: ignore[arg-type]
+    getitem = Getitem.of(node)
+    if getitem:
+        return is_opaque(getitem.source)
     return str(node.target).startswith("fp8.") or is_library_kernel(node)
 
 

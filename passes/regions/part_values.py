@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.spec import ROW_REDUCTIONS, Digits, Input, Part, Store, Value
+from fp8compile.kernels.codegen.spec import ROW_REDUCTIONS, Digits, Input, Part, Store, Value, reached
 from fp8compile.passes.core.iteration import Size, divides
 
 DIVISORS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -156,14 +156,7 @@ class Values:
         return part, tensors
 
     def _needed(self, stores: Sequence[Store]) -> list[int]:
-        found: set[int] = set()
-        stack = [s.value for s in stores]
-        while stack:
-            i = stack.pop()
-            if i not in found:
-                found.add(i)
-                stack += self.items[i].args
-        return sorted(found)
+        return sorted(reached(self.items, (s.value for s in stores)))
 
     def _fold_sigmoids(self, stores: Sequence[Store]) -> None:
         """1 + tanh(x) and 1 + erf(x), where nothing else needs the tanh or erf (GELU's): half the instructions."""

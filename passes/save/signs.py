@@ -18,7 +18,7 @@ from fp8compile.kernels.codegen.reductions import REDUCTIONS
 from fp8compile.kernels.codegen.value_range import NEVER_NEGATIVE, UNKNOWN, Range
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import VIEWS, aten, value
-from fp8compile.passes.core.node_views import first_input
+from fp8compile.passes.core.node_views import Getitem, argument, first_input
 
 DIVISIONS = fusible.overloads_of("div")
 SAME_SIGN = {*VIEWS, *fusible.CONVERSIONS, aten.clone.default, aten.cat.default}
@@ -62,14 +62,14 @@ class Signs:
             name = fusible.REDUCTIONS[target]
             return REDUCTIONS[AVERAGES.get(name, name)].range([self.of(first_input(node))], False)
         if target is aten.pow.Tensor_Scalar:
-            return self._power(*node.args[:2])
+            return self._power(first_input(node), argument(node, "exponent"))
         if fusible.is_moment(node):
-            return NEVER_NEGATIVE if node.args[1] == 0 else UNKNOWN
+            return NEVER_NEGATIVE if Getitem(node).index == 0 else UNKNOWN
         rule = fusible.POINTWISE.get(target)
         found = UNKNOWN if rule is None else self._computed(node, rule)
         return replace(found, positive=found.positive or self._is_shifted_average(node))
 
-    def _power(self, base: Any, exponent: Any) -> Range:
+    def _power(self, base: fx.Node, exponent: float) -> Range:
         if exponent in (2, 4):
             return NEVER_NEGATIVE
         return replace(value_range.total([self.of(base)], False), positive=False)

@@ -20,8 +20,22 @@ from ranks import copies
 from fp8compile.kernels.check import check_kernel
 from fp8compile.kernels.check.trial_sizes import pick_sizes
 from fp8compile.kernels.codegen import choose_schedule, emit, generated
+from fp8compile.kernels.codegen.printer import lines_of
 from fp8compile.kernels.codegen.schedule import Schedule, Tiling
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Size, Store, Value
+from fp8compile.kernels.codegen.statements import (
+    Add,
+    Assign,
+    Call,
+    For,
+    If,
+    Name,
+    Write,
+    expr,
+    names_assigned,
+    names_read,
+    replaced,
+)
 from fp8compile.kernels.reference import region_reference
 
 
@@ -194,6 +208,27 @@ def test_header() -> None:
 def test_only_what_is_needed_is_written() -> None:
     text = generated.file_source(copy(64, 256), choose_schedule.choose(copy(64, 256)))
     assert text.count("@triton.jit") == 1
+
+
+# ---- statements -----------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_replaced_where_it_is_read_and_nowhere_else() -> None:
+    row_block, first, pid = Name("row_block"), Name("first_row_block"), Name("pid")
+    inner = Assign(Name("v1"), expr("{} + {}", row_block, first))
+    loop = For(Name("col_block"), expr("range({})", row_block), (inner, Write(Name("y0"), Name("v1"), row_block)))
+    text = "\n".join(lines_of(replaced(loop, {row_block: pid})))
+    assert text == "for col_block in range(pid):\n    v1 = pid + first_row_block\n    tl.store(y0, v1, mask=pid)"
+    assert names_read([loop]) == {row_block, first, Name("y0"), Name("v1")}
+    assert names_assigned([loop]) == {Name("col_block"), Name("v1")}
+
+
+def test_branches_and_sums_are_written_with_what_they_read() -> None:
+    total, x, n = Name("acc0"), Name("v0"), Name("n0")
+    branches = If(((expr("{} < 4", n), (Add(total, x),)), (None, (Call(expr("part1({})", x)),))))
+    assert lines_of(branches) == ["if n0 < 4:", "    acc0 += v0", "else:", "    part1(v0)"]
+    assert names_read([branches]) == {total, x, n}
+    assert names_assigned([branches]) == {total}
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
