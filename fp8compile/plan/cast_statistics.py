@@ -35,7 +35,8 @@ from torch import Tensor
 
 from fp8compile.errors import Fp8Error, OptionError
 from fp8compile.formats import parse_granularity
-from fp8compile.kernels.casts.cast_losses import ALTERNATIVES, LINE, SUMS, measure
+from fp8compile.kernels.casts.cast_losses import measure
+from fp8compile.kernels.casts.loss_sums import ALTERNATIVES, LINE, SUMS
 from fp8compile.plan.json_rows import an_object, made, parsed, require
 from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Plan

@@ -12,6 +12,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 
 from fp8compile.optimizer import state_ops
+from fp8compile.optimizer.step_graph import warn_of_unmerged
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import device_of

@@ -1,4 +1,4 @@
-"""What casts lose of tensors in training, as sums: for a cast as it is, and for `ALTERNATIVES` in its place.
+"""The losses of casts in training, as sums: of a cast as it is, and of `ALTERNATIVES` in its place.
 
     extremes(tensors, scale, format)      largest magnitude; elements so far above the format's maximum that rounding
                                           alone would not have brought them there. Of all elements, in one read
@@ -23,24 +23,16 @@ On a GPU, eager operators would be hundreds of launches for each tensor; `measur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8compile.formats import Granularity, ceil_div, parse_granularity
+from fp8compile.kernels.casts.loss_sums import ALTERNATIVES, LINE, ROW, SATURATED, SUMS, Lines
 from fp8compile.kernels.reference import markers
 
-ALTERNATIVES = ("e4m3 tensor", "e4m3 row", "e4m3 group(128)", "e4m3 group(16)", "e5m2 tensor", "e5m2 row")
-SATURATED = {"e4m3": 464.0, "e5m2": 61440.0}  # the maximum and half a step: 448 + 32/2, 57344 + 8192/2
 SAMPLE = 1 << 20  # elements that are measured of the tensors that share a scale
-
-LINE = ("noise", *ALTERNATIVES, "signal")  # Σ (x − x̂)² under the cast and each alternative, Σ x²
-COUNTS = ("nonzero", "underflown", "above")  # above: what saturates
-ROW = (*LINE, *COUNTS)
-SUMS = ("steps", "skipped", "elements", "amax", "saturated", *ROW)
-
-Lines: TypeAlias = tuple[Tensor, Tensor]  # rows, columns
 
 
 class Kernels(NamedTuple):
@@ -54,7 +46,7 @@ class Kernels(NamedTuple):
 
 
 def extremes(tensors: Sequence[Tensor], scale: Tensor | None, format: str) -> tuple[Tensor, Tensor]:
-    """(amax of all elements, FP32 []; nan if one is in them, how many saturate under a `scale` [] of all, int64 [])."""
+    """Return (amax of all elements, FP32 []; how many saturate under a `scale` [] of all, int64 []). nan gives nan."""
     largest = torch.stack([torch.linalg.vector_norm(x, torch.inf).float() for x in tensors]).amax()
     if scale is None:
         return largest, torch.zeros((), dtype=torch.int64, device=largest.device)
@@ -62,12 +54,12 @@ def extremes(tensors: Sequence[Tensor], scale: Tensor | None, format: str) -> tu
 
 
 def _above(x: Tensor, scale: Tensor, format: str) -> Tensor:
-    """Where rounding alone would not have brought `x` to the format's maximum; FP32, `scale` broadcasts."""
+    """Return where rounding alone would not have brought `x` (FP32) to the format's maximum; `scale` broadcasts."""
     return x.abs() > scale * SATURATED[format]
 
 
 def line_sums(x: Tensor, scale: Tensor, cast: str, largest: Tensor) -> Lines:
-    """Sums over the rows and the columns of x [B, R, C], under `scale` [B or 1, …] and under each alternative.
+    """Return sums over rows and columns of x [B, R, C], under `scale` [B or 1, …] and under each alternative.
 
     largest: amax of the tensor that x is a sample of, of which alternatives with one scale are made.
     """
@@ -86,7 +78,7 @@ def line_sums(x: Tensor, scale: Tensor, cast: str, largest: Tensor) -> Lines:
 
 
 def _lost(exact: Tensor, cast: str, largest: Tensor) -> Tensor:
-    """x − x̂ under a cast with current scales."""
+    """Return x − x̂ of a cast with current scales."""
     format, granularity = cast.split(" ")
     scale = markers.scale(largest if granularity == "tensor" else markers.amax(exact, granularity), format)
     data = markers.quantize(exact, scale, format, granularity)
@@ -97,7 +89,7 @@ PLAIN = Kernels(extremes, line_sums)
 
 
 def kernels_for(x: Tensor) -> Kernels:
-    """Triton's on a GPU, else plain torch."""
+    """Return the kernels for a tensor: Triton's on a GPU, else plain torch."""
     if not x.is_cuda:
         return PLAIN
     from fp8compile.kernels.casts import measure_casts  # Triton is imported where there is a GPU
@@ -109,7 +101,7 @@ def kernels_for(x: Tensor) -> Kernels:
 
 
 def sample(x: Tensor, scale: Tensor, granularity: Granularity, every: int) -> tuple[Tensor, Tensor]:
-    """One in `every` rows of x [..., R, C] as [B, R', C], and their scales as [B, …]; one scale as [1, 1, 1]."""
+    """Return one in `every` rows of x [..., R, C] as [B, R', C], and their scales as [B, …]; one scale as [1, 1, 1]."""
     height = granularity.size if granularity.kind == "block" else 1
     one_scale = granularity.kind == "tensor"
     if not one_scale:
@@ -124,7 +116,7 @@ def sample(x: Tensor, scale: Tensor, granularity: Granularity, every: int) -> tu
 
 
 def _spread(x: Tensor, dim: int, height: int, distance: int) -> Tensor:
-    """Stretches of `height` along `dim`, one in `distance`; a view if they are of one."""
+    """Return stretches of `height` along `dim`, one in `distance`; a view if they are of one."""
     stretches = x.narrow(dim, 0, x.shape[dim] // height * height).unflatten(dim, (-1, height))
     return stretches[(slice(None),) * dim + (slice(distance // 2, None, distance),)].flatten(dim, dim + 1)
 
@@ -135,8 +127,8 @@ def _spread(x: Tensor, dim: int, height: int, distance: int) -> Tensor:
 def measure(
     scale: Tensor | None, tensors: Sequence[Tensor], cast: str, transpose: bool, kernels: Kernels | None = None
 ) -> Tensor:
-    """`SUMS`, then `LINE` over rows and over columns, of one execution, FP64 [n]; zeros, and one skipped, if an element
-    is not finite.
+    """Return `SUMS`, then `LINE` over rows and over columns, of one execution, FP64 [n]; zeros, and one skipped, if an
+    element is not finite.
 
     `tensors` share the scale; None: the current one of all of them. `transpose`: rows and groups lie along their first
     dimension.
@@ -160,14 +152,14 @@ def measure(
 
 
 def _totals(rows: Tensor, columns: Tensor) -> Tensor:
-    """`ROW` over all rows; Σ line / signal over the rows, then over the columns, which are not all zero."""
+    """Return `ROW` over all rows, and Σ line / signal over the rows, then the columns, that are not all zero."""
     signal = LINE.index("signal")
     evenly = [(lines[: len(LINE)] / lines[signal]).nansum(-1) for lines in (rows, columns)]
     return torch.cat([rows.sum(-1), *evenly])
 
 
 def _vector(largest: Tensor, saturated: Tensor, elements: int, total: Tensor) -> Tensor:
-    """What `measure` returns; few operators, for each is a launch."""
+    """Return the vector of `measure`; by few operators, for each is a launch."""
     head = total.new_zeros(len(SUMS) - len(ROW))
     for name, value in (("steps", 1.0), ("elements", elements)):
         head[SUMS.index(name)].fill_(value)

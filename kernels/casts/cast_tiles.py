@@ -72,17 +72,17 @@ class Part:
 
     @property
     def kind(self) -> tuple[torch.dtype, bool]:
-        """What parts of one launch have in common."""
+        """The properties that parts of one launch share: the shard's dtype, and True for scales of blocks."""
         return self.shard.dtype, self.scale.dim() == 2
 
     @property
     def is_aligned(self) -> bool:
-        """Whether it can be read and written 16 bytes at a time."""
+        """True if it can be read and written 16 bytes at a time."""
         aligned = self.shard.data_ptr() % 16 == self.target.data_ptr() % 16 == self.shard.shape[1] % ALIGNMENT == 0
         return aligned and self.shard.is_contiguous()
 
     def fields(self) -> tuple[int, ...]:
-        """What the table says of it."""
+        """Return its row of the table."""
         addresses = self.shard.data_ptr(), self.target.data_ptr(), self.scale.data_ptr()
         return *addresses, self.first, *self.shard.shape
 
@@ -110,11 +110,11 @@ class Launch:
 
 
 def _tiles(shapes: Sequence[tuple[int, ...]]) -> Tensor:
-    """(part, tile of it) of every program."""
+    """Return (part, tile of it) of every program."""
     counts = [ceil_div(rows, ROWS) * ceil_div(columns, COLUMNS) for rows, columns in shapes]
     return torch.cat([torch.stack([torch.full((n,), i), torch.arange(n)], 1) for i, n in enumerate(counts)]).int()
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """On `device`, without waiting for it (torch keeps pinned memory until a copy has read it)."""
+    """Return `x` on `device`, without waiting for it (torch keeps pinned memory until a copy has read it)."""
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What casts lose, on a GPU: two Triton kernels. Meaning: `cast_losses.extremes` and `cast_losses.line_sums`.
+"""The losses of casts on a GPU: two Triton kernels. Meaning: `cast_losses.extremes` and `cast_losses.line_sums`.
 
 `find_extremes` reads each element once: a fixed number of programs, each striding through memory, whose maxima and
 counts meet in atomics on integers, which do not depend on their order. Magnitudes of floats are ordered like their
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.formats import ceil_div, parse_granularity
-from fp8compile.kernels.casts.cast_losses import LINE, ROW, SATURATED, Lines
+from fp8compile.kernels.casts.loss_sums import LINE, ROW, SATURATED, Lines
 
 BLOCK = 8192
 PROGRAMS = 1024  # a few for each of a GPU's multiprocessors
@@ -100,7 +100,7 @@ def over_columns(sums, place, kept, value):
 
 @triton.jit
 def of_line(exact, lost, of_all, of_row, of_128, of_16, N: tl.constexpr):  # noqa: N803
-    """What sum number N of `cast_losses.LINE` adds up."""
+    """What sum number N of `loss_sums.LINE` adds up."""
     if N == 0:
         value = lost * lost
     elif N == 1:
@@ -181,7 +181,7 @@ def add_lines(
 
 
 def extremes(tensors: Sequence[Tensor], scale: Tensor | None, format: str) -> tuple[Tensor, Tensor]:
-    """`cast_losses.extremes`, one launch for each tensor."""
+    """Return `cast_losses.extremes`, by one launch for each tensor."""
     found = torch.zeros(2, dtype=torch.int64, device=tensors[0].device)
     kernel: Any = find_extremes
     for x in tensors:
@@ -194,7 +194,7 @@ def extremes(tensors: Sequence[Tensor], scale: Tensor | None, format: str) -> tu
 
 
 def line_sums(x: Tensor, scale: Tensor, cast: str, largest: Tensor) -> Lines:
-    """`cast_losses.line_sums`, whose FP32 sums over a tile are off by 2^-20 at most."""
+    """Return `cast_losses.line_sums`; FP32 sums over a tile are off by 2^-20 at most."""
     format, granularity = cast.split(" ")
     how = parse_granularity(granularity)
     batches, rows, columns = x.shape

@@ -13,7 +13,7 @@ cancellation.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,11 @@ from torch import Tensor
 
 from fp8compile.formats import FP8_DTYPES, ceil_div, round_up
 from fp8compile.kernels.check.error_bounds import Bounds
+from fp8compile.kernels.check.trial_sizes import pick_sizes
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.codegen.reductions import REDUCTIONS
 from fp8compile.kernels.codegen.schedule import Schedule, Tiling
 from fp8compile.kernels.codegen.spec import (
     GROUP_REDUCTIONS,
@@ -32,7 +35,6 @@ from fp8compile.kernels.codegen.spec import (
     Buffer,
     Part,
     Region,
-    Size,
     Store,
     number_of,
 )
@@ -43,16 +45,16 @@ GUARD = 1 << 16  # bytes before and after a buffer
 RUN = 16  # random data changes its magnitude every so many elements
 SPECIAL = (float("inf"), float("-inf"), float("nan"), 1e-40, -0.0, 3e38)
 STATISTICS = (*ROW_REDUCTIONS, *GROUP_REDUCTIONS, "scale", "scale_power_of_two", "load_max")
-# Ops that leave the sign of a zero open: max(-0, 0) is either, and so is their sum's zero in another order.
-ANY_ZERO = ("maximum", "minimum", "row_max", "row_min", "row_sum")
+# Operations that leave the sign of a zero open: max(-0, 0) is either, and so is a sum's zero in another order.
+ANY_ZERO = {op for op, row in (OPERATIONS | REDUCTIONS).items() if row.any_zero}
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
 def random_inputs(region: Region, sizes: Sequence[int], seed: int, device: str) -> list[Tensor]:
-    """A flat tensor for each argument, just big enough. Normal numbers of magnitudes 2^-6 to 2^6, and some runs of
-    zeros; every fourth seed adds infinities, nan, a subnormal number, -0 and one near the largest."""
+    """Return a flat tensor for each argument, just big enough. Normal numbers of magnitudes 2^-6 to 2^6, and some runs
+    of zeros; every fourth seed adds infinities, nan, a subnormal number, -0 and one near the largest."""
     names = dict(zip(region.sizes, sizes, strict=True))
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -97,7 +99,7 @@ def _random(count: int, dtype: torch.dtype, maxima: bool, special: bool, generat
 
 
 def check(kernel: Any, region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[str]:
-    """Run `kernel` into poisoned buffers with guards around them; what is wrong with the results, as lines."""
+    """Run `kernel` into poisoned buffers with guards around them; return a line for each thing that is wrong."""
     names = dict(zip(region.sizes, sizes, strict=True))
     device = inputs[0].device if inputs else torch.device("cpu")
     memory = [_guarded(buffer, names, schedule, device) for buffer in region.buffers]
@@ -112,7 +114,7 @@ def check(kernel: Any, region: Region, schedule: Schedule, inputs: Sequence[Tens
 
 
 def _guarded(buffer: Buffer, names: dict[str, int], schedule: Schedule, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(memory, the buffer inside of it)."""
+    """Return (memory, the buffer inside of it)."""
     shape = [schedules.resolve(d, names, schedule) for d in buffer.shape]
     dtype = getattr(torch, buffer.dtype)
     size = torch.Size(shape).numel() * dtype.itemsize
@@ -126,7 +128,7 @@ def _guarded(buffer: Buffer, names: dict[str, int], schedule: Schedule, device: 
 def compare(
     region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Sequence[int], buffers: Sequence[Tensor]
 ) -> list[str]:
-    """What differs between `buffers`, a kernel's results, and the reference; a line for each store, empty if nothing.
+    """Return how `buffers`, a kernel's results, differ from the reference: a line for each store that does.
 
     Statistics (reductions, scales) that the kernel stored are taken as given for what depends on them, so that scales
     are equal, and each is judged by itself, given those before it.
@@ -152,7 +154,7 @@ def _op(part: Part, store: Store) -> str:
 
 
 def _stored(buffer: Tensor, store: Store, part: Part, names: Mapping[str, int], padded: bool = False) -> Tensor:
-    """What `store` left in `buffer`, rows first; `padded` with the zeros that it appends."""
+    """Return the elements that `store` left in `buffer`, rows first; `padded` with the zeros that it appends."""
     lead = number_of(store.lead, names)
     strides = (1, lead) if store.transposed else (lead, 1)
     offset = buffer.storage_offset() + number_of(store.offset, names)
@@ -160,7 +162,7 @@ def _stored(buffer: Tensor, store: Store, part: Part, names: Mapping[str, int], 
 
 
 def _shape(store: Store, part: Part, names: Mapping[str, int], padded: bool) -> tuple[int, int]:
-    """Rows and columns, in its extent, of what `store` writes."""
+    """Return how many rows and columns, in its extent, `store` writes."""
     rows, cols = part.stored_extent(store)
     height, width = number_of(part.rows, names), part.cols
     if padded:
@@ -183,7 +185,7 @@ class _Judge:
         return values, Bounds(values, self.tiling, given, on_gpu)
 
     def complaint(self, store: Store, buffer: Tensor) -> str:
-        """What is wrong with what `store` left in `buffer`; "" if nothing."""
+        """Return how the elements that `store` left in `buffer` are wrong; "" if they are right."""
         i = store.value
         values, bounds = self.all_given
         if i in self.given:
@@ -200,13 +202,13 @@ class _Judge:
         return _difference(actual, exact, bound, partial(_cast, dtype=actual.dtype), self._signs_zeros(i))
 
     def _padded(self, x: Tensor, store: Store) -> Tensor:
-        """x over all that `store` writes: repeated where it does not vary, then zeros appended."""
+        """Return x over all that `store` writes: repeated where it does not vary, then zeros appended."""
         rows, cols = _shape(store, self.part, self.names, padded=False)
         height, width = _shape(store, self.part, self.names, padded=True)
         return torch.nn.functional.pad(x.expand(rows, cols), (0, width - cols, 0, height - rows))
 
     def _signs_zeros(self, i: int) -> bool:
-        """Whether the sign of a zero is determined."""
+        """Return True if the sign of a zero is determined."""
         value = self.part.values[i]
         return value.op not in ANY_ZERO and all(map(self._signs_zeros, value.args))
 
@@ -216,7 +218,7 @@ def _float(x: Tensor) -> Tensor:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (FP64) as an element of `dtype`, as FP64."""
+    """Return x (FP64) cast to `dtype`, as FP64."""
     if dtype == torch.bool:
         return (x > 0.5).double()  # 0 or 1, give or take a bound of 0 or 1
     x = x.float()  # registers are FP32
@@ -229,7 +231,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _difference(
     actual: Tensor, exact: Tensor, bound: Tensor, cast: Callable[[Tensor], Tensor], signed_zeros: bool
 ) -> str:
-    """Where `actual` is not within `bound` of `exact`; nan is what nan must be, in any of its codes."""
+    """Return where `actual` is not within `bound` of `exact`; of nan, any code is right."""
     got = actual.view(torch.uint8).double() if actual.dtype == torch.bool else actual.double()
     low, high = cast(exact - bound), cast(exact + bound)
     fine = (low <= got) & (got <= high) | (exact.isnan() & got.isnan()) | bound.isinf()
@@ -269,35 +271,3 @@ def main(kernel: Any, spec_text: str, schedule_text: str) -> None:
     size = sum(sum(generated.moved(part, region, names).values()) for part in region.parts)
     print(f"{size / 1e6:.3f} MB in {milliseconds * 1e3:.1f} us: {size / milliseconds / 1e6:.0f} GB/s")
     sys.exit(1 if wrong else 0)
-
-
-def pick_sizes(region: Region, about: int = 4096) -> dict[str, int]:
-    """Values for the symbolic sizes that fit together: loops over rows make up the rows, strides hold what they step
-    over."""
-    names: dict[str, int] = {}
-    for rows in {part.rows for part in region.parts if isinstance(part.rows, str)}:
-        parts = [part for part in region.parts if part.rows == rows]
-        inner = [size for part in parts for loops in _row_loops(part) for size in loops if isinstance(size, int)]
-        step = torch.tensor([16, *(part.row_divisor for part in parts), *inner]).unique().prod().item()
-        names[rows] = round_up(about, int(step))
-    for part in region.parts:
-        for loops in _row_loops(part):
-            _fill(loops, number_of(part.rows, names), names)
-    return {name: names.get(name, about) for name in region.sizes}
-
-
-def _row_loops(part: Part) -> Iterator[list[Size]]:
-    for i in part.inputs:
-        yield [size for size, _ in i.rows]
-
-
-def _fill(loops: list[Size], rows: int, names: dict[str, int]) -> None:
-    """Name what is unknown of `loops`, whose product is `rows`: the first makes up for the others, which are 1."""
-    unknown = [size for size in loops if isinstance(size, str) and size not in names]
-    for name in unknown[1:]:
-        names[name] = 1
-    if unknown:
-        known = 1
-        for size in loops:
-            known *= number_of(size, names) if size != unknown[0] else 1
-        names[unknown[0]] = rows // known

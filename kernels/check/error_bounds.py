@@ -1,4 +1,4 @@
-"""How far the values of a generated kernel may lie from the reference's: an absolute bound for each element.
+"""Bounds of how far the values of a generated kernel may lie from the reference's: an absolute one for each element.
 
     bound of op(a, b)  =  what the bounds of a and b can do to the result  +  the rounding of op itself
 
@@ -14,13 +14,14 @@ something that may be 0. Bounds are FP64, so their own rounding does not count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fp8compile.kernels.codegen.expressions import EXPRESSIONS
+from fp8compile.kernels.codegen.operation import Operation, Spread
+from fp8compile.kernels.codegen.operations import OPERATIONS
 from fp8compile.kernels.codegen.schedule import Tiling
 from fp8compile.kernels.codegen.spec import PARTIALS, Value
 from fp8compile.kernels.reference.region_reference import Evaluation
@@ -32,27 +33,6 @@ LEAST_DEPTH = 64  # see `_depth`
 SIGN = 1e-300  # the bound of a product with 0 or a quotient by inf: no more than the sign of a zero
 TOO_LARGE = 2.0**126  # a GPU's approximate division by more is 0 (PTX, div.full.f32)
 SLACK = 1.01  # for the rounding of x ± bound itself
-
-# Ops rounded to nearest by both sides. On exact arguments they give equal bits.
-ROUNDED = ("add", "sub", "mul", "scale", "quantize")
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-MONOTONE = (
-    "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "one_plus_tanh", "erf", "one_plus_erf", "sigmoid", "sqrt",
-    "rsqrt", "reciprocal", "floor", "ceil", "round",
-)  # fmt: skip
-POLES = ("rsqrt", "reciprocal", "log", "log2")  # monotone, but not across 0
-
-# Units U by which two approximations of the same value may differ: |result| · first, and absolutely second. On a GPU
-# div.full, ex2.approx and rsqrt.approx are within 2 ULP = 4 U and libdevice within 2 ULP; torch within 1 ULP = 2 U.
-# exp is 2^(x · log2 e) there, the product rounded: 2 U |x| more, in `_own`.
-APPROXIMATE: dict[str, tuple[float, float]] = {
-    "div": (8, 0), "exp": (8, 0), "exp2": (8, 0), "expm1": (8, 0), "log": (8, 0), "log2": (8, 0), "log1p": (8, 0),
-    "sin": (8, 8), "cos": (8, 8), "tanh": (24, 0), "one_plus_tanh": (12, 4), "erf": (8, 0), "one_plus_erf": (16, 8),
-    "sigmoid": (12, 0), "rsqrt": (8, 0),
-    "reciprocal": (8, 0), "sqrt": (4, 0),
-}  # fmt: skip
-# Forms for the interpreter that cancel: exp(x) - 1, 2 / (1 + exp(-2x)) - 1, log(1 + x).
-INTERPRETED: dict[str, tuple[float, float]] = {"expm1": (16, 16), "log1p": (8, 8)}
 
 
 class Bounds(Evaluation):
@@ -71,7 +51,7 @@ class Bounds(Evaluation):
         return bound.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def quotient(self, i: int) -> tuple[Tensor, Tensor]:
-        """(x / scale, its bound) of value i, a quantization."""
+        """Return (x / scale, its bound) of value i, a quantization."""
         extent = self.part.extents[i]
         x, scale = (self.values.spread(a, extent).double() for a in self.part.values[i].args)
         return (x.float() / scale.float()).double(), self[i]
@@ -79,20 +59,20 @@ class Bounds(Evaluation):
     # ---- element by element -------------------------------------------------------------------------------------
 
     def _elementwise(self, i: int, value: Value) -> Tensor:
-        extent = self.part.extents[i]
+        extent, operation = self.part.extents[i], OPERATIONS[value.op]
         args = [self.values.spread(a, extent) for a in value.args]
         bounds = [self.spread(a, extent) + self._unrounded(a, value, extent) for a in value.args]
-        if self.on_gpu and value.op != "where":  # what is subnormal may count as 0
+        if self.on_gpu and operation.spread is not Spread.CHOICE:  # what is subnormal may count as 0
             bounds = [
                 b + torch.where(x.abs() < FLUSHED, x.abs().double(), 0.0) for b, x in zip(bounds, args, strict=True)
             ]
         out = self.values[i].double() if value.op != "quantize" else (args[0] / args[1]).double()
-        passed = _passed_on(value, args, bounds, out)
-        if value.op in (*COMPARISONS, "and", "or", "xor", "not", "where"):
+        passed = _passed_on(operation, value, args, bounds, out)
+        if operation.gives_bool or operation.spread is Spread.CHOICE:
             return passed
         inexact = torch.stack(torch.broadcast_tensors(*bounds)).amax(0) > 0
-        own = self._own(value.op, args[0].double(), out)
-        if value.op in ROUNDED:
+        own = self._own(operation, args[0].double(), out)
+        if operation.nearest:
             own = torch.where(inexact, 2 * U * out.abs(), 0.0)
         passed = torch.where(inexact, passed.clamp_min(SIGN), passed)
         if value.op == "div" and self.on_gpu:
@@ -100,8 +80,11 @@ class Bounds(Evaluation):
         return passed + torch.where(out.isfinite(), own, 0.0)
 
     def _unrounded(self, i: int, user: Value, extent: tuple[int, int]) -> Tensor | float:
-        """On a GPU a product that `user` adds may stay unrounded (so may its absolute value: |x·x| is x·x). With a
-        power of two that it is multiplied by it is one instruction (FMUL.D2 halves), and overflows no sooner."""
+        """Return how far value i, which `user` reads, may be off as it is not rounded.
+
+        On a GPU a product that is added may stay unrounded (so may its absolute value: |x·x| is x·x). With a power of
+        two that it is multiplied by it is one instruction (FMUL.D2 halves), and overflows no sooner.
+        """
         if not self.on_gpu or user.op not in ("add", "sub", "mul"):
             return 0.0
         while self.part.values[i].op in ("neg", "abs", "float"):
@@ -118,18 +101,19 @@ class Bounds(Evaluation):
         value = self.part.values[i]
         return value.op == "constant" and abs(math.frexp(value.params[0])[0]) == 0.5
 
-    def _own(self, op: str, x: Tensor, out: Tensor) -> Tensor:
-        if op not in APPROXIMATE:
+    def _own(self, operation: Operation, x: Tensor, out: Tensor) -> Tensor:
+        """Return how far `out`, the result for `x`, may be off where arguments are exact."""
+        interpreted = None if self.on_gpu else operation.interpreted_rounding
+        rounding = interpreted or operation.rounding
+        if rounding is None:
             return torch.zeros_like(out)
-        table = APPROXIMATE if self.on_gpu else {**APPROXIMATE, **INTERPRETED}
-        relative, absolute = table[op]
-        grows = 2 * x.abs() if op in ("exp", "expm1", "sigmoid", "one_plus_tanh") else 0.0
-        return (relative + grows) * U * out.abs() + absolute * U + FLUSHED
+        grows = 2 * x.abs() if rounding.grows else 0.0
+        return (rounding.relative + grows) * U * out.abs() + rounding.absolute * U + FLUSHED
 
     # ---- reductions ---------------------------------------------------------------------------------------------
 
     def _reduced(self, i: int, value: Value) -> Tensor:
-        """A maximum moves no further than what it is of. A sum adds, and rounds on the way."""
+        """Return the bound of a reduction: a maximum moves no further than its arguments; a sum adds, and rounds."""
         self[value.args[0]]
         if not value.op.endswith("sum"):
             return self._reduce(replace(value, op="row_max") if value.op == "row_min" else value)
@@ -143,45 +127,51 @@ class Bounds(Evaluation):
         return passed + torch.where(self.values[i].isfinite(), rounding, 0.0)
 
     def _total(self, i: int, x: Tensor) -> Tensor:
-        """The sum `i` with `x` as what it adds up."""
+        """Return the sum `i` with `x` as what it adds up."""
         return Evaluation(self.part, self.inputs, self.sizes, {self.part.values[i].args[0]: x})[i]
 
     def _depth(self, op: str) -> int:
-        """How many roundings a summand goes through: not its number, as both sides add up many partial sums and then
-        those (torch in 4 levels of at most 16, or thread by thread; a kernel the tile's elements of a thread, then
-        between threads). For a column sum, add the tiles that a program walks over."""
+        """Return how many roundings a summand goes through.
+
+        Not the number of summands: both sides add up many partial sums and then those (torch in 4 levels of at most 16,
+        or thread by thread; a kernel the tile's elements of a thread, then between threads). For a column sum, add the
+        tiles that a program walks over.
+        """
         if op == "row_sum":
             return LEAST_DEPTH
         return LEAST_DEPTH + -(-self.rows // (self.tiling.block_rows * self.tiling.row_programs))
 
 
-def _passed_on(value: Value, args: Sequence[Tensor], bounds: Sequence[Tensor], out: Tensor) -> Tensor:
-    """What the bounds of the arguments can do to the result."""
-    op = value.op
-    if op in COMPARISONS:
-        (a, b), bound = args, bounds[0] + bounds[1]
-        either = (bound > 0) & (((a.double() - b.double()).abs() <= bound) | bound.isinf())
-        return either.double()
-    if op == "where":
-        _, a, b = (x.double() for x in args)
-        chosen = torch.where(args[0], bounds[1], bounds[2])
-        either = torch.maximum(bounds[1], bounds[2]) + (a - b).abs().nan_to_num(nan=torch.inf)
-        return torch.where(bounds[0] > 0, either, chosen)
-    if op in MONOTONE:
-        return _shifted(value, args[0].double(), bounds[0])
-    if op in ("scale", "scale_power_of_two"):
-        return _shifted(value, args[0].float(), bounds[0])
-    if op in ("sin", "cos"):
-        return torch.where(bounds[0].isinf(), torch.inf, bounds[0].clamp_max(2.0))
-    if op in ("add", "sub"):
-        return bounds[0] + bounds[1]
-    if op == "mul":
-        a, b = (x.double() for x in args)
-        return _times(a, bounds[1]) + _times(b, bounds[0]) + bounds[0] * bounds[1]
-    if op in ("div", "quantize"):
-        room = args[1].double().abs() - bounds[1]
-        return torch.where(room > 0, (bounds[0] + _times(out, bounds[1])) / room, _unless_exact(bounds))
-    return torch.stack(torch.broadcast_tensors(*bounds)).amax(0)  # neg, abs, maximum, minimum, float, and, or, xor, not
+def _passed_on(
+    operation: Operation, value: Value, args: Sequence[Tensor], bounds: Sequence[Tensor], out: Tensor
+) -> Tensor:
+    """Return what the bounds of the arguments can do to the result."""
+    match operation.spread:
+        case Spread.COMPARISON:
+            (a, b), bound = args, bounds[0] + bounds[1]
+            either = (bound > 0) & (((a.double() - b.double()).abs() <= bound) | bound.isinf())
+            return either.double()
+        case Spread.CHOICE:
+            _, a, b = (x.double() for x in args)
+            chosen = torch.where(args[0], bounds[1], bounds[2])
+            either = torch.maximum(bounds[1], bounds[2]) + (a - b).abs().nan_to_num(nan=torch.inf)
+            return torch.where(bounds[0] > 0, either, chosen)
+        case Spread.MONOTONE | Spread.MONOTONE_BUT_AT_0:
+            return _shifted(operation, value, args[0].double(), bounds[0])
+        case Spread.SCALE:
+            return _shifted(operation, value, args[0].float(), bounds[0])
+        case Spread.PERIODIC:
+            return torch.where(bounds[0].isinf(), torch.inf, bounds[0].clamp_max(2.0))
+        case Spread.SUM:
+            return bounds[0] + bounds[1]
+        case Spread.PRODUCT:
+            a, b = (x.double() for x in args)
+            return _times(a, bounds[1]) + _times(b, bounds[0]) + bounds[0] * bounds[1]
+        case Spread.QUOTIENT:
+            room = args[1].double().abs() - bounds[1]
+            return torch.where(room > 0, (bounds[0] + _times(out, bounds[1])) / room, _unless_exact(bounds))
+        case Spread.LARGEST:
+            return torch.stack(torch.broadcast_tensors(*bounds)).amax(0)
 
 
 def _unless_exact(bounds: Sequence[Tensor]) -> Tensor:
@@ -192,18 +182,17 @@ def _times(x: Tensor, bound: Tensor) -> Tensor:
     return torch.where(bound == 0, 0.0, x.abs() * bound)
 
 
-def _shifted(value: Value, x: Tensor, bound: Tensor) -> Tensor:
-    """How far a monotone function moves if its argument does."""
-    function: Callable[..., Tensor] = EXPRESSIONS[value.op].torch
-    is_scale = value.op.startswith("scale")
-    here = function(x, *value.params).double()
+def _shifted(operation: Operation, value: Value, x: Tensor, bound: Tensor) -> Tensor:
+    """Return how far a monotone function moves if its argument does."""
+    is_scale = operation.spread is Spread.SCALE
+    here = operation.torch(x, *value.params).double()
     moved = torch.zeros_like(bound)
     for sign in (-1, 1):
         at = (x.double() + sign * SLACK * bound).to(x.dtype)
-        at = at.clamp_min(0) if is_scale else at
-        moved = torch.maximum(moved, (function(at, *value.params).double() - here).abs().nan_to_num(nan=torch.inf))
+        there = operation.torch(at.clamp_min(0) if is_scale else at, *value.params).double()
+        moved = torch.maximum(moved, (there - here).abs().nan_to_num(nan=torch.inf))
     if is_scale:  # of an amax that may be 0 the scale may be 1, or anything down to the least
         moved = torch.where(x.abs() <= bound, here.clamp_min(1.0), moved)
-    if value.op in POLES:
+    if operation.spread is Spread.MONOTONE_BUT_AT_0:
         moved = torch.where(x.abs() <= bound, torch.inf, moved)
     return torch.where(bound == 0, 0.0, moved)

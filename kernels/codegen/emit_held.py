@@ -7,41 +7,37 @@ store_tile, with the number after theirs.
 
 from __future__ import annotations
 
-import re
-
-from fp8compile.kernels.codegen.emit_packed_transpose import Quarters
+from fp8compile.kernels.codegen.emit_indices import COL_BLOCK, Indices
+from fp8compile.kernels.codegen.emit_phases import Phases, Tensors
+from fp8compile.kernels.codegen.emit_values import Values
 from fp8compile.kernels.codegen.spec import ROW_REDUCTIONS
+from fp8compile.kernels.codegen.statements import Assign, Name, expr
 
 
-class Held(Quarters):
-    """Writes what is done with the tiles of rows that are held, if the tiling says so."""
+def tiles_of_rows(count: int, indices: Indices) -> Tensors:
+    """Return the tensors of rows that are held in `count` tiles."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tiling.held:
-            self.tensors, self.number = self.tiling.col_blocks, "col_block"
-            self.own = re.compile(r"cols\w*|col_block")
-
-    def _named(self, n: int, last: int) -> tuple[str, str]:
-        if not self.tiling.held:
-            return super()._named(n, last)
+    def named(n: int, last: int) -> tuple[str, str]:
         does = "load" if n == 0 else "reduce" if n < last else "store"
         return f"{does}_tile{n or ''}", f"p{n}_"
 
-    def _hold(self, needed: set[int]) -> None:
-        """The phases that load and reduce the values `needed` for what is stored."""
-        values = self.part.values
+    return Tensors(count, COL_BLOCK, lambda name: name == COL_BLOCK or indices.dims.get(name) == 1, named)
+
+
+def hold_rows(needed: set[int], values: Values, phases: Phases) -> None:
+    """Write the phases that load and reduce the values `needed` for what is stored."""
+    part, draft = values.part, values.draft
+    for i in sorted(needed):
+        if part.values[i].op == "load" and part.extents[i][1]:
+            values.value(i)
+    phases.end()
+    for level in range(1, max(part.levels, default=0) + 1):
+        totals: dict[int, str] = {}
         for i in sorted(needed):
-            if values[i].op == "load" and self.part.extents[i][1]:
-                self._value(i)
-        self._end_phase()
-        for level in range(1, max(self.levels, default=0) + 1):
-            totals = {}
-            for i in sorted(needed):
-                if values[i].op in ROW_REDUCTIONS and self.levels[i] == level:
-                    text, _, join, totals[i] = self._reduction(values[i])
-                    self._join(i, text, join)
-            self._end_phase()
-            for i, total in totals.items():
-                self.body.append(f"v{i} = {total.format(f'acc{i}')}")
-                self.done.add(i)
+            if part.values[i].op in ROW_REDUCTIONS and part.levels[i] == level:
+                reduction, element = values.reduced(part.values[i])
+                phases.join(i, element, reduction.join)
+                totals[i] = reduction.total
+        phases.end()
+        for i, total in totals.items():
+            values.define(i, Assign(Name(f"v{i}"), expr(total, Name(f"acc{i}"))), draft.body)

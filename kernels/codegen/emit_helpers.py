@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -13,12 +14,12 @@ class Helper:
     interpreted: str = ""
 
     def for_target(self, target: str) -> str:
-        """The source for "cuda" or "interpreter"."""
+        """Return the source for "cuda" or "interpreter"."""
         return ((target == "interpreter" and self.interpreted) or self.source).strip("\n")
 
 
 def four_codes(ptx: str) -> str:
-    """PTX for four FP32 numbers ($1 to $4) to their codes in a word ($0): to nearest even, saturated; nan stays nan.
+    """Return PTX that makes four FP32 numbers ($1 to $4) codes in a word ($0): to nearest even, saturated, nan kept.
 
     The halves are joined by an or. `mov.b32 $0, {lo, hi}` is an instruction less, and ptxas 12.8 miscompiles it where
     both halves come of the same registers (constants of padding, a number repeated along a row): of the two casts it
@@ -32,8 +33,8 @@ def four_codes(ptx: str) -> str:
 
 
 def _cast(name: str, ptx: str, triton: str, limit: str) -> Helper:
-    """FP32 → FP8. Packed by hand: Triton's own cast, stored in two layouts, is miscompiled for Hopper by ptxas 12.8
-    (triton-lang/triton#11111)."""
+    """Return a cast of FP32 to FP8. Packed by hand: Triton's own cast, stored in two layouts, is miscompiled for Hopper
+    by ptxas 12.8 (triton-lang/triton#11111)."""
     return Helper(
         f'''
 @triton.jit
@@ -55,7 +56,7 @@ def to_{name}(x):
 
 
 def _words(name: str, ptx: str) -> Helper:
-    """Codes of four rows in one word; by hand for the reason of `_cast`."""
+    """Return a cast of four rows to codes in one word; by hand for the reason of `_cast`."""
     return Helper(
         f'''
 @triton.jit
@@ -77,7 +78,7 @@ def words_{name}(a, b, c, d):
 
 
 def _cast_of_one(name: str, ptx: str) -> Helper:
-    """FP32 → FP8 for tensors of less than four elements, which cannot be packed."""
+    """Return a cast of FP32 to FP8 for tensors of less than four elements, which cannot be packed."""
     return Helper(f'''
 @triton.jit
 def to_{name}_singly(x):
@@ -281,3 +282,17 @@ NEEDS = {
     "tanh": ("fast_div", "fast_exp"),
     "one_plus_erf": ("fast_div", "fast_exp"),
 }
+
+
+def with_needed(helpers: Iterable[str]) -> list[str]:
+    """Return `helpers` and those that they call, each once and behind what it calls."""
+    found: dict[str, None] = {}
+
+    def add(helper: str) -> None:
+        for other in NEEDS.get(helper, ()):
+            add(other)
+        found[helper] = None
+
+    for helper in helpers:
+        add(helper)
+    return list(found)

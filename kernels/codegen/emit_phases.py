@@ -12,110 +12,135 @@ Which tensors there are: columns of rows that are held (`kernels/codegen/emit_he
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fp8compile.kernels.codegen.emit_values import Values
+from fp8compile.kernels.codegen.emit_indices import Indices
+from fp8compile.kernels.codegen.function_draft import FunctionDraft
+from fp8compile.kernels.codegen.statements import (
+    Apply,
+    Assign,
+    Call,
+    Expression,
+    Function,
+    Name,
+    Return,
+    Statement,
+    expr,
+    names_assigned,
+    names_in,
+    names_read,
+)
 
-NAMES = re.compile(r"\b(?:[anvxy]\d+\w*|inverse\d+|rows\w*|cols\w*|row_block|col_block)\b")
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a tile.
+
+    count: how many; number: the variable that says which one it is; is_own: True for variables of which each phase
+    makes its own; named(n, last): the names of phase n of 0 to `last` and, but for the tensor's number, of its results.
+    """
+
+    count: int
+    number: Name
+    is_own: Callable[[Name], bool]
+    named: Callable[[int, int], tuple[str, str]]
 
 
 @dataclass
 class Phase:
-    """What is done with each tensor; what is joined of it: `joins` says how of a<n>, `onto` whether acc<n> has
-    something already; and what it returns, names or expressions."""
+    """The work on each tensor of a tile.
 
-    lines: list[str]
+    joins: how a<n> of all tensors become acc<n>; onto: True if acc<n> has something already; returned: results.
+    """
+
+    statements: list[Statement]
     joins: dict[int, str]
     onto: bool = False
-    returned: list[str] = field(default_factory=list)
-    says: str = ""
+    returned: list[Expression] = field(default_factory=list)
+    doc: str = ""
 
     @property
-    def defined(self) -> set[str]:
-        """The names that it gives values to."""
-        return {line.split(" = ")[0] for line in self.lines if " = " in line}
+    def defined(self) -> set[Name]:
+        """The variables to which it gives values."""
+        return names_assigned(self.statements)
 
-    def arguments(self, own: re.Pattern[str]) -> list[str]:
-        """The names that it reads, and neither makes nor has as its `own`."""
-        read = {name for line in [*self.lines, *self.returned] for name in NAMES.findall(line)} - self.defined
-        return sorted(name for name in read if not own.fullmatch(name))
+    def arguments(self, is_own: Callable[[Name], bool]) -> list[Name]:
+        """Return the variables that it reads, and neither makes nor has as its own."""
+        read = names_read(self.statements) | {name for x in self.returned for name in names_in(x)}
+        return sorted((n for n in read - self.defined if not is_own(n)), key=lambda name: name.text)
 
-    def slot(self, name: str) -> int:
-        """The place of `name` among what is returned."""
+    def slot(self, name: Name) -> int:
+        """Return the place of `name` among what is returned, where it is put if it is not there yet."""
         if name not in self.returned:
             self.returned.append(name)
         return self.returned.index(name)
 
 
-class Phases(Values):
-    """Writes the phases of a part, if its tiles are several tensors.
+class Phases:
+    """Collects the phases of a part; has none if its tiles are one tensor each."""
 
-    tensors: how many; number: what their number is called, "" if there are no phases; own: names that each phase has
-    its own of; suffix: what tells the functions of this part from those of others.
-    """
-
-    tensors, number, own = 1, "", re.compile("")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.suffix = ""
+    def __init__(self, draft: FunctionDraft, indices: Indices, tensors: Tensors | None) -> None:
+        self.draft, self.indices, self.tensors = draft, indices, tensors
         self.phases: list[Phase] = []
         self.joins: dict[int, str] = {}  # of the phase that is being written
+        self.marks: dict[Call, int] = {}  # what stands for the calls of a phase -> its number
 
-    def _join(self, i: int, text: str, join: str) -> None:
-        """Let acc<i> be what `join` makes of `text` of all tensors."""
-        self.tile.append(f"a{i} = {text}")
+    def join(self, i: int, x: Expression, join: str) -> None:
+        """Let acc<i> be what `join` makes of `x` of all tensors."""
+        self.draft.tile.append(Assign(Name(f"a{i}"), x))
         self.joins[i] = join
 
-    def _end_phase(self, onto: bool = False) -> None:
-        """What was written for each tensor becomes a function, called here for all of them."""
-        if not self.number or not self.tile:
+    def end(self, onto: bool = False) -> None:
+        """Make a function of what was written for each tensor. It is called here, for all of them."""
+        if self.tensors is None or not self.draft.tile:
             return
-        self.body.append(_mark(len(self.phases)))
-        self.phases.append(Phase(list(self.tile), self.joins, onto))
-        self.tile.clear()
+        mark = Call(Apply(f"phase {len(self.phases)}"))
+        self.marks[mark] = len(self.phases)
+        self.draft.body.append(mark)
+        self.phases.append(Phase(list(self.draft.tile), self.joins, onto))
+        self.draft.tile.clear()
         self.joins = {}
-        self.axes = {axis for axis in self.axes if not self.own.fullmatch(axis)}
+        self.indices.written = {name for name in self.indices.written if not self.tensors.is_own(name)}
 
-    def _finish_phases(self) -> list[str]:
-        """The functions of all phases; their calls take their places."""
+    def finish(self, suffix: str) -> list[Function]:
+        """Return the functions of all phases, named with `suffix`, and put their calls into their places."""
+        if self.tensors is None:
+            return []
         last = len(self.phases) - 1
-        named = [self._named(n, last) for n in range(last + 1)]
-        calls = {_mark(n): self._calls(n, named) for n in reversed(range(last + 1))}  # the last say what they need
-        self.body = [line for text in self.body for line in calls.get(text, [text])]
-        return [self._function(phase, name + self.suffix) for phase, (name, _) in zip(self.phases, named, strict=True)]
+        named = [self.tensors.named(n, last) for n in range(last + 1)]
+        named = [(name + suffix, results) for name, results in named]
+        calls = {n: self._calls(n, named) for n in reversed(range(last + 1))}  # the last say what they need
+        body: list[Statement] = []
+        for statement in self.draft.body:
+            phase = self.marks.get(statement) if isinstance(statement, Call) else None
+            body += [statement] if phase is None else calls[phase]
+        self.draft.body[:] = body
+        return [self._function(phase, name) for phase, (name, _) in zip(self.phases, named, strict=True)]
 
-    def _named(self, n: int, last: int) -> tuple[str, str]:
-        """The names of phase `n` and, but for the tensor's number, of what it returns."""
-        raise NotImplementedError
-
-    def _calls(self, n: int, named: list[tuple[str, str]]) -> list[str]:
-        phase, lines, (name, results) = self.phases[n], [], named[n]
-        for tensor in range(self.tensors):
-            passed = [self._passed(n, argument, tensor, named) for argument in phase.arguments(self.own)]
-            returns = f"{results}{tensor} = " if phase.returned or phase.joins else ""
-            lines.append(f"{returns}{name}{self.suffix}({', '.join([str(tensor), *passed])})")
+    def _calls(self, n: int, named: list[tuple[str, str]]) -> list[Statement]:
+        assert self.tensors is not None
+        phase, (name, results) = self.phases[n], named[n]
+        statements: list[Statement] = []
+        for tensor in range(self.tensors.count):
+            passed = [self._passed(n, a, tensor, named) for a in phase.arguments(self.tensors.is_own)]
+            call = expr(f"{name}({', '.join('{}' for _ in (tensor, *passed))})", tensor, *passed)
+            result = Name(f"{results}{tensor}")
+            statements.append(Assign(result, call) if phase.returned or phase.joins else Call(call))
             for i, join in phase.joins.items():
-                found = f"{results}{tensor}[{phase.slot(f'a{i}')}]"
-                lines.append(f"acc{i} = {join.format(f'acc{i}', found) if tensor or phase.onto else found}")
-        return lines
+                total, found = Name(f"acc{i}"), expr(f"{{}}[{phase.slot(Name(f'a{i}'))}]", result)
+                statements.append(Assign(total, expr(join, total, found) if tensor or phase.onto else found))
+        return statements
 
-    def _passed(self, n: int, name: str, tensor: int, named: list[tuple[str, str]]) -> str:
-        """`name` of one tensor, from the phase that found it; what is the same for all as it is."""
+    def _passed(self, n: int, name: Name, tensor: int, named: list[tuple[str, str]]) -> Expression:
+        """Return `name` of one tensor, from the phase that found it; what is the same for all as it is."""
         for earlier, phase in enumerate(self.phases[:n]):
             if name in phase.defined:
-                return f"{named[earlier][1]}{tensor}[{phase.slot(name)}]"
+                return expr(f"{{}}[{phase.slot(name)}]", Name(f"{named[earlier][1]}{tensor}"))
         return name
 
-    def _function(self, phase: Phase, name: str) -> str:
-        lines = [f'"""{phase.says}"""', *phase.lines] if phase.says else list(phase.lines)
-        if phase.returned:
-            lines.append(f"return {', '.join(phase.returned)}{',' if len(phase.returned) == 1 else ''}")
-        arguments = ", ".join([self.number, *phase.arguments(self.own)])
-        return "\n".join(["@triton.jit", f"def {name}({arguments}):", *(f"    {line}" for line in lines)])
-
-
-def _mark(phase: int) -> str:
-    """Where the calls of a phase will stand."""
-    return f"# phase {phase}"
+    def _function(self, phase: Phase, name: str) -> Function:
+        assert self.tensors is not None
+        arguments = (self.tensors.number, *phase.arguments(self.tensors.is_own))
+        returned = (Return(tuple(phase.returned)),) if phase.returned else ()
+        return Function(name, arguments, (*phase.statements, *returned), phase.doc)

@@ -1,228 +1,170 @@
-"""The values of a part as Triton source: each written once, where it is needed first.
+"""The values of a part: each written once, where it is needed first.
 
-What is the same for all tiles stands before the walk over them; reductions along rows and groups, and casts to FP8, are
-written here, every other operation as its row in `kernels/codegen/expressions.py` has it.
+What is the same for all tiles stands before the walk over them. Operations are written as their rows in
+`kernels/codegen/operations.py` have it, reductions along rows as in `kernels/codegen/reductions.py`; reductions along
+groups, and casts to FP8, are written here.
 """
 
 from __future__ import annotations
 
-from fp8compile.formats import FORMATS
-from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.emit_tile import Tile
-from fp8compile.kernels.codegen.expressions import EXPRESSIONS
-from fp8compile.kernels.codegen.ranges import is_normal, is_within
-from fp8compile.kernels.codegen.spec import ELEMENT, ROW_REDUCTIONS, Extent, Value
+from fp8compile.kernels.codegen.emit_indices import Indices
+from fp8compile.kernels.codegen.emit_loads import literal, load, load_max, random_counter
+from fp8compile.kernels.codegen.function_draft import FunctionDraft
+from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.codegen.ranges import is_normal, is_within, ranges_of
+from fp8compile.kernels.codegen.reductions import REDUCTIONS, TO_FLOAT, RowReduction
+from fp8compile.kernels.codegen.spec import ELEMENT, GROUP_REDUCTIONS, ROW_REDUCTIONS, Extent, Value
+from fp8compile.kernels.codegen.statements import Assign, Expression, Name, Statement, expr
+from fp8compile.kernels.codegen.tile_layout import TileLayout
 
 
-class Values(Tile):
-    """Writes the values of one part."""
+class Values:
+    """Writes the values of one part.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.levels = self.part.levels
-        self.done: set[int] = set()  # values that stand in the source
-        self.in_tile: set[int] = set()  # of these, the ones that the current sweep computed
+    done: values that stand in the source; in_tile: of these, the ones that the current sweep computed.
+    """
 
-    def _value(self, i: int) -> str:
-        """The name of value `i`, written where it is needed first."""
+    def __init__(self, layout: TileLayout, draft: FunctionDraft, indices: Indices, target: str) -> None:
+        self.layout, self.draft, self.indices, self.target = layout, draft, indices, target
+        self.part = layout.part
+        self.ranges = ranges_of(layout.part.values)
+        self.done: set[int] = set()
+        self.in_tile: set[int] = set()
+
+    def value(self, i: int) -> Name:
+        """Return the variable of value `i`, which is written here if it is needed for the first time."""
+        name = Name(f"v{i}")
         if i not in self.done:
-            line = f"v{i} = {self._text(i, self.part.values[i])}"
-            self.done.add(i)
-            if self.part.extents[i][1] and self.sweeps:
+            assign = Assign(name, self._computed(i, self.part.values[i]))
+            if self.part.extents[i][1] and self.layout.tiling.sweeps:
                 self.in_tile.add(i)
-            self._lines_of(i).append(line)
-        return f"v{i}"
+            self.define(i, assign)
+        return name
 
-    def _lines_of(self, i: int) -> list[str]:
-        """Where value `i` is computed: for each tile, for each row, or once."""
-        extent = self.part.extents[i]
-        if extent[1] and self.owns_rows:
-            return self.tile
-        same_for_all_tiles = extent[0] == 0 and self.levels[i] == 0 and self.loops
-        same_for_all_tiles |= 0 < self._loaded_once_for(i) == self.band_rows
-        return self.before if same_for_all_tiles else self.body
+    def define(self, i: int, assign: Assign, statements: list[Statement] | None = None) -> None:
+        """Have value `i` computed by `assign`, in its own place or among `statements`."""
+        self.done.add(i)
+        (self._statements_of(i) if statements is None else statements).append(assign)
 
-    def _loaded_once_for(self, i: int) -> int:
-        """For how many rows value `i` is loaded once: those of a band, or of a tile; 0 if it is loaded for each."""
-        value = self.part.values[i]
-        return self._alike(self.part.inputs[value.params[0]]) if value.op == "load" else 0
+    def _statements_of(self, i: int) -> list[Statement]:
+        """Return where value `i` is computed: for each tile, for each row, or once."""
+        extent, layout, draft = self.part.extents[i], self.layout, self.draft
+        if layout.is_interleaved(i) or (extent[1] and layout.tiling.owns_rows):
+            return draft.tile
+        same_for_all_tiles = extent[0] == 0 and self.part.levels[i] == 0 and layout.loops
+        same_for_all_tiles |= 0 < layout.loaded_once_for(i) == layout.band_rows
+        return draft.before if same_for_all_tiles else draft.body
 
-    def _text(self, i: int, value: Value) -> str:
+    def _computed(self, i: int, value: Value) -> Expression:
         if value.op == "constant":
-            return _literal(value.params[0])
+            return literal(value.params[0])
         if value.op == "load":
-            return self._load(i, value)
+            return load(self.layout, self.indices, i)
         if value.op == "load_max":
-            return self._load_max(value)
+            return load_max(self.part.inputs[value.params[0]], self.draft)
         if value.op == "random":
-            return self._random(value)
+            counter = random_counter(self.indices, *value.params)
+            return expr("tl.rand({}, {})", self.value(value.args[0]), counter)
         if value.op in ROW_REDUCTIONS:
-            text, _, _, total = self._reduction(value)
-            return total.format(text)
-        if value.op in ("group_amax", "col_group_amax", "block_amax"):
-            return self._group_reduction(value)
+            reduction, element = self.reduced(value)
+            return expr(reduction.total, element)
+        if value.op in GROUP_REDUCTIONS:
+            return self._group_amax(value)
         if value.op == "quantize":
-            return self._quantize(i, value)
-        if value.op == "div" and is_normal(self.part.values, value.args[1]):
-            self._use("fast_div")
-            return f"fast_div({', '.join(self._operand(a, self.part.extents[i]) for a in value.args)})"
-        extent = self.part.extents[i]
-        expression = EXPRESSIONS[value.op]
-        args = [self._operand(a, extent) for a in value.args]
-        text = (self.target == "interpreter" and expression.interpreted) or expression.triton
-        if expression.helper:
-            helper = expression.helper.format(p0=value.params[0] if value.params else "")
-            self._use(helper)
-        for helper in ("_maximum", "_minimum"):
-            if helper in text:
-                self._use(helper)
-        names = {f"p{n}": p for n, p in enumerate(value.params)}
-        if value.params and value.params[0] in FORMATS:
-            names["p_max"] = FORMATS[value.params[0]].max
-        return text.format(*args, **names)
+            return self._quantized(i, value)
+        if value.op == "div" and is_normal(self.ranges[value.args[1]]):
+            self.draft.use("fast_div")
+            return expr("fast_div({}, {})", *(self.operand(a, self.part.extents[i]) for a in value.args))
+        return self._operation(value, self.part.extents[i])
 
-    def _quantize(self, i: int, value: Value) -> str:
-        """The payload."""
-        rows, cols = self._shape(self.part.extents[i])
+    def _operation(self, value: Value, extent: Extent) -> Expression:
+        operation = OPERATIONS[value.op]
+        args = [self.operand(a, extent) for a in value.args]
+        for helper in operation.helpers(self.target):
+            self.draft.use(helper)
+        return expr(operation.text(self.target, value.params), *args)
+
+    # ---- casts --------------------------------------------------------------------------------------------------
+
+    def _quantized(self, i: int, value: Value) -> Expression:
+        """Return the payload; of every fourth row what is to be cast, as codes of four rows are made together."""
+        if self.layout.is_interleaved(i):
+            return self._divided(i, value)
+        rows, cols = self.layout.shape(self.part.extents[i])
         few = rows * cols < 4 and self.target != "interpreter"  # the packed conversion takes four at a time
         cast = f"to_{value.params[0]}{'_singly' if few else ''}"
-        self._use(cast)
-        return f"{cast}({self._divided(i, value)})"
+        self.draft.use(cast)
+        return expr(f"{cast}({{}})", self._divided(i, value))
 
-    def _divided(self, i: int, value: Value) -> str:
-        """What is to be cast, divided by its scale. Where several elements share one, its inverse is taken once."""
+    def _divided(self, i: int, value: Value) -> Expression:
+        """Return what is to be cast, divided by its scale. Where elements share one, its inverse is taken once."""
         extent = self.part.extents[i]
-        x, scale = (self._operand(a, extent) for a in value.args)
+        x, scale = (self.operand(a, extent) for a in value.args)
         if self.part.extents[value.args[1]] == ELEMENT:
-            return f"tl.div_rn({x}, {scale})"
+            return expr("tl.div_rn({}, {})", x, scale)
         helper = "quotient_within" if is_within(self.part.values, i) else "quotient"
-        self._use(helper)
-        return f"{helper}({x}, {scale}, {self._inverse(value.args[1], extent)})"
+        self.draft.use(helper)
+        return expr(f"{helper}({{}}, {{}}, {{}})", x, scale, self._inverse(value.args[1], extent))
 
-    def _inverse(self, i: int, extent: Extent) -> str:
-        """1 / value `i`, repeated along its groups."""
-        name = f"inverse{i}"
-        lines = self._lines_of(i)
-        self._use("inverse_of")
-        line = f"{name} = inverse_of(v{i})"
-        if line not in lines:
-            lines.append(line)
+    def _inverse(self, i: int, extent: Extent) -> Expression:
+        """Return 1 / value `i`, repeated along its groups."""
+        name = Name(f"inverse{i}")
+        self.draft.use("inverse_of")
+        self.draft.add_once(self._statements_of(i), Assign(name, expr("inverse_of({})", Name(f"v{i}"))))
         return self._spread(name, self.part.extents[i], extent)
 
-    def _holds_wide_rows(self) -> bool:
-        """Whether a program holds so much of whole rows that registers are what it runs out of."""
-        held = self.tiling.block_cols * (self.tiling.col_blocks if self.tiling.held else 1)
-        wide = held * sum(i.extent == ELEMENT for i in self.part.inputs) > 16384
-        return any(self.levels) and wide and not self.sweeps
+    # ---- operands -----------------------------------------------------------------------------------------------
 
-    def _use(self, helper: str) -> None:
-        self.helpers[helper] = None
+    def operand(self, i: int, extent: Extent) -> Expression:
+        """Return value `i`, repeated along groups where its own are coarser; one that does not vary is broadcast."""
+        return self._spread(self.value(i), self.part.extents[i], extent)
 
-    def _operand(self, i: int, extent: Extent) -> str:
-        """Value `i` repeated along groups where its own are coarser; what does not vary broadcasts by itself."""
-        return self._spread(self._value(i), self.part.extents[i], extent)
+    def full(self, i: int, fill: str) -> Expression:
+        """Return value `i` over the whole tile, with `fill` beyond the last row and column."""
+        x = self.operand(i, ELEMENT)
+        if self.part.extents[i][1] == 0 or self.part.extents[i][0] == 0:
+            x = expr("tl.broadcast_to({}, {})", x, str(self.layout.shape(ELEMENT)))
+        mask = self.indices.mask(ELEMENT)
+        return expr("tl.where({}, {}, {})", mask, x, fill) if mask else x
 
-    def _spread(self, text: str, have: Extent, extent: Extent) -> str:
-        shape = self._shape(have)
+    def _spread(self, x: Expression, have: Extent, extent: Extent) -> Expression:
+        shape = self.layout.shape(have)
         for dim, want in enumerate(extent):
             step = have[dim]
             if step > 1 and step != want:
-                times = step // max(want, self.steps[dim])
+                times = step // max(want, self.layout.steps[dim])
                 inner = "[:, None, :]" if dim == 0 else "[:, :, None]"
                 grown = [shape[0], times, shape[1]] if dim == 0 else [shape[0], shape[1], times]
                 shape[dim] *= times
-                text = f"tl.reshape(tl.broadcast_to({text}{inner}, {grown}), {shape})"
-        return text
+                x = expr(f"tl.reshape(tl.broadcast_to({{}}{inner}, {grown}), {shape})", x)
+        return x
 
-    def _load(self, i: int, value: Value) -> str:
-        spec = self.part.inputs[value.params[0]]
-        extent = spec.extent
-        alike = self._loaded_once_for(i)
-        first_row = f"({'band' if alike == self.band_rows else 'row_block'} * {alike})"
-        terms = [str(spec.offset)] if spec.offset else []
-        for dim, digits in enumerate((spec.rows, spec.cols)):
-            if extent[dim]:
-                axis = first_row if alike and dim == 0 else self._axis(dim, extent[dim])
-                digits = digits[:-1] if extent[dim] > 1 else digits
-                terms += self._index(axis, digits, self._is_wide(digits))
-        mask = self._mask((0, extent[1]) if alike else extent)
-        pointer = f"x{spec.tensor} + {' + '.join(terms)}" if terms else f"x{spec.tensor}"
-        other = f", mask={mask}, other={'0.0' if 'float' in spec.dtype else '0'}" if mask else ""
-        text = f"tl.load({pointer}{other})"
-        if spec.dtype == "bool":
-            text = f"{text} != 0"
-        elif "int" not in spec.dtype and spec.dtype != "float32":
-            text = f"{text}.to(tl.float32)"
-        return f"tl.broadcast_to({text}, {self._shape(extent)})" if alike else text
+    # ---- reductions ---------------------------------------------------------------------------------------------
 
-    def _load_max(self, value: Value) -> str:
-        spec = self.part.inputs[value.params[0]]
-        count = int(spec.cols[0][0])
-        self._use("magnitude")
-        span = schedules.power_of_two(count)
-        mask = f", mask=tl.arange(0, {span}) < {count}, other=0.0" if span != count else ""
-        load = f"tl.load(x{spec.tensor} + tl.arange(0, {span}){mask})"
-        return f"tl.max(magnitude({load}), 0).to(tl.float32, bitcast=True)"
+    def reduced(self, value: Value) -> tuple[RowReduction, Expression]:
+        """Return how rows are reduced to `value`, and the elements of a tile of which it is."""
+        reduction = REDUCTIONS[value.op]
+        for helper in reduction.helpers:
+            self.draft.use(helper)
+        return reduction, expr(reduction.element, self.full(value.args[0], reduction.fill))
 
-    def _random(self, value: Value) -> str:
-        rows, cols = value.params
-        terms = self._index(self._axis(0, 1), rows, False) + self._index(self._axis(1, 1), cols, False)
-        return f"tl.rand({self._value(value.args[0])}, ({' + '.join(terms)}).to(tl.uint32))"
+    def magnitudes(self, i: int) -> Expression:
+        """Return the magnitudes of value `i` over the whole tile, as integers."""
+        self.draft.use("magnitude")
+        return expr("magnitude({})", self.full(i, "0.0"))
 
-    def _full(self, i: int, fill: str) -> str:
-        """Value `i` over the whole tile, with `fill` beyond the last row and column."""
-        text = self._operand(i, ELEMENT)
-        if self.part.extents[i][1] == 0 or self.part.extents[i][0] == 0:
-            text = f"tl.broadcast_to({text}, {self._shape(ELEMENT)})"
-        mask = self._mask(ELEMENT)
-        return f"tl.where({mask}, {text}, {fill})" if mask else text
-
-    def _reduction(self, value: Value) -> tuple[str, str, str, str]:
-        """Of a row reduction: what to reduce, its neutral element in the shape of a tile, how two tiles are joined,
-        and how one is reduced along its rows. Maxima are taken of integers, which do not lose a nan."""
-        i, shape = value.args[0], self._shape(ELEMENT)
-        if value.op == "row_sum":
-            return self._full(i, "0.0"), f"tl.zeros({shape}, tl.float32)", "{} + {}", "tl.sum({}, 1, keep_dims=True)"
-        if value.op == "row_amax":
-            self._use("magnitude")
-            total = "tl.max({}, 1, keep_dims=True).to(tl.float32, bitcast=True)"
-            return f"magnitude({self._full(i, '0.0')})", f"tl.zeros({shape}, tl.int32)", "tl.maximum({}, {})", total
-        self._use("ordered")
-        self._use("from_ordered")
-        word, sign = ("max", "-") if value.op == "row_max" else ("min", "")
-        first, last = ("0x7FFFFFFF", "-0x7FFFFFFF") if word == "max" else ("-0x7FFFFFFF", "0x7FFFFFFF")
-        full = self._full(i, f'float("{sign}inf")')
-        return (
-            f"ordered({full}, {first})",
-            f"tl.full({shape}, {last}, tl.int32)",
-            f"tl.{word}imum({{}}, {{}})",
-            f"from_ordered(tl.{word}({{}}, 1, keep_dims=True))",
-        )
-
-    def _group_reduction(self, value: Value) -> str:
-        self._use("magnitude")
+    def _group_amax(self, value: Value) -> Expression:
         size = value.params[0]
-        rows, cols = self._shape(ELEMENT)
-        bits = f"magnitude({self._full(value.args[0], '0.0')})"
-        text = bits
-        if value.op in ("group_amax", "block_amax"):
-            text = max_of_groups(text, rows, cols, 1, size)
-            cols //= size
-        if value.op in ("col_group_amax", "block_amax"):
-            text = max_of_groups(text, rows, cols, 0, size)
-        return f"{text}.to(tl.float32, bitcast=True)"
+        shape = self.layout.shape(ELEMENT)
+        x = self.magnitudes(value.args[0])
+        down, across = (size if grouped else 1 for grouped in GROUP_REDUCTIONS[value.op])
+        return expr(f"{{}}{TO_FLOAT}", max_of_groups(x, shape, down, across))
 
 
-def max_of_groups(x: str, rows: int, cols: int, dim: int, size: int) -> str:
-    """The maxima of each `size` of x [rows, cols] along `dim`."""
-    if dim == 1:
-        return f"tl.max(tl.reshape({x}, [{rows}, {cols // size}, {size}]), 2)"
-    return f"tl.max(tl.reshape({x}, [{rows // size}, {size}, {cols}]), 1)"
-
-
-def _literal(x: float | bool) -> str:
-    if isinstance(x, bool):
-        return str(x)
-    if x != x or x in (float("inf"), float("-inf")):
-        return f'float("{x}")'
-    return repr(float(x))
+def max_of_groups(x: Expression, shape: list[int], down: int, across: int) -> Expression:
+    """Return the maxima of groups of `down` rows and `across` columns of x [rows, cols] of this shape."""
+    rows, cols = shape
+    if across > 1:
+        cols //= across
+        x = expr(f"tl.max(tl.reshape({{}}, [{rows}, {cols}, {across}]), 2)", x)
+    return expr(f"tl.max(tl.reshape({{}}, [{rows // down}, {down}, {cols}]), 1)", x) if down > 1 else x

@@ -33,7 +33,7 @@ from fp8compile.source_digest import source_digest
 
 @functools.lru_cache(maxsize=4096)
 def kernel_name(region: Region, schedule: Schedule) -> str:
-    """A name that says what the kernel does and which one it is: "rows_e4m3_3f9a0c2d"."""
+    """Return a name that says what the kernel does and which one it is: "rows_e4m3_3f9a0c2d"."""
     text = json.dumps([region.to_json(), schedule.to_json()])
     ops = {v.op for part in region.parts for v in part.values}
     words = ["rows" if any(op in specs.ROW_REDUCTIONS for op in ops) else "tiles"]
@@ -45,7 +45,7 @@ def kernel_name(region: Region, schedule: Schedule) -> str:
 
 
 def file_source(region: Region, schedule: Schedule, target: str = "cuda") -> str:
-    """The whole file: header, kernel, and a main that checks and times it."""
+    """Return the text of the file: header, kernel, and a main that checks and times it."""
     name = kernel_name(region, schedule)
     kernel = emit.kernel_source(region, schedule, name, target)
     libdevice = "from triton.language.extra import libdevice\n" if "libdevice." in kernel else ""
@@ -92,7 +92,7 @@ def _header(region: Region, schedule: Schedule) -> str:
 
 
 def moved(part: specs.Part, region: Region, sizes: dict[str, int] | None = None) -> dict[str, int]:
-    """Bytes that a part reads and writes at least, by argument; without `sizes`, of what has no symbolic size."""
+    """Return the bytes that a part reads and writes at least, by argument; without `sizes`, none of symbolic sizes."""
     known = sizes or {}
     found: dict[str, int] = {}
 
@@ -118,7 +118,7 @@ def _itemsize(dtype: str) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def module_of(region: Region, schedule: Schedule, target: str) -> ModuleType:
-    """The imported file of this kernel, written if it is not there yet."""
+    """Return the imported file of this kernel, written if it is not there yet."""
     source = file_source(region, schedule, target)
     import triton
 
@@ -139,7 +139,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module that the file at `path` is, imported once."""
+    """Return the module that the file at `path` is, imported once."""
     name = f"fp8compile_kernel_{path.stem}"
     if name in sys.modules:
         return sys.modules[name]
@@ -153,18 +153,18 @@ def import_file(path: Path) -> ModuleType:
 
 
 def kernel_of(region: Region, schedule: Schedule, target: str = "cuda") -> Any:
-    """The Triton function of this kernel."""
+    """Return the Triton function of this kernel."""
     return getattr(module_of(region, schedule, target), kernel_name(region, schedule))
 
 
 @functools.lru_cache(maxsize=4096)
 def parse(spec: str, schedule: str) -> tuple[Region, Schedule]:
-    """A region and its schedule from their texts."""
+    """Return a region and its schedule from their texts."""
     return specs.from_json(spec), schedules.from_json(schedule)
 
 
 def empty_buffers(region: Region, schedule: Schedule, sizes: Sequence[Any], like: Tensor) -> list[Tensor]:
-    """Uninitialised buffers of `region` on `like`'s device."""
+    """Return uninitialised buffers of `region` on `like`'s device."""
     names = dict(zip(region.sizes, sizes, strict=True))
     return [
         like.new_empty([schedules.resolve(d, names, schedule) for d in b.shape], dtype=getattr(torch, b.dtype))
@@ -173,7 +173,7 @@ def empty_buffers(region: Region, schedule: Schedule, sizes: Sequence[Any], like
 
 
 def restrided(region: Region, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """`inputs`, with a copy of each that has not the strides for which the spec was made."""
+    """Return `inputs`, with a copy of each that has not the strides for which the spec was made."""
     names = dict(zip(region.sizes, sizes, strict=True))
     out = list(inputs)
     for n, (x, strides) in enumerate(zip(inputs, region.strides, strict=False)):

@@ -1,4 +1,4 @@
-"""Which parts may be computed in quarters: every fourth row of a tile as a tensor of its own, four of them in all.
+"""Packed transposes: tiles of which every fourth row is a tensor of its own, and the parts that may have such tiles.
 
 A transposed payload has the codes of four rows next to each other. Where one thread has all four, they cross shared
 memory as one word; code by code that is four times as many instructions, and the slowest ones of a kernel that stores
@@ -11,18 +11,19 @@ from fp8compile.formats import round_up
 from fp8compile.kernels.codegen.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Store
 
 STEP = 4  # codes of a word
-JOINED = ("col_group_amax", "block_amax")  # what is found in each quarter, and joined
-NOT_IN_QUARTERS = (*PARTIALS, *ROW_REDUCTIONS)
+JOINED = ("col_group_amax", "block_amax")  # found in each of the four tensors, and joined
+NEEDS_WHOLE_TILE = (*PARTIALS, *ROW_REDUCTIONS)
 
 
 def possible(part: Part) -> bool:
-    """Whether all that is stored transposed are codes, in words that are whole and aligned, and nothing joins rows."""
+    """Return True if all that `part` stores transposed are codes, in words that are whole and aligned, and no operation
+    joins rows."""
     values, extents = part.values, part.extents
     coded = {i for i, v in enumerate(values) if v.op == "quantize"}
     transposed = [s for s in part.stores if s.transposed and part.stored_extent(s) == ELEMENT]
     return (
         bool(transposed)
-        and not any(v.op in NOT_IN_QUARTERS or coded & set(v.args) for v in values)
+        and not any(v.op in NEEDS_WHOLE_TILE or coded & set(v.args) for v in values)
         and not any(v.op in JOINED and v.params[0] % STEP for v in values)
         and not any(1 < rows < STEP for rows, _ in extents)
         and all(s.value in coded and _in_words(part, s) for s in transposed)
@@ -32,7 +33,7 @@ def possible(part: Part) -> bool:
 
 
 def _in_words(part: Part, store: Store) -> bool:
-    """Whether each column of this store is made of whole words that begin at multiples of four."""
+    """Return True if each column of this store is made of whole words that begin at multiples of four."""
     if isinstance(part.rows, str):
         rows = store.row_multiple % STEP == 0 or part.row_divisor % STEP == 0
         lead = store.lead == part.rows and part.row_divisor % STEP == 0

@@ -1,52 +1,45 @@
-"""What is known of values whatever the data, so that divisions need no tests: of denominators, and of what is cast."""
+"""Ranges of the values of a spec (`kernels/codegen/value_range.py`), and what they say of divisions."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from fp8compile.kernels.codegen.spec import Value
+from fp8compile.kernels.codegen import value_range
+from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.codegen.reductions import REDUCTIONS
+from fp8compile.kernels.codegen.spec import GROUP_REDUCTIONS, Value
+from fp8compile.kernels.codegen.value_range import NEVER_NEGATIVE, UNKNOWN, Range
 
 SMALLEST_NORMAL = 2.0**-126
-NOT_NEGATIVE = (
-    "exp",
-    "exp2",
-    "abs",
-    "sqrt",
-    "rsqrt",
-    "sigmoid",
-    "one_plus_tanh",
-    "one_plus_erf",
-    "row_amax",
-    "group_amax",
-)
-MONOTONE = ("row_max", "row_min", "float")
 
 
-def least(values: Sequence[Value], i: int) -> float:
-    """A number that value `i` is not below, unless it is nan; -inf where nothing is known."""
-    value = values[i]
+def ranges_of(values: Sequence[Value], loaded: Mapping[int, Range] | None = None) -> list[Range]:
+    """Return the range of each value; `loaded`: what is known of inputs, by the number that a load names."""
+    found: list[Range] = []
+    for value in values:
+        found.append(_range_of(value, found, loaded or {}))
+    return found
+
+
+def _range_of(value: Value, found: Sequence[Range], loaded: Mapping[int, Range]) -> Range:
     if value.op == "constant":
-        return float(value.params[0])
-    if value.op in NOT_NEGATIVE or (value.op == "mul" and value.args[0] == value.args[1]):
-        return 0.0
-    if value.op in MONOTONE:
-        return least(values, value.args[0])
-    if value.op in ("add", "maximum", "minimum"):
-        a, b = (least(values, arg) for arg in value.args)
-        return {"add": a + b, "maximum": max(a, b), "minimum": min(a, b)}[value.op]
-    if value.op in ("mul", "div", "row_sum", "round") and all(least(values, arg) >= 0 for arg in value.args):
-        return 0.0
-    return -math.inf
+        return value_range.of_constant(value.params[0])
+    if value.op == "load":
+        return loaded.get(value.params[0], UNKNOWN)
+    if value.op in GROUP_REDUCTIONS:
+        return NEVER_NEGATIVE
+    row = OPERATIONS.get(value.op) or REDUCTIONS.get(value.op)
+    equal = len(value.args) > 1 and len(set(value.args)) == 1
+    return row.range([found[a] for a in value.args], equal) if row else UNKNOWN
 
 
-def is_normal(values: Sequence[Value], i: int) -> bool:
-    """Whether value `i` is a normal positive number, inf or nan."""
-    return least(values, i) >= SMALLEST_NORMAL
+def is_normal(x: Range) -> bool:
+    """Return True if the value is a normal positive number, inf or nan."""
+    return x.least >= SMALLEST_NORMAL
 
 
 def is_within(values: Sequence[Value], i: int) -> bool:
-    """Whether the scale of quantization `i` was made of an amax of just what it casts."""
+    """Return True if the scale of quantization `i` was made of an amax of just what it casts."""
     x, scale = values[i].args
     amax = values[scale].args[0] if values[scale].op.startswith("scale") else scale
-    return values[amax].op in ("row_amax", "group_amax", "col_group_amax", "block_amax") and values[amax].args == (x,)
+    return values[amax].op in ("row_amax", *GROUP_REDUCTIONS) and values[amax].args == (x,)

@@ -3,37 +3,28 @@
 Three shapes, one form: a program owns a tile of block_rows × block_cols and walks down the rows, row_programs tiles at
 a time. Whole rows in one tile (block_cols ≥ cols) serve row reductions in a single pass; smaller tiles serve the rest;
 few programs that walk serve what a program accumulates (column sums, amaxes) or needs first (an amax of partials).
+Which one a region gets is chosen by `kernels/codegen/choose_schedule.py`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8compile.formats import ceil_div, round_up
-from fp8compile.kernels.codegen import packed_transpose
-from fp8compile.kernels.codegen.spec import COLUMN, ELEMENT, PARTIALS, ROW_REDUCTIONS, Input, Part, Region, Size
+from fp8compile.kernels.codegen.spec import Part, Size
 
-MAX_ROW = 65536  # elements of the rows of all inputs that one program can hold in registers
-WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
-MAX_ELEMENTS = 256  # a thread has of each tensor; with more, compiling takes minutes
-SECTOR, CROSSED = 8, 32  # least and most rows of a tile of whole rows that lie across: 32 and 128 bytes of FP32
-SQUARE = 64  # rows and columns of a tile that are enough for what lies across
-LARGEST_TILE = 16384  # elements of a tile of several rows, where groups of rows do not ask for more
-SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-IN_QUARTERS = {1: (128, 64, 32), 2: (32, 128, 32), 3: (32, 128, 16)}  # by payloads: rows, columns, elements a thread
-PROCESSORS = 132  # programs that walk are made in multiples of this: streaming multiprocessors of an H100 or H200
+JSON_NAMES = {"packed_transpose": "quarters"}  # field -> its name in JSON, of which kernels' names are made
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a part is cut: tiles of block_rows × block_cols (powers of two), row_programs × col_blocks side by side.
+    """The tiles of a part: block_rows × block_cols (powers of two), row_programs × col_blocks of them side by side.
 
     A program may own all tiles of its rows: with `sweeps` it reads them once for each reduction along the rows, `held`
     it reads them once and has them until it stores (`kernels/codegen/emit_held.py`).
-    In `quarters` (`kernels/codegen/packed_transpose.py`) every fourth row of a tile is a tensor of its own.
+    With `packed_transpose` (`kernels/codegen/packed_transpose.py`) every fourth row of a tile is a tensor of its own.
     """
 
     block_rows: int
@@ -41,22 +32,24 @@ class Tiling:
     row_programs: int
     col_blocks: int
     sweeps: bool = False
-    quarters: bool = False
+    packed_transpose: bool = False
     held: bool = False
 
     @property
     def owns_rows(self) -> bool:
-        """Whether a program has all tiles of its rows."""
+        """True if a program has all tiles of its rows."""
         return self.sweeps or self.held
 
     @property
     def manner(self) -> str:
-        """What is said of it beside the sizes of its tiles."""
-        return " in sweeps" if self.sweeps else " held" if self.held else " in quarters" if self.quarters else ""
+        """The words for it in a kernel's header, beside the sizes of its tiles."""
+        if self.sweeps or self.held:
+            return " in sweeps" if self.sweeps else " held"
+        return " in quarters" if self.packed_transpose else ""
 
     @property
     def programs(self) -> int:
-        """How many programs the part takes."""
+        """The number of programs of the part."""
         return self.row_programs * (1 if self.owns_rows else self.col_blocks)
 
 
@@ -78,23 +71,26 @@ class Schedule:
 
     @property
     def elements_a_thread(self) -> int:
-        """How many elements of each tensor a thread has at a time, where it has most."""
+        """The number of elements of each tensor that a thread has at a time, in the part where it has most."""
         held = max(t.block_rows * t.block_cols * (t.col_blocks if t.held else 1) for t in self.tilings)
         return ceil_div(held, 32 * self.warps)
 
     def to_json(self) -> str:
-        """As text, for `from_json`."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        """Return it as text, for `from_json`."""
+        tilings = [{JSON_NAMES.get(k, k): v for k, v in asdict(t).items()} for t in self.tilings]
+        return json.dumps(asdict(self) | {"tilings": tilings}, separators=(",", ":"))
 
 
 def from_json(text: str) -> Schedule:
-    """The `Schedule` written as `text`."""
-    data = json.loads(text)
-    return Schedule(tuple(Tiling(**t) for t in data["tilings"]), data["warps"], data["stages"])
+    """Return the `Schedule` written as `text`."""
+    data: dict[str, Any] = json.loads(text)
+    names: dict[str, str] = {there: here for here, there in JSON_NAMES.items()}
+    tilings = tuple(Tiling(**{names.get(str(k), str(k)): v for k, v in t.items()}) for t in data["tilings"])
+    return Schedule(tilings, data["warps"], data["stages"])
 
 
 def resolve(dim: Any, sizes: dict[str, Any], schedule: Schedule) -> Any:
-    """A dimension of a `Buffer` as a number (or symbolic size)."""
+    """Return a dimension of a `Buffer` as a number (or symbolic size)."""
     if isinstance(dim, int):
         return dim
     if isinstance(dim, tuple):
@@ -106,205 +102,18 @@ def resolve(dim: Any, sizes: dict[str, Any], schedule: Schedule) -> Any:
     return sizes[dim]
 
 
-def choose(region: Region) -> Schedule:
-    """The schedule for `region`, from its shape alone: the same on every machine."""
-    choices = [_choose(part) for part in region.parts]
-    warps = max(choice.warps for choice in choices)
-    stages = max(choice.stages for choice in choices)
-    return Schedule(tuple(choice.tilings[0] for choice in choices), warps, stages)
-
-
-def _choose(part: Part) -> Schedule:
-    """The schedule of a kernel of this part alone. The numbers are the best that were measured on an H200."""
-    ops = {v.op for v in part.values}
-    if ops & set(ROW_REDUCTIONS):
-        return _whole_rows(part)
-    if any(s.transposed for s in part.stores):
-        return _transposing(part)
-    min_rows, min_cols = _least(part)
-    widest = SQUARE if any(map(_is_crossed, part.inputs)) else 2048
-    if ops & set(WALKED):
-        block_cols = max(min(_dividing(extent(part)[1]), widest, LARGEST_TILE // min_rows), min_cols)
-        elements = max(8192, min_rows * block_cols)
-        return _walking(part, elements // block_cols, block_cols, max(4, elements // 1024), 2 * PROCESSORS)
-    block_cols = max(min(power_of_two(extent(part)[1]), widest, LARGEST_TILE // min_rows), min_cols)
-    if "all_amax" in ops:
-        elements = max(8192 if _read_ahead(part, 1) <= 4 else 4096, min_rows * block_cols)
-        return _walking(part, elements // block_cols, block_cols, max(4, elements // 2048), 4 * PROCESSORS)
-    block_rows = max(min_rows, 4096 // block_cols, 1)
-    return _tiled(part, block_rows, block_cols, max(4, _warps(block_rows * block_cols, 64)))
-
-
-def _is_crossed(x: Input) -> bool:
-    """Whether it lies in memory across the rows: tiles of several of them read what lies side by side."""
-    return x.extent == ELEMENT and x.cols[-1][1] not in (0, 1)
-
-
-def _whole_rows(part: Part) -> Schedule:
-    """Row reductions: in one tile, or several that are held, or in sweeps where registers do not hold them.
-
-    Where an input lies across the rows, a tile has as many of them as share lines of memory, if that fits.
-    Programs walk if they accumulate column sums, which few programs do best; or where each of several reductions would
-    wait for the one before with nothing to load meanwhile; or where one takes so many registers that no other runs
-    beside it. An amax next to a row reduction is no reason: it is reduced once more by a kernel of its own, which costs
-    less.
-    """
-    ops = {v.op for v in part.values}
-    payloads = sum(v.op == "quantize" for v in part.values)
-    min_rows, min_cols = _least(part)
-    cols = power_of_two(extent(part)[1])
-    wide = sum(i.extent == ELEMENT for i in part.inputs) * cols
-    if wide > MAX_ROW and not ops & set(WALKED):
-        return _tiled(part, max(1, min_rows), max(2048, min_cols), 8, sweeps=True)
-    block_cols = max(cols, min_cols)
-    across = min(CROSSED, LARGEST_TILE // block_cols)
-    if any(map(_is_crossed, part.inputs)) and across >= SECTOR and not ops & set(WALKED):
-        block_rows = max(min_rows, across)
-        return _tiled(part, block_rows, block_cols, _warps(block_rows * block_cols, 32))
-    if ops & set(WALKED):
-        per_thread = _held_by_threads(part)
-        block_rows = max(min_rows, min(16, 128 * per_thread // block_cols), 1)
-        elements = block_rows * block_cols
-        return _walking(
-            part, block_rows, block_cols, _warps(elements, per_thread), PROCESSORS * (2 if elements <= 4096 else 1)
-        )
-    tile = max(_held_tile(extent(part)[1]), min_cols)
-    gains = ceil_div(extent(part)[1], tile) * tile <= block_cols * 7 // 8
-    if gains and block_cols >= 512 and (payloads < 2 or wide > MAX_ROW // 2):
-        return _tiled(part, max(min_rows, 1), tile, _warps(tile, 8), held=True)
-    block_rows = max(min_rows, min(16, 1024 // block_cols), 1)
-    elements = block_rows * block_cols
-    if payloads > 1 and wide > MAX_ROW // 4 and 2 * _read_ahead(part, elements) <= SHARED_MEMORY:
-        full = 8 * part.cols >= 7 * block_cols
-        return _walking(part, block_rows, block_cols, _warps(elements, 32 if full else 64), PROCESSORS)
-    if max(part.levels) > 2 and 2048 < wide <= 4096:
-        return _walking(part, block_rows, block_cols, _warps(elements, 32), 4 * PROCESSORS)
-    padded = 8 * part.cols < 7 * block_cols and sum(i.extent == ELEMENT for i in part.inputs) == 1
-    return _tiled(part, block_rows, block_cols, _warps(elements, 64 if padded else 32))
-
-
-def _held_by_threads(part: Part) -> int:
-    """How many elements of each tensor a thread may have where it sums up columns as well: what it loads, what it has
-    loaded once and what it sums up stay in registers (of which it has 255)."""
-    tensors = sum(i.extent in (ELEMENT, COLUMN) for i in part.inputs) + sum(v.op in PARTIALS for v in part.values)
-    return 32 if tensors <= 7 else 16 if tensors <= 14 else 8
-
-
-def _dividing(cols: int) -> int:
-    """The widest tile of which several cover a row closely."""
-    widths = [width for width in (1024, 512) if ceil_div(cols, width) * width <= cols * 13 // 12]
-    return min(power_of_two(cols), widths[0] if widths else 256)
-
-
-def _held_tile(cols: int) -> int:
-    """The width of at most 8 tiles that together are as little wider than a row as may be."""
-    widths = [max(1, power_of_two(cols) >> n) for n in range(4)]
-    return min(widths, key=lambda width: (ceil_div(cols, width) * width, -width))
-
-
-def _transposing(part: Part) -> Schedule:
-    """Tiles that are stored transposed, in quarters where that is possible; else, the more a program computes for an
-    element, the fewer elements a thread has."""
-    min_rows, min_cols = _least(part)
-    cols = power_of_two(extent(part)[1])
-    payloads = [i for i, v in enumerate(part.values) if v.op == "quantize"]
-    layouts = {s.transposed for s in part.stores if s.value in payloads}
-    wide = sum(i.extent == ELEMENT for i in part.inputs)
-    # with amaxes of groups of rows, quarters took longer
-    in_quarters = packed_transpose.possible(part) and not any(v.op in packed_transpose.JOINED for v in part.values)
-    if in_quarters:
-        block_rows, block_cols, per_thread = IN_QUARTERS[min(len(payloads), 3)]
-    elif len(payloads) > 1 or wide > 1:
-        # a thread makes the scales of all groups that it has elements of: where they are many, few threads are better
-        many = min_rows * min_cols >= 128 * 128 and max(len(payloads), wide) <= 2
-        block_rows, block_cols, per_thread = 32, 64, 128 if many else 16
-    elif layouts == {True, False}:
-        block_rows, block_cols, per_thread = 64, 128, 64
-    elif len(part.inputs) > 2:
-        block_rows, block_cols, per_thread = 32, 128, 32
-    else:
-        block_rows, block_cols, per_thread = 64, 64, 32
-    block_rows, block_cols = max(block_rows, min_rows), max(min(block_cols, cols), min_cols)
-    warps = min(16, max(4, block_rows * block_cols // (32 * per_thread)))
-    resident = _all_at_a_time(warps) if {v.op for v in part.values} & set(PARTIALS) else 0
-    schedule = _tiled(part, block_rows, block_cols, warps, resident=resident)
-    return replace(schedule, tilings=tuple(replace(t, quarters=in_quarters) for t in schedule.tilings))
-
-
-def _walking(part: Part, block_rows: int, block_cols: int, warps: int, resident: int) -> Schedule:
-    """`resident` programs that walk, a tile or two ahead of what they compute; over two tiles at least, where each
-    leaves sums that are to be added up."""
-    least = max(1, _least(part)[0])
-    rows, cols = extent(part)
-    if isinstance(rows, int):
-        block_rows = min(block_rows, max(power_of_two(rows), least))
-        if any(v.op in WALKED for v in part.values):
-            tiles = ceil_div(rows, block_rows) * ceil_div(cols, block_cols)
-            resident = max(1, min(resident, ceil_div(tiles, 2)))
-    memory = SHARED_MEMORY // max(1, min(3, resident // PROCESSORS))
-    while block_rows > least and 2 * _read_ahead(part, block_rows * block_cols) > memory:
-        block_rows //= 2
-    stages = max(1, min(3, memory // max(1, _read_ahead(part, block_rows * block_cols))))
-    return _tiled(part, block_rows, block_cols, warps, stages, resident=resident)
-
-
-def _read_ahead(part: Part, elements: int) -> int:
-    """Bytes of one tile of all inputs that change from row to row: what a stage of reading ahead has in shared
-    memory."""
-    changing = [i for i in part.inputs if i.extent == ELEMENT and i.repeats == 1]
-    return elements * sum(DTYPE_BYTES.get(i.dtype, 1) for i in changing)
-
-
-def _least(part: Part) -> tuple[int, int]:
-    """The smallest tile that holds whole groups, and enough elements for packed conversions."""
-    rows = [r for r, _ in part.extents if r > 1]
-    cols = [c for _, c in part.extents if c > 1]
-    return max(rows, default=1), max(cols, default=4)
-
-
-def _warps(elements: int, per_thread: int) -> int:
-    return min(32, max(1, power_of_two(elements // (32 * per_thread))))
-
-
-def _tiled(
-    part: Part,
-    block_rows: int,
-    block_cols: int,
-    warps: int,
-    stages: int = 1,
-    sweeps: bool = False,
-    resident: int = 0,
-    held: bool = False,
-) -> Schedule:
-    """Tiles of this size, one a program; or, as ever where rows are symbolic, walked over by `resident` programs."""
-    rows, cols = extent(part)
-    col_blocks = max(1, ceil_div(cols, block_cols))
-    row_programs = max(1, (resident or _all_at_a_time(warps)) // (1 if sweeps or held else col_blocks))
-    if isinstance(rows, int):
-        block_rows = min(block_rows, max(power_of_two(rows), _least(part)[0]))
-        blocks = max(1, ceil_div(rows, block_rows))
-        row_programs = min(blocks, row_programs) if resident else blocks
-        block_rows, row_programs = in_bands(part, block_rows, row_programs)
-    tiling = Tiling(block_rows, block_cols, row_programs, col_blocks, sweeps, held=held)
-    return Schedule((tiling,), warps, stages)
-
-
 def in_bands(part: Part, block_rows: int, row_programs: int) -> tuple[int, int]:
-    """Rows of a tile that divide a band, and programs of which each band has as many."""
+    """Return (rows of a tile, programs) near to these: rows that divide a band, and equally many programs a band."""
     if part.bands == 1:
         return block_rows, row_programs
-    rows: int = part.rows // part.bands  # type: ignore[operator, assignment]
+    assert isinstance(part.rows, int), "bands are of rows that are known"
+    rows = part.rows // part.bands
     block_rows = min(block_rows, rows & -rows)
     return block_rows, part.bands * min(rows // block_rows, max(1, row_programs // part.bands))
 
 
-def _all_at_a_time(warps: int) -> int:
-    """How many programs run at a time, about."""
-    return PROCESSORS * max(1, 32 // warps)
-
-
 def extent(part: Part) -> tuple[Size, int]:
-    """Rows and columns to cover, with the zeros that stores append."""
+    """Return how many rows and columns tiles cover, with the zeros that stores append."""
     row_multiple = max((s.row_multiple for s in part.stores), default=1)
     col_multiple = max((s.col_multiple for s in part.stores), default=1)
     rows = round_up(part.rows, row_multiple) if isinstance(part.rows, int) else part.rows
@@ -312,5 +121,5 @@ def extent(part: Part) -> tuple[Size, int]:
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two ≥ n."""
+    """Return the least power of two ≥ n."""
     return 1 << max(0, n - 1).bit_length()

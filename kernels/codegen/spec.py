@@ -12,7 +12,7 @@ A `Size` is a number, or a name: "n0", "n1", … come with the call (symbolic si
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
@@ -30,7 +30,7 @@ def number_of(size: Size, sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class Input:
-    """Where element (r, c) lies in argument `tensor`: offset + Σ digits of r · stride + Σ digits of c · stride."""
+    """A place for element (r, c) in argument `tensor`: offset + Σ digits of r · stride + Σ digits of c · stride."""
 
     tensor: int
     dtype: str
@@ -45,7 +45,7 @@ class Input:
 
     @property
     def repeats(self) -> int:
-        """How many rows after each other read the same, as far as is known: those of an image, say."""
+        """The number of rows after each other that read the same, as far as is known: those of an image, say."""
         count = 1
         for size, stride in reversed(self.rows):
             if stride != 0 or isinstance(size, str):
@@ -73,6 +73,21 @@ class Value:
     op: str
     args: tuple[int, ...] = ()
     params: tuple[Any, ...] = ()
+
+
+def reached(
+    values: Sequence[Value], starts: Iterable[int], through: Callable[[Value], bool] = lambda _: True
+) -> set[int]:
+    """Return the values of which `starts` are made, themselves included; not those of one for which `through` is
+    False."""
+    found: set[int] = set()
+    stack = list(starts)
+    while stack:
+        i = stack.pop()
+        if i not in found:
+            found.add(i)
+            stack += values[i].args if through(values[i]) else ()
+    return found
 
 
 @dataclass(frozen=True)
@@ -120,21 +135,21 @@ class Part:
 
     @cached_property
     def bands(self) -> int:
-        """How many equal bands the rows are cut into, so that no program has rows of two: column sums are of bands."""
+        """The number of equal bands of rows, of which each has a column sum; no program has rows of two."""
         return max((v.params[0] for v in self.values if v.op == "col_sum" and v.params), default=1)
 
     @cached_property
     def levels(self) -> tuple[int, ...]:
-        """How many row reductions, one after the other, each value needs."""
+        """The number of row reductions, one after the other, that each value needs."""
         levels: list[int] = []
         for value in self.values:
             levels.append(max((levels[a] for a in value.args), default=0) + (value.op in ROW_REDUCTIONS))
         return tuple(levels)
 
 
-# Reductions: op -> extent of the result, given that of the argument and the parameters.
 ROW_REDUCTIONS = ("row_sum", "row_max", "row_min", "row_amax")
-GROUP_REDUCTIONS = {"group_amax": (1, 0), "col_group_amax": (0, 1), "block_amax": (1, 1)}
+# Amaxes of groups of params[0] elements: op -> True where a group takes several rows, several columns.
+GROUP_REDUCTIONS = {"group_amax": (False, True), "col_group_amax": (True, False), "block_amax": (True, True)}
 BAND = 128  # the rows of a band are a multiple of it, so that tiles fill them, whatever groups of rows they hold
 PARTIALS = ("all_amax", "col_sum", "col_amax")  # one result a program; what reads them reduces once more
 
@@ -148,12 +163,9 @@ def _extent(value: Value, inputs: tuple[Input, ...], args: list[Extent]) -> Exte
         return ELEMENT
     if value.op in ROW_REDUCTIONS:
         return ROW
-    if value.op == "group_amax":
-        return 1, value.params[0]
-    if value.op == "col_group_amax":
-        return value.params[0], 1
-    if value.op == "block_amax":
-        return value.params[0], value.params[0]
+    if value.op in GROUP_REDUCTIONS:
+        down, across = GROUP_REDUCTIONS[value.op]
+        return value.params[0] if down else 1, value.params[0] if across else 1
     if value.op == "all_amax":
         return NUMBER
     if value.op in ("col_sum", "col_amax"):
@@ -162,7 +174,7 @@ def _extent(value: Value, inputs: tuple[Input, ...], args: list[Extent]) -> Exte
 
 
 def join(extents: Iterable[Extent]) -> Extent:
-    """The extent of something computed element by element: it varies wherever an argument does."""
+    """Return the extent of something computed element by element: it varies wherever an argument does."""
     rows, cols = zip(*extents, strict=True)
     return _finest(rows), _finest(cols)
 
@@ -204,16 +216,16 @@ class Region:
 
     @cached_property
     def tensors(self) -> int:
-        """How many tensor arguments it has."""
+        """The number of its tensor arguments."""
         return 1 + max((i.tensor for part in self.parts for i in part.inputs), default=-1)
 
     def to_json(self) -> str:
-        """As text, for `from_json`; equal regions have equal texts."""
+        """Return it as text, for `from_json`; equal regions have equal texts."""
         return json.dumps(self, default=_as_dict, separators=(",", ":"))
 
 
 def _as_dict(x: Any) -> dict[str, Any]:
-    """What `asdict` says of a dataclass, without copying all that is in it."""
+    """Return the fields of a dataclass, as `asdict` does, without copying all that is in it."""
     return {f.name: getattr(x, f.name) for f in fields(x)}
 
 
@@ -230,7 +242,7 @@ def _sizes_of(part: Part) -> Iterable[Size]:
 
 @lru_cache(maxsize=4096)
 def from_json(text: str) -> Region:
-    """The `Region` written as `text`."""
+    """Return the `Region` written as `text`."""
     data = json.loads(text)
     return Region(
         parts=tuple(_part(p) for p in data["parts"]),

@@ -32,79 +32,25 @@ BF16 form), where logits and their gradient would have taken 4MN.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8compile.formats import round_up
+from fp8compile.kernels.loss.softmax_step import TERMS, Curve, Step, plain_step
 
-# of a row: log-probability of its label; Σ log-probabilities of all classes (label smoothing); log Σ exp z; its square
-TERMS = ("chosen", "sum", "normaliser", "square")
-DROPPED = -1  # the label of a row that has none: its terms mean nothing, and its gradient is zero, whatever its logits
 LEAST_ROWS = 2048  # fewer, and reading and writing the sum takes longer than the matmul that adds to it
 
 
-@dataclass(frozen=True)
-class Curve:
-    """What a model makes of logits before the softmax: z = inner · logit, or z = outer · tanh(inner · logit)."""
-
-    inner: float = 1.0
-    outer: float | None = None
-
-    def scores(self, logits: Tensor) -> Tensor:
-        """z, in the dtype of `logits`."""
-        z = logits * self.inner
-        return z if self.outer is None else torch.tanh(z) * self.outer
-
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """dz / dlogit."""
-        if self.outer is None:
-            return self.inner
-        return self.inner * self.outer * (1 - torch.tanh(logits * self.inner).square())
-
-
-# (logits, index, weights or None, curve, whether to write gradients, every term) -> log-probabilities [M], or terms
-# [4, M]; writes gradients over the logits
-Step = Callable[[Tensor, Tensor, Tensor | None, Curve, bool, bool], Tensor]
-
-
-def plain_step(
-    logits: Tensor, index: Tensor, weights: Tensor | None, curve: Curve, gradients: bool, every_term: bool = False
-) -> Tensor:
-    """The softmax part of a chunk, in plain torch; a label out of range has log-probability nan."""
-    wide = logits.float()
-    z = curve.scores(wide)
-    normaliser, log_probabilities = z.logsumexp(-1), z.log_softmax(-1)
-    valid = (index >= 0) & (index < logits.shape[1])
-    at = torch.where(valid, index, 0).unsqueeze(1)
-    chosen = torch.where(valid, log_probabilities.gather(1, at).squeeze(1), torch.nan)
-    if gradients:
-        slope, label = log_probabilities.exp(), valid.float().unsqueeze(1)
-        if not every_term:
-            slope.scatter_add_(1, at, -label)
-            slope *= 1.0 if weights is None else weights.unsqueeze(1)
-        else:
-            assert weights is not None
-            of_chosen, of_sum, of_normaliser, of_square = weights.unsqueeze(2)
-            falling = of_chosen + logits.shape[1] * of_sum - of_normaliser - 2 * of_square * normaliser.unsqueeze(1)
-            slope = slope * falling - of_sum
-            slope.scatter_add_(1, at, -label * of_chosen)
-        logits.copy_(torch.where((index == DROPPED).unsqueeze(1), 0.0, slope * curve.slope(wide)))
-    if not every_term:
-        return chosen
-    return torch.stack([chosen, log_probabilities.sum(-1), normaliser, normaliser.square()])
-
-
 def rows_of_chunk(k: Any) -> int:
-    """How many rows a chunk has by default, of a head with `k` features."""
+    """Return how many rows a chunk has by default, of a head with `k` features."""
     return max(LEAST_ROWS, k) if isinstance(k, int) else LEAST_ROWS
 
 
 def chunks(m: int, rows: int) -> list[slice]:
-    """`m` rows in as few chunks of at most `rows` as there can be, all but the last of equal size."""
+    """Return `m` rows in as few chunks of at most `rows` as there can be, all but the last of equal size."""
     if not m:
         return []
     count = -(-m // rows)
@@ -113,7 +59,7 @@ def chunks(m: int, rows: int) -> list[slice]:
 
 
 def empty_results(x: Tensor, weight: Tensor, wanted: Sequence[bool], every_term: bool) -> list[Tensor]:
-    """Uninitialised results: log-probabilities or all terms, then the gradients wanted of x, weight and bias."""
+    """Return uninitialised results: log-probabilities or all terms, then gradients wanted of x, weight and bias."""
     shapes = [list(x.shape), list(weight.shape), [weight.shape[0]]]
     terms = [len(TERMS), x.shape[0]] if every_term else [x.shape[0]]
     shapes = [terms, *(shape for shape, want in zip(shapes, wanted, strict=True) if want)]
@@ -133,7 +79,7 @@ def run(
     every_term: bool = False,
     step: Step = plain_step,
 ) -> list[Tensor]:
-    """Log-probabilities, or all terms, and gradients (`empty_results`), in chunks of at most `rows` rows."""
+    """Return log-probabilities or all terms, and gradients (`empty_results`), made in chunks of at most `rows` rows."""
     terms, *gradients = empty_results(x, weight, wanted, every_term)
     waiting = iter(gradients)
     of_x, of_weight, of_bias = (next(waiting) if want else None for want in wanted)
@@ -160,7 +106,7 @@ def run(
 
 
 def _pieces(weight: Tensor) -> list[slice]:
-    """All classes, or all but the last few and those: matmul units take sizes that are multiples of 16 bytes.
+    """Return all classes, or all but the last few and those: matmul units take sizes that are multiples of 16 bytes.
 
     With 50257 classes cuBLAS takes kernels that read number by number, whatever the distance between rows. A chunk of
     2048 rows of K = 1600 on an H200: 7.0 ms for the three matmuls; in two pieces 1.6.
@@ -171,7 +117,7 @@ def _pieces(weight: Tensor) -> list[slice]:
 
 
 def _width(classes: int) -> int:
-    """Columns of the buffer: rows that begin at multiples of 128 bytes suit matmul units, whatever their length."""
+    """Return the columns of the buffer: rows that begin at multiples of 128 bytes suit matmul units, however long."""
     return round_up(classes, 64)
 
 
@@ -183,7 +129,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, adds: bool) -> None:
-    """out = left @ right, or that added to it: FP32 out of whatever they are."""
+    """Write left @ right to `out`, or add it to that: FP32 of whatever they are."""
     if adds:
         _add_product(out, left, right)
     elif left.dtype == out.dtype:
@@ -195,7 +141,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor, adds: bool) -> None:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, FP32 of whatever they are."""
+    """Add left @ right to `total`: FP32 of whatever they are."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif not left.is_cuda:
@@ -209,7 +155,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @functools.cache
 def _adds_to_wider(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch adds a product to a wider matrix: some versions want all three in one dtype."""
+    """Return True if torch adds a product to a wider matrix: some versions want all three in one dtype."""
     one = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.ones(16, 16, device=device)
     try:
@@ -220,12 +166,12 @@ def _adds_to_wider(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def run_on_cuda(*given: Any) -> list[Tensor]:
-    """`run` with the softmax part of each chunk as one Triton kernel."""
+    """Return the results of `run`, with the softmax part of each chunk as one Triton kernel."""
     from fp8compile.kernels.loss.softmax_gradient import step  # Triton is imported where there is a GPU
 
     return run(*given, step=step)
 
 
 def workspace(rows: int, classes: int, m: int, dtype: torch.dtype) -> int:
-    """Bytes that are alive only while it runs: a chunk of logits, of `m` rows in all."""
+    """Return the bytes that are alive only while it runs: a chunk of logits, of `m` rows in all."""
     return max((part.stop - part.start for part in chunks(m, rows)), default=0) * _width(classes) * dtype.itemsize

@@ -3,7 +3,7 @@
 A program reads its row twice, block by block: for the maximum and the sum of exponentials (both at once, rescaled as
 the maximum grows), then to write the gradient. A row of 128k BF16 logits is 256 KiB, which the second time comes from
 the L2 cache. Rows are read and written up to `width`, a multiple of 16 where there is room between them, so that loads
-are as wide as they can be whatever the number of classes. Meaning: `chunked_loss.plain_step`.
+are as wide as they can be whatever the number of classes. Meaning: `softmax_step.plain_step`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.formats import round_up
-from fp8compile.kernels.loss.chunked_loss import DROPPED, TERMS, Curve
+from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Curve
 
 BLOCK = 4096
 WARPS = 8
@@ -112,7 +112,7 @@ def softmax_gradient(
 def step(
     logits: Tensor, index: Tensor, weights: Tensor | None, curve: Curve, gradients: bool, every_term: bool = False
 ) -> Tensor:
-    """`chunked_loss.plain_step` in one launch; `logits` are contiguous along their rows.
+    """Return the results of `softmax_step.plain_step`, by one launch; `logits` are contiguous along their rows.
 
     What lies between rows, up to the next multiple of 16 columns, may be overwritten.
     """

@@ -1,4 +1,4 @@
-"""Whether torch's grouped FP8 matmul gives what it should on this GPU: tried once, before any graph is made to need it.
+"""Check torch's grouped FP8 matmul on this GPU, once, before any graph is made to need it.
 
 It has no public form in every version of torch, and its limits are known from its source alone. A GPU where it raises,
 or where one group's product is another's, keeps experts in BF16, and the plan says why.
@@ -22,7 +22,7 @@ NEAR = 2.0**-7  # of a group's norm: a rounding to BF16 is a quarter of it
 
 @cache
 def why_it_fails(device: torch.device) -> str:
-    """What is wrong with grouped FP8 matmuls on `device`; "" if nothing."""
+    """Return how grouped FP8 matmuls fail on `device`; "" if they are right."""
     with unset_fake_temporarily(), torch.no_grad():
         a, scale_a = _operand(ENDS[-1], K)
         b, scale_b = _operand(len(ENDS), N, K)
@@ -41,7 +41,7 @@ def why_it_fails(device: torch.device) -> str:
 
 
 def _operand(*shape: int) -> tuple[Tensor, Tensor]:
-    """Random data and scales of its rows, which differ by up to 256."""
+    """Return random data and scales of its rows, which differ by up to 256."""
     generator = torch.Generator().manual_seed(len(shape))
     x = torch.randn(shape, generator=generator) * torch.rand(*shape[:-1], 1, generator=generator).mul(8).exp2()
     scale = markers.scale(markers.amax(x, "row"), "e4m3")

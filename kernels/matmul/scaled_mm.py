@@ -37,7 +37,7 @@ def scaled_mm(
     fast_accumulation: bool = False,
     offs: Tensor | None = None,
 ) -> Tensor:
-    """Same contract as `reference.scaled_mm`; batches run one after the other, groups in one launch."""
+    """Return what `markers.scaled_mm` does; batches run one after the other, groups in one launch."""
     if not a.shape[-1]:  # a sum of nothing, which no kernel takes
         out = a.new_zeros(*a.shape[:-1], b.shape[-2], dtype=out_dtype)
         return out if bias is None else out + bias
@@ -58,7 +58,7 @@ def scaled_mm(
 def _grouped(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Rows of a in groups of any size, each with its matrix of b. The kernel wants scales [M] and [E, N]."""
+    """Return products of rows of a, in groups of any size, with matrices of b; scales are [M] and [E, N]."""
     if a.shape[0] == 0:
         return a.new_empty(0, b.shape[1], dtype=out_dtype)
     out = torch._scaled_grouped_mm(
@@ -104,7 +104,7 @@ def _scaled_mm_2d(
 
 @functools.cache
 def _rows_in_cublas() -> bool:
-    """Whether cuBLAS runs row scales itself, with every output dtype; elsewhere CUTLASS does, with BF16 only."""
+    """Return True if cuBLAS runs row scales itself, with every output dtype; elsewhere CUTLASS does, with BF16 only."""
     cuda = tuple(int(v) for v in (torch.version.cuda or "0.0").split("."))
     return torch.cuda.get_device_capability()[0] == 9 and cuda >= (12, 9)
 
@@ -115,7 +115,7 @@ def _aligned(scale: Tensor) -> Tensor:
 
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:
-    """One scale a row. Those of a matrix in a batch need not start at a multiple of 16 bytes."""
+    """Return one scale a row. Those of a matrix in a batch need not start at a multiple of 16 bytes."""
     return _aligned(scale.reshape(-1, 1).expand(rows, 1).contiguous())
 
 
@@ -135,8 +135,8 @@ def _blockwise(
 
 
 def _blockwise_scale(scale: Tensor, granularity: str) -> Tensor:
-    """In cuBLAS's layout: 1×128 scales [R, C/128] with stride (1, R); 128×128 scales [C/128 rounded up to 4, R/128]
-    with stride (1, C/128 rounded up to 4)."""
+    """Return `scale` in cuBLAS's layout: 1×128 scales [R, C/128] with stride (1, R); 128×128 scales [C/128 rounded up
+    to 4, R/128] with stride (1, C/128 rounded up to 4)."""
     if granularity == "group(128)":
         return scale.t().contiguous().t()
     blocks = scale.shape[1]

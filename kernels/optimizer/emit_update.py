@@ -12,11 +12,12 @@ tile to each address once; within the tile offsets are 32-bit and the same for a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fp8compile.kernels.codegen.emit_helpers import HELPERS
-from fp8compile.kernels.codegen.expressions import EXPRESSIONS
+from fp8compile.kernels.codegen.emit_helpers import HELPERS, with_needed
+from fp8compile.kernels.codegen.operations import OPERATIONS
 from fp8compile.kernels.codegen.spec import Value
 from fp8compile.kernels.optimizer import state_helpers, word_helpers
 from fp8compile.kernels.optimizer.update_spec import SCALAR, SPLIT, STATE, Slot, Update, coded_values, never_negative
@@ -24,16 +25,13 @@ from fp8compile.state_formats import GROUP, StateFormat, parse_state_format
 
 ALIGNMENT = 16  # of every address in the table, in bytes
 POINTERS = {"float32": "tl.float32", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
-# Of what is not stored as a code, one or two ULPs are nothing, and neither are numbers below 2^-126.
-APPROXIMATE = {"sqrt": "fast_sqrt({0})", "div": "{0} * fast_reciprocal({1})", "reciprocal": "fast_reciprocal({0})"}
-
 NAMES = {8: "bytes", 16: "shorts"}
 TILE = "offset, word, inside, FULL"
 
 
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """How many groups of 128 make a tile, how many tiles a program takes, and with how many warps.
+    """The groups of 128 of a tile, the tiles of a program, and its warps.
 
     registers: how many a thread has at most. Left alone, the compiler takes 170: a quarter of the warps less would run.
     """
@@ -44,13 +42,13 @@ class UpdateSchedule:
     registers: int = 128
 
     def options(self, target: str) -> dict[str, int | bool]:
-        """What Triton is given beside the arguments. Codes agree only where no product and sum are contracted."""
+        """Return the options of a launch. Codes agree only where no product and sum are contracted."""
         more = {"maxnreg": self.registers, "enable_fp_fusion": False} if target == "cuda" else {}
         return {"num_warps": self.warps} | more
 
 
 def columns(update: Update) -> dict[tuple[int, str], int]:
-    """Which column of the table has the address of which tensor: (slot, name) → column."""
+    """Return the columns of the table in which the addresses of tensors are: (slot, name) → column."""
     found: dict[tuple[int, str], int] = {}
     for i in (*update.stored, *update.read):
         for name in update.slots[i].tensors:
@@ -59,7 +57,7 @@ def columns(update: Update) -> dict[tuple[int, str], int]:
 
 
 def update_source(update: Update, schedule: UpdateSchedule, name: str, target: str) -> str:
-    """The functions of the kernel `name`, for "cuda" or "interpreter"."""
+    """Return the functions of the kernel `name`, for "cuda" or "interpreter"."""
     emitter = _Emitter(update, schedule, target)
     functions = emitter.functions(name)
     formats = {parse_state_format(s.type) for s in update.slots if s.kind == STATE}
@@ -74,7 +72,7 @@ def update_source(update: Update, schedule: UpdateSchedule, name: str, target: s
     parts += [state_helpers.encoder_of(how) for how in sorted(stored, key=str) if not how.is_exact]
     parts += [state_helpers.PARAMETER] if any(s.stochastic for s in update.slots) else []
     parts += [state_helpers.SPLIT] if any(s.kind == SPLIT for s in update.slots) else []
-    parts += [HELPERS[helper].for_target(target) for helper in emitter.helpers]
+    parts += [HELPERS[helper].for_target(target) for helper in with_needed(emitter.helpers)]
     return "\n\n\n".join(part.strip("\n") for part in (*parts, *functions))
 
 
@@ -98,7 +96,7 @@ class _Emitter:
         self.lines: list[str] = []  # what is computed and stored
 
     def functions(self, name: str) -> list[str]:
-        """`load` and `finish` a tile, and the kernel."""
+        """Return the functions `load` and `finish` of a tile, and the kernel."""
         inside = set(self.fused.values())
         for i, value in enumerate(self.update.values):
             if i not in inside:
@@ -116,7 +114,7 @@ class _Emitter:
         ]
 
     def _kernel(self) -> list[str]:
-        """The kernel's body: it finds its parameter, does full tiles without masks, and what is left with them."""
+        """Return the kernel's body: it finds its parameter, does full tiles without masks, and the rest with them."""
         groups, tiles, skip = self.schedule.groups, self.schedule.tiles, self.update.skip
         raw = ", ".join(self.raw)
         coming = ", ".join(f"next_{name}" for name in self.raw)
@@ -147,7 +145,7 @@ class _Emitter:
         ]
 
     def _address(self, slot: int, name: str) -> str:
-        """Loads where a tensor begins; of a counter, what it counts."""
+        """Return the line that loads where a tensor begins; of a counter, its count."""
         kind = self.update.slots[slot]
         types = {"side": "tl.int64", "payload": "tl.uint8", "low": "tl.int16", "counter": "tl.int32"}
         exact = kind.kind == STATE and parse_state_format(kind.type).is_exact
@@ -158,7 +156,7 @@ class _Emitter:
         return f"{name}{slot} = tl.multiple_of({address}, {ALIGNMENT}) + {'first_group' if name == 'side' else 'start'}"
 
     def _tile(self) -> list[str]:
-        """Where a tile lies, and what of it is inside the parameter."""
+        """Return the lines that say where a tile lies, and which part of it is inside the parameter."""
         groups = self.schedule.groups
         return [
             f"groups = tl.arange(0, {groups})",
@@ -175,7 +173,7 @@ class _Emitter:
         ]
 
     def _loaded(self, slot: int, name: str) -> str:
-        """A tile of a tensor, as it is loaded: in words, if its elements are smaller."""
+        """Return the variable with a tile of a tensor, as it is loaded: in words, if its elements are smaller."""
         raw, pointer = f"{name}{slot}_tile", f"{name}{slot}"
         bits = self._bits(slot, name)
         if bits == 32:
@@ -193,24 +191,21 @@ class _Emitter:
     def _value(self, i: int, value: Value) -> str:
         op, args, params = value.op, value.args, value.params
         if op == "constant":
-            x = params[0]
+            x: float | bool = params[0]
             kind = "tl.int1" if isinstance(x, bool) else "tl.float32"
-            text = repr(x) if isinstance(x, bool) or abs(float(x)) < float("inf") else f'float("{x}")'  # type: ignore[arg-type]
+            text = repr(x) if isinstance(x, bool) or math.isfinite(x) else f'float("{x}")'
             return f"tl.full((1, 1), {text}, {kind})"
         if op == "load":
-            return self._load(int(params[0]))  # type: ignore[call-overload]
+            return self._load(params[0])
         if i in self.fused:
             above, below = self.update.values[self.fused[i]].args
             (other,) = (a for a in args if a != self.fused[i])
             return f"tl.fma(v{above}, fast_reciprocal(v{below}), v{other})"
-        expression = EXPRESSIONS[op]
-        if expression.helper:
-            self.helpers[expression.helper] = None
-        text = expression.triton if i in self.coded else APPROXIMATE.get(op, expression.triton)
-        if self.target == "interpreter":
-            text = expression.interpreted or expression.triton
-            self.helpers |= {name: None for name in HELPERS if f"{name}(" in text}
-        return text.format(*(f"v{a}" for a in args), **{f"p{i}": p for i, p in enumerate(params)})
+        operation = OPERATIONS[op]
+        self.helpers |= dict.fromkeys(operation.helpers(self.target))
+        # of what is not stored as a code, one or two ULPs are nothing, and neither are numbers below 2^-126
+        text = operation.text(self.target, params, approximately=i not in self.coded)
+        return text.format(*(f"v{a}" for a in args))
 
     def _load(self, i: int) -> str:
         slot = self.update.slots[i]
@@ -264,7 +259,7 @@ class _Emitter:
 
 
 def _fused_quotients(update: Update, coded: set[int]) -> dict[int, int]:
-    """Sums to which a quotient is added that nothing else uses: sum → quotient."""
+    """Return sums to which a quotient is added that nothing else uses: sum → quotient."""
     used = Counter(a for value in update.values for a in value.args) + Counter(
         update.slots[i].stored for i in update.stored
     )

@@ -98,7 +98,7 @@ code = code + goes_up(magnitude, below, above, pair, odd, counter)
 
 
 def encoder(stochastic: bool) -> list[str]:
-    """Lines that make codes of what `ends` returns. A code is a position between the ends, and one."""
+    """Return lines that make codes of the results of `ends`. A code is a position between the ends, and one."""
     return [
         "step, fraction = step_log(low, high, signed)",
         "unit = unit_log(fraction)",

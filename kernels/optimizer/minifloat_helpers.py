@@ -12,14 +12,14 @@ from fp8compile.state_formats import MINIFLOATS, Minifloat, StateFormat
 
 
 def functions(how: StateFormat, name: str, target: str) -> str:
-    """What the lines of `encoder` call, and decode_<name>."""
+    """Return the functions that the lines of `encoder` call, and decode_<name>."""
     of = MINIFLOATS[how.code]
     casts = _instructions(how.code, name) if target == "cuda" else _computed(name, of)
     return casts + _words(name) + _between_codes(name, of) + (_linear(name, of) if how.linear else _expanded(name, of))
 
 
 def encoder(how: StateFormat, name: str) -> list[str]:
-    """Lines that make codes of what `ends` returns."""
+    """Return lines that make codes of the results of `ends`."""
     least = "low * 0" if how.linear else "low | (signed << 31)"
     number = f"within_{name}(magnitude, low, high)"
     if not how.stochastic:

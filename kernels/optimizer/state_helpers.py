@@ -240,12 +240,12 @@ def joined(high, low):
 
 
 def name_of(how: StateFormat) -> str:
-    """How functions of a format are called: "log", "e4m3_linear"."""
+    """Return the name of a format in those of its functions: "log", "e4m3_linear"."""
     return str(how.nearest()).replace("/", "_")
 
 
 def helpers_of(how: StateFormat, target: str) -> str:
-    """What encode_<name>[_randomly] of a format calls, and decode_<name>."""
+    """Return the functions that encode_<name>[_randomly] of a format calls, and decode_<name>."""
     name = name_of(how)
     if how.code == "log":
         return log_helpers.COMMON + log_helpers.DECODE
@@ -253,7 +253,7 @@ def helpers_of(how: StateFormat, target: str) -> str:
 
 
 def encoder_of(how: StateFormat) -> str:
-    """The function encode_<name>, or encode_<name>_randomly where the format is stochastic."""
+    """Return the function encode_<name>, or encode_<name>_randomly where the format is stochastic."""
     name = name_of(how)
     lines = log_helpers.encoder(how.stochastic) if how.code == "log" else minifloat_helpers.encoder(how, name)
     given = "x, pair, odd, counter" if how.stochastic else "x"

@@ -1,4 +1,4 @@
-"""What an update spec means, in plain torch, and where it runs: this on a CPU, a generated kernel on a GPU."""
+"""The meaning of an update spec, in plain torch, which a CPU runs; a GPU runs a generated kernel."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.kernels.codegen.expressions import EXPRESSIONS
-from fp8compile.kernels.optimizer.update_spec import SPLIT, STATE, Slot, Update, from_json
+from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.optimizer.update_spec import SPLIT, STATE, Slot, Update, from_json, is_matrix
 from fp8compile.kernels.reference import state_reference as states
 
 Tensors = dict[str, Tensor]  # of one slot, by name
@@ -25,7 +25,7 @@ def run(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tens
 
 
 def run_on_gpu(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor], spec: str) -> None:
-    """The same by one launch."""
+    """Update every parameter in place by one launch, and advance the counters of random bits."""
     from fp8compile.kernels.optimizer import update_launch  # its generator needs no Triton, its launch does
 
     update_launch.launch(spec, stored, read, scalars)
@@ -47,15 +47,10 @@ def advance(update: Update, stored: Sequence[Tensor], scalars: Sequence[Tensor])
     torch._foreach_add_(counters, one)
 
 
-def is_matrix(scalars: Sequence[Tensor]) -> bool:
-    """Whether the numbers come as one matrix with a row a parameter."""
-    return len(scalars) == 1 and scalars[0].dim() == 2
-
-
 def parameters(
     update: Update, stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> Iterator[dict[int, Tensors]]:
-    """The slots of each parameter, out of the flat lists that the operator takes."""
+    """Yield the slots of each parameter, out of the flat lists that the operator takes."""
     if is_matrix(scalars):
         scalars = scalars[0].flatten().unbind()
     lists = [(iter(stored), update.stored), (iter(read), update.read), (iter(scalars), update.scalars)]
@@ -72,7 +67,7 @@ def _run_one(update: Update, slots: dict[int, Tensors]) -> None:
         elif value.op == "load":
             values.append(_load(update.slots[value.params[0]], slots[value.params[0]]))
         else:
-            values.append(EXPRESSIONS[value.op].torch(*(values[a] for a in value.args), *value.params))
+            values.append(OPERATIONS[value.op].torch(*(values[a] for a in value.args), *value.params))
     for i in update.stored:
         slot = update.slots[i]
         assert slot.stored is not None

@@ -19,8 +19,7 @@ from fp8compile.cache_folder import cache_folder
 from fp8compile.formats import ceil_div
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.optimizer.emit_update import ALIGNMENT, UpdateSchedule, columns, update_source
-from fp8compile.kernels.optimizer.update import is_matrix
-from fp8compile.kernels.optimizer.update_spec import STATE, Update, from_json
+from fp8compile.kernels.optimizer.update_spec import STATE, Update, from_json, is_matrix
 from fp8compile.source_digest import source_digest
 from fp8compile.state_formats import GROUP
 
@@ -28,14 +27,14 @@ SCHEDULE = UpdateSchedule()
 
 
 def kernel_name(update: Update, schedule: UpdateSchedule) -> str:
-    """A name that says what the kernel does and which one it is: "update_log_log_stochastic_3f9a0c2d"."""
+    """Return a name that says what the kernel does and which one it is: "update_log_log_stochastic_3f9a0c2d"."""
     formats = [s.type.replace("/", "_") for s in update.slots if s.kind == STATE]
     text = f"{update.to_json()}{schedule}"
     return "_".join(["update", *formats, hashlib.sha256(text.encode()).hexdigest()[:8]])
 
 
 def file_source(update: Update, schedule: UpdateSchedule, target: str) -> str:
-    """The whole file."""
+    """Return the text of the kernel's file."""
     name = kernel_name(update, schedule)
     moved = ", ".join(f"{s.kind} {s.type}{'' if s.stored is None else ' (stored)'}" for s in update.slots)
     kernel = update_source(update, schedule, name, target)
@@ -60,7 +59,7 @@ SPEC = r"""
 
 @functools.lru_cache(maxsize=1024)
 def kernel_of(update: Update, schedule: UpdateSchedule, target: str) -> Any:
-    """The Triton function, in a file of its own."""
+    """Return the Triton function, in a file of its own."""
     import triton
 
     source = file_source(update, schedule, target)
@@ -74,7 +73,7 @@ def kernel_of(update: Update, schedule: UpdateSchedule, target: str) -> Any:
 
 @dataclass
 class Tables:
-    """What a kernel knows of its parameters, on their device."""
+    """Addresses, sizes and programs of a kernel's parameters, on their device."""
 
     addresses: tuple[int, ...]
     table: Tensor
@@ -113,7 +112,7 @@ def launch(
 
 
 def _usable(x: Tensor) -> Tensor:
-    """`x`, or a copy where it is not contiguous or begins at an odd address (one number may)."""
+    """Return `x`, or a copy where it is not contiguous or begins at an odd address (one number may)."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 or x.numel() == 1 else x.clone()
 
@@ -142,7 +141,7 @@ def _tables_of(
 
 
 def _blocks(sizes: Sequence[int], schedule: UpdateSchedule) -> Tensor:
-    """(parameter, first group) of every program."""
+    """Return (parameter, first group) of every program."""
     rows = []
     for i, size in enumerate(sizes):
         first = torch.arange(0, ceil_div(size, GROUP), schedule.groups * schedule.tiles, dtype=torch.int32)
@@ -155,7 +154,7 @@ def _pinned(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _packed(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
-    """All numbers in FP32 on `device`: those of a CPU in one copy."""
+    """Return all numbers in FP32 on `device`: those of a CPU in one copy."""
     if not scalars:
         return torch.zeros(1, device=device)
     if is_matrix(scalars):

@@ -17,11 +17,15 @@ How a slot is kept:
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 
-from fp8compile.kernels.codegen.spec import Value
+from torch import Tensor
+
+from fp8compile.kernels.codegen.ranges import ranges_of
+from fp8compile.kernels.codegen.spec import Value, reached
+from fp8compile.kernels.codegen.value_range import NEVER_NEGATIVE
 
 PLAIN, STATE, SPLIT, SCALAR = "plain", "state", "split", "scalar"
 
@@ -41,7 +45,7 @@ class Slot:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """What it consists of, in the order of the arguments."""
+        """The names of its tensors, in the order of the arguments."""
         first = {STATE: ("payload", "side"), SPLIT: ("x", "low")}.get(self.kind, ("x",))
         return (*first, "counter") if self.counter else first
 
@@ -73,17 +77,17 @@ class Update:
         return tuple(i for i, s in enumerate(self.slots) if s.kind == SCALAR)
 
     def width(self, positions: tuple[int, ...]) -> int:
-        """How many tensors the slots at `positions` have."""
+        """Return how many tensors the slots at `positions` have."""
         return sum(len(self.slots[i].tensors) for i in positions)
 
     def to_json(self) -> str:
-        """As text, for `from_json`; equal updates have equal texts."""
+        """Return it as text, for `from_json`; equal updates have equal texts."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
 @lru_cache(maxsize=4096)
 def from_json(text: str) -> Update:
-    """The `Update` written as `text`."""
+    """Return the `Update` written as `text`."""
     data = json.loads(text)
     return Update(
         tuple(Slot(**slot) for slot in data["slots"]),
@@ -92,44 +96,26 @@ def from_json(text: str) -> Update:
     )
 
 
+def is_matrix(scalars: Sequence[Tensor]) -> bool:
+    """Return True if the numbers of an update come as one matrix with a row a parameter."""
+    return len(scalars) == 1 and scalars[0].dim() == 2
+
+
 def never_negative(update: Update) -> set[int]:
-    """Positions of values that have no sign, whatever the gradients: squares, their sums, states that only hold such.
+    """Return the positions of values without a sign, whatever the gradients: squares, their sums, states of such.
 
     A state is taken to hold none if what is stored in it has none as long as it holds none.
     """
     states = {i for i in update.stored if update.slots[i].kind == STATE}
     while True:
-        found = _unsigned_values(update, states)
+        ranges = ranges_of(update.values, dict.fromkeys(states, NEVER_NEGATIVE))
+        found = {i for i, x in enumerate(ranges) if x.unsigned}
         still = {i for i in states if update.slots[i].stored in found}
         if still == states:
             return found
         states = still
 
 
-def _unsigned_values(update: Update, states: set[int]) -> set[int]:
-    found: set[int] = set()
-    for i, value in enumerate(update.values):
-        op, args = value.op, value.args
-        if (
-            (op == "constant" and not isinstance(value.params[0], bool) and math.copysign(1, value.params[0]) > 0)  # type: ignore[arg-type]
-            or (op == "load" and value.params[0] in states)
-            or (op == "mul" and args[0] == args[1])
-            or op in ("abs", "exp", "exp2", "sigmoid")
-            or (op in ("add", "mul", "div", "sqrt", "rsqrt", "float", "round", "minimum") and found.issuperset(args))
-            or (op == "maximum" and not found.isdisjoint(args))
-            or (op == "where" and found.issuperset(args[1:]))
-        ):
-            found.add(i)
-    return found
-
-
 def coded_values(update: Update) -> set[int]:
-    """Positions of values that a state in 8 bits is computed from."""
-    found: set[int] = set()
-    stack = [s.stored for s in update.slots if s.kind == STATE and s.stored is not None]
-    while stack:
-        i = stack.pop()
-        if i not in found:
-            found.add(i)
-            stack += update.values[i].args
-    return found
+    """Return the positions of values that a state in 8 bits is computed from."""
+    return reached(update.values, (s.stored for s in update.slots if s.kind == STATE and s.stored is not None))

@@ -23,7 +23,7 @@ FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 
 def oriented(x: Tensor, transpose: bool, row_multiple: int, col_multiple: int) -> Tensor:
-    """x [..., R, C], or its transpose, with zeros appended until R and C are multiples of the given numbers."""
+    """Return x [..., R, C], or its transpose, with zeros appended until R and C are multiples of these numbers."""
     if transpose:
         x = x.transpose(-1, -2)
     rows, cols = x.shape[-2], x.shape[-1]
@@ -35,7 +35,7 @@ def oriented(x: Tensor, transpose: bool, row_multiple: int, col_multiple: int) -
 
 
 def amax(x: Tensor, granularity: str, transpose: bool = False, row_multiple: int = 1, col_multiple: int = 1) -> Tensor:
-    """Largest magnitude of what shares a scale; FP32, in the shape of the scale (`Granularity.scale_shape`)."""
+    """Return the largest magnitude of all that share a scale; FP32, in the shape of `Granularity.scale_shape`."""
     how = parse_granularity(granularity)
     if how.kind == "tensor":
         return torch.zeros((), device=x.device) if _is_empty(x) else _largest(x.abs()).float()
@@ -54,7 +54,7 @@ def amax(x: Tensor, granularity: str, transpose: bool = False, row_multiple: int
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The maximum of x, which holds no negative values; 0 if it turns out to be empty."""
+    """Return the maximum of x, which holds no negative values; 0 if it turns out to be empty."""
     if not any(map(_is_unbacked, x.shape)):
         return x.amax()
     while x.dim():
@@ -63,7 +63,7 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _largest_along(x: Tensor, dim: int) -> Tensor:
-    """The maxima along `dim` of x, which holds no negative values; 0 where a size that only the data knows is 0."""
+    """Return the maxima along `dim` of x, which has no negative values; 0 where a size known with the data is 0."""
     if _is_unbacked(x.shape[dim]):
         one = list(x.shape)
         one[dim] = 1
@@ -76,12 +76,12 @@ def _is_unbacked(size: int | torch.SymInt) -> bool:
 
 
 def _is_empty(x: Tensor) -> bool:
-    """True for a size known to be zero; a symbolic size counts as nonzero."""
+    """Return True if a size is known to be zero; a symbolic size counts as nonzero."""
     return any(isinstance(n, int) and n == 0 for n in x.shape)
 
 
 def scale(amax: Tensor, format: str, power_of_two: bool = False) -> Tensor:
-    """amax / format max in FP32; 1 where amax is 0; with `power_of_two` rounded up to a power of two."""
+    """Return amax / format max in FP32; 1 where amax is 0; with `power_of_two` rounded up to a power of two."""
     limit = torch.full((), FORMATS[format].max, device=amax.device)  # CUDA multiplies by the inverse of a plain number
     s = torch.where(amax == 0, torch.ones_like(amax), (amax / limit).clamp_min(FLOAT32_TINY))
     if not power_of_two:
@@ -91,7 +91,7 @@ def scale(amax: Tensor, format: str, power_of_two: bool = False) -> Tensor:
 
 
 def expand_scale(scale: Tensor, granularity: Granularity, shape: torch.Size) -> Tensor:
-    """The scale broadcast so that it multiplies data of `shape` [..., R, C] element by element."""
+    """Return the scale broadcast so that it multiplies data of `shape` [..., R, C] element by element."""
     if granularity.kind in ("tensor", "row"):
         return scale
     rows, cols, size = shape[-2], shape[-1], granularity.size
@@ -101,7 +101,7 @@ def expand_scale(scale: Tensor, granularity: Granularity, shape: torch.Size) -> 
 
 
 def _repeat(scale: Tensor, dim: int, size: int, length: int) -> Tensor:
-    """Each entry along `dim` (-1 or -2) `size` times, cut to `length`."""
+    """Return each entry along `dim` (-1 or -2) `size` times, cut to `length`."""
     if scale.device.type == "cpu" and type(scale) is not Tensor and size & (size - 1) == 0:
         # Traced, for Inductor. Its C++ drops what is left of a loop that it splits by a division of its index
         # (`CppScheduling.try_loop_split`), so no index is divided; nor checked, as none can be out of bounds.
@@ -125,7 +125,7 @@ def quantize(
     row_multiple: int = 1,
     col_multiple: int = 1,
 ) -> Tensor:
-    """Data of x, or of its transpose, zero-padded to the multiples: contiguous [..., R, C] in the dtype of `format`."""
+    """Return data of x, or of its transpose, padded with zeros: contiguous [..., R, C] in the dtype of `format`."""
     fmt = FORMATS[format]
     x = oriented(x, transpose, row_multiple, col_multiple)
     scaled = x.float() / expand_scale(scale, parse_granularity(granularity), x.shape)
@@ -133,7 +133,7 @@ def quantize(
 
 
 def dequantize(data: Tensor, scale: Tensor, granularity: str, dtype: torch.dtype) -> Tensor:
-    """data * scale in FP32, rounded to `dtype`; same shape as data."""
+    """Return data * scale in FP32, rounded to `dtype`; same shape as data."""
     return (data.float() * expand_scale(scale, parse_granularity(granularity), data.shape)).to(dtype)
 
 
@@ -149,7 +149,7 @@ def scaled_mm(
     fast_accumulation: bool = False,
     offs: Tensor | None = None,
 ) -> Tensor:
-    """(a · scale_a) @ (b · scale_b)ᵀ + bias, accumulated in FP32.
+    """Return (a · scale_a) @ (b · scale_b)ᵀ + bias, accumulated in FP32.
 
     a [..., M, K] and b [..., N, K] hold FP8 data, both contiguous along the contracted K; bias [N].
     Returns [..., M, N] in `out_dtype`. `fast_accumulation` changes nothing here: it allows a GPU to accumulate in less.

@@ -15,7 +15,7 @@ MASK = 0xFFFFFFFF
 
 
 def uniform(seed: int, position: Tensor) -> Tensor:
-    """FP32 in [0, 1), one for each 32-bit `position` (int64), a function of it and the 64-bit `seed` alone."""
+    """Return FP32 in [0, 1) for each 32-bit `position` (int64), a function of it and the 64-bit `seed` alone."""
     counter = [position & MASK, *(torch.zeros_like(position) for _ in range(3))]
     key = [seed & MASK, seed >> 32 & MASK]
     for _ in range(ROUNDS):
@@ -28,6 +28,6 @@ def uniform(seed: int, position: Tensor) -> Tensor:
 
 
 def _high(x: Tensor, by: int) -> Tensor:
-    """Upper 32 bits of a product of 32-bit numbers; in halves, as the whole may pass 63 bits."""
+    """Return the upper 32 bits of a product of 32-bit numbers; in halves, as the whole may pass 63 bits."""
     low, high = x & 0xFFFF, x >> 16
     return (high * by + (low * by >> 16)) >> 16

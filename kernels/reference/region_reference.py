@@ -13,9 +13,21 @@ from torch import Tensor
 
 from fp8compile.formats import FORMATS, ceil_div, round_up
 from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.expressions import EXPRESSIONS
+from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.codegen.reductions import REDUCTIONS
 from fp8compile.kernels.codegen.schedule import Schedule
-from fp8compile.kernels.codegen.spec import ROW_REDUCTIONS, Digits, Input, Part, Region, Store, Value, join, number_of
+from fp8compile.kernels.codegen.spec import (
+    GROUP_REDUCTIONS,
+    ROW_REDUCTIONS,
+    Digits,
+    Input,
+    Part,
+    Region,
+    Store,
+    Value,
+    join,
+    number_of,
+)
 from fp8compile.kernels.reference.philox import uniform
 
 
@@ -79,7 +91,7 @@ class Evaluation:
         args = [self.spread(a, extent) for a in value.args]
         if value.op == "quantize":
             return (args[0] / args[1]).clamp(-_limit(value), _limit(value)).to(FORMATS[value.params[0]].dtype)
-        return EXPRESSIONS[value.op].torch(*args, *value.params)
+        return OPERATIONS[value.op].torch(*args, *value.params)
 
     def _device(self) -> torch.device:
         return self.inputs[0].device if self.inputs else torch.device("cpu")
@@ -108,7 +120,7 @@ class Evaluation:
         return r[:, None] + c[None, :]
 
     def spread(self, i: int, extent: tuple[int, int]) -> Any:
-        """Value `i`, repeated where its groups are coarser than `extent`; what does not vary stays 1 long."""
+        """Return value `i`, repeated where its groups are coarser than `extent`; what does not vary stays 1 long."""
         x = self[i]
         lengths = (self.rows, self.part.cols)
         for dim, (have, want) in enumerate(zip(self.part.extents[i], extent, strict=True)):
@@ -121,10 +133,7 @@ class Evaluation:
         x = self.spread(value.args[0], (min(rows, 1), min(cols, 1)))
         shape = (self.rows, self.part.cols)
         if value.op in ROW_REDUCTIONS:
-            x = x.expand(x.shape[0], shape[1])
-            if value.op == "row_sum":
-                return x.sum(1, keepdim=True)
-            return {"row_max": x.amax, "row_min": x.amin, "row_amax": x.abs().amax}[value.op](1, keepdim=True)
+            return REDUCTIONS[value.op].torch(x.expand(x.shape[0], shape[1]))
         if value.op == "all_amax":
             return x.abs().amax().reshape(1, 1)
         if value.op == "col_sum":
@@ -136,10 +145,8 @@ class Evaluation:
 
 
 def _grouped_amax(x: Tensor, value: Value) -> Tensor:
-    """Maxima of groups along rows, along columns, or of blocks; x holds no negative values."""
-    size = value.params[0]
-    down = size if value.op in ("col_group_amax", "block_amax") else 1
-    across = size if value.op in ("group_amax", "block_amax") else 1
+    """Return maxima of groups along rows, along columns, or of blocks; x holds no negative values."""
+    down, across = (value.params[0] if grouped else 1 for grouped in GROUP_REDUCTIONS[value.op])
     rows, cols = (round_up(n, m) for n, m in zip(x.shape, (down, across), strict=True))
     x = torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
     return x.reshape(rows // down, down, cols // across, across).amax((1, 3))

@@ -44,14 +44,14 @@ Neighbours = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def mix(h: Tensor) -> Tensor:
-    """MurmurHash3's finalizer: 32 bits (int64 ≥ 0) that all depend on all 32 bits of `h`."""
+    """Return 32 bits (int64 ≥ 0) that all depend on all 32 bits of `h`: MurmurHash3's finalizer."""
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & MASK
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & MASK
     return h ^ (h >> 16)
 
 
 def random_bits(elements: int, counter: Tensor, stream: int) -> Tensor:
-    """Random 16 bits (int64 [elements]) of position, counter (int32 [1]) and stream alone: halves of 32, two by two."""
+    """Return 16 random bits (int64 [elements]) of position, counter (int32 [1]) and stream alone: halves of 32."""
     position = torch.arange(elements, device=counter.device)
     key = mix((counter.long() * 2 + stream) & MASK)
     h = ((position >> 1) * 0x9E3779B1 + key) & MASK
@@ -64,7 +64,7 @@ def random_bits(elements: int, counter: Tensor, stream: int) -> Tensor:
 
 
 def encode(x: Tensor, format: StateFormat | str, counter: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes of x (uint8, same shape) and side data (FP32 [groups, 2]); `counter` (int32 [1]) for stochastic formats."""
+    """Return codes of x (uint8, same shape) and side data (FP32 [groups, 2]); stochastic formats need a `counter`."""
     how = parse_state_format(format)
     if how.is_exact:
         return x.float().clone(), x.new_empty((0, 2), dtype=torch.float32)
@@ -97,7 +97,7 @@ def _grouped(x: Tensor) -> Tensor:
 
 
 def _noise(x: Tensor, counter: Tensor | None) -> Tensor:
-    """Odd multiples of 2⁻¹⁷ in (0, 1)."""
+    """Return odd multiples of 2⁻¹⁷ in (0, 1)."""
     if counter is None:
         raise ValueError("a stochastic state format needs a counter")
     elements = -(-x.numel() // GROUP) * GROUP
@@ -105,14 +105,14 @@ def _noise(x: Tensor, counter: Tensor | None) -> Tensor:
 
 
 def _round_randomly(position: Tensor, magnitude: Tensor, neighbours: Neighbours, noise: Tensor) -> Tensor:
-    """The position below, or the next with the probability that makes the mean of what is read the value itself."""
+    """Return the position below, or the next with the probability that makes the mean of what is read the value."""
     below = position.floor().int()  # of what was stored this may be one less: then x is x1, and always goes up
     x, x0, x1 = (b.view(torch.float32) for b in (magnitude, *neighbours(below)))
     return below + (noise.double() * (x1 - x0).double() + x0.double() < x.double()).int()
 
 
 def _positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each magnitude lies between codes (in `log` from 0: code 0 is zero, code 1 the least), and the greatest."""
+    """Return where each magnitude lies between codes (in `log` from 0: code 0 is zero, 1 the least), and the last."""
     if how.code == "log":
         return _log_positions(how, magnitude, low, high, signed), torch.where(signed, *LOG_STEPS).int()
     to = MINIFLOATS[how.code]
@@ -120,7 +120,7 @@ def _positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, s
 
 
 def _within(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """FP32 bits of positive numbers in a minifloat's range: scaled to it, or (expansion) stretched to all of it."""
+    """Return positive numbers in a minifloat's range, as FP32 bits: scaled to it, or stretched to all of it."""
     to = MINIFLOATS[how.code]
     if how.linear:
         finite = magnitude.clamp_max(INF_BITS - 1).view(torch.float32)
@@ -131,13 +131,13 @@ def _within(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor) -> T
 
 
 def _cast(y: Tensor, code: str) -> Tensor:
-    """Codes of positive numbers (FP32 bits), to nearest even; torch's own cast, but none is above the greatest."""
+    """Return codes of positive numbers (FP32 bits), to nearest even; torch's cast, but none is above the greatest."""
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[code]
     return y.view(torch.float32).clamp_max(MINIFLOATS[code].max).to(dtype).view(torch.uint8).int()
 
 
 def _log_positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tensor, signed: Tensor) -> Tensor:
-    """A product of two FP32 numbers, exact: it is rounded once, to a code.
+    """Return an exact product of two FP32 numbers: it is rounded once, to a code.
 
     Codes are read rounded down to a bit. Where a step is a few bits, the nearest is found for the middle of one. Where
     it is one bit, middles lie halfway between codes: a little less belongs to the lower.
@@ -152,20 +152,20 @@ def _log_positions(how: StateFormat, magnitude: Tensor, low: Tensor, high: Tenso
 
 
 def _position(y: Tensor, to: Minifloat) -> Tensor:
-    """Where a positive number (its FP32 bits) lies between the codes of a minifloat: an integer on a code."""
+    """Return where a positive number (its FP32 bits) lies between the codes of a minifloat: an integer on a code."""
     below = y.view(torch.float32) * (1.0 / to.tiny)
     above = (y - to.normal_bits).float() * 2.0**-to.shift + to.first_normal
     return torch.where(y < to.normal_bits, below, above)
 
 
 def _scale(high: Tensor, to: Minifloat) -> Tensor:
-    """Greatest magnitude / format max, rounded up so that max · scale reaches it."""
+    """Return the greatest magnitude / format max, rounded up so that max · scale reaches it."""
     greatest = high.clamp_max(INF_BITS - 1).view(torch.float32)
     return _up(greatest * (1 / to.max)).clamp_min(2.0**-126)
 
 
 def _up(x: Tensor) -> Tensor:
-    """Four ULPs more: what four roundings may have taken."""
+    """Return four ULPs more: as much as four roundings may have taken."""
     return (x.view(torch.int32) + 4).view(torch.float32)
 
 
@@ -173,7 +173,7 @@ def _up(x: Tensor) -> Tensor:
 
 
 def decode(payload: Tensor, side: Tensor, format: StateFormat | str) -> Tensor:
-    """FP32 values in the shape of `payload`."""
+    """Return FP32 values in the shape of `payload`."""
     how = parse_state_format(format)
     if how.is_exact:
         return payload.clone()
@@ -190,7 +190,7 @@ def decode(payload: Tensor, side: Tensor, format: StateFormat | str) -> Tensor:
 
 
 def _decoder(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> Decoder:
-    """From positions to FP32 bits of magnitudes: never above the group's greatest, which the greatest is."""
+    """Return a function of positions to FP32 bits of magnitudes: never above the group's greatest, which is exact."""
     span = (high - low).float()
     if how.code == "log":
         step = _LogStep(low, high, signed)
@@ -204,7 +204,7 @@ def _decoder(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> Dec
 
 
 def _neighbours(how: StateFormat, low: Tensor, high: Tensor, signed: Tensor) -> Neighbours:
-    """From positions to the FP32 bits of what is read of them and of the next; in `log` a step rounded down above."""
+    """Return a function of positions to FP32 bits of their values and the next; in `log` a step rounded down above."""
     decode_bits = _decoder(how, low, high, signed)
     if how.code != "log":
         return lambda index: (decode_bits(index), decode_bits(index + 1))
@@ -231,7 +231,7 @@ class _LogStep:
         self.whole = (self.step >> fraction).int()
 
     def times(self, index: Tensor) -> Tensor:
-        """`index` steps, in bits of FP32: the upper half of a product of 64 bits."""
+        """Return `index` steps, in bits of FP32: the upper half of a product of 64 bits."""
         return ((index * self.unit * self.step) >> 32).int()
 
 
@@ -245,7 +245,7 @@ def _bits_of_code(code: Tensor, of: Minifloat) -> Tensor:
 
 
 def round_stochastically(x: Tensor, counter: Tensor) -> Tensor:
-    """FP32 → BF16, up with the probability that makes the result's mean x; inf and nan as a cast has them."""
+    """Return x (FP32) in BF16, up with the probability that makes the result's mean x; inf and nan as in a cast."""
     raw = x.contiguous().view(torch.int32)
     noise = random_bits(x.numel(), counter, PARAMETER_STREAM).int().view(x.shape)
     rounded = ((raw + noise) & -0x10000).view(torch.float32)
@@ -253,7 +253,7 @@ def round_stochastically(x: Tensor, counter: Tensor) -> Tensor:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 → BF16 to nearest even, and the 16 bits (int16) that are missing.
+    """Return x (FP32) in BF16, to nearest even, and the 16 bits (int16) that are missing.
 
     65,537 FP32 numbers round to an even BF16 number (both ties do) and 16 bits know 65,536: the upper tie is kept as
     its lower neighbour, 2⁻²⁴ of it away. All else is exact, and the BF16 number always is what FP32 rounds to.
@@ -265,5 +265,5 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """The FP32 number that `split` took apart."""
+    """Return the FP32 number that `split` took apart."""
     return (high.float().view(torch.int32) + low.int()).view(torch.float32)

@@ -1,13 +1,13 @@
-"""What a region understands: for each operator of a decomposed graph, how its value is written in a spec.
+"""The operators that regions understand: for each of a decomposed graph, how its value is written in a spec.
 
-Pointwise operators are rows of a table; so are reductions. An operator without a row is a border of regions, and
-Inductor's. Adding one is adding a row (and an expression in `kernels/codegen/expressions.py` if it is new there).
+Operators that are one operation of generated kernels are named in that operation's row (`OPERATIONS`); those that are
+several have a rule here; so do reductions. An operator without either is a border of regions, and Inductor's. Adding
+one is adding its name to a row, a row to `kernels/codegen/operations.py`, or a rule.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import fx
 from torch._inductor import inductor_prims  # Inductor's random operators: a dropout is one of them by now
 
 from fp8compile import ops
+from fp8compile.kernels.codegen.operations import OPERATIONS
 from fp8compile.kernels.codegen.spec import BAND
 from fp8compile.passes.core import operators
 from fp8compile.passes.core.compilation import STANDS_ALONE, aten, is_tensor, value
@@ -34,14 +35,14 @@ LAYOUTS = RESHAPES | PERMUTES | {aten.expand.default}
 
 
 class Writer(Protocol):
-    """What the rows of the table write with."""
+    """The object with which rules write values."""
 
     def op(self, name: str, *args: int, params: tuple[Any, ...] = ()) -> int:
-        """Write a value computed from others, and return its number."""
+        """Return the number of a value computed from others."""
         ...
 
     def constant(self, x: Any) -> int:
-        """Write a number, and return the number of that value."""
+        """Return the number of a constant."""
         ...
 
 
@@ -74,8 +75,7 @@ def _relu(w: Writer, x: int) -> int:
 
 
 def _sigmoid(w: Writer, x: int) -> int:
-    """Return 1 / (1 + exp(-x)), in pieces that x · sigmoid(x) as other decompositions write it has in common with
-    it."""
+    """Return 1 / (1 + exp(-x)), in the pieces that x · sigmoid(x) has in other decompositions."""
     return w.op("div", w.constant(1.0), w.op("add", w.op("exp", w.op("neg", x)), w.constant(1.0)))
 
 
@@ -83,58 +83,31 @@ def _isnan(w: Writer, x: int) -> int:
     return w.op("ne", x, x)
 
 
-POINTWISE: dict[Any, Rule] = {
+def _overload(name: str) -> Any:
+    """Return the overload of an ATen operator: "add.Tensor"."""
+    operator_name, overload = name.split(".")
+    return getattr(getattr(aten, operator_name), overload)
+
+
+def overloads_of(name: str) -> set[Any]:
+    """Return the ATen overloads that are operation `name` of `kernels/codegen/operations.py`."""
+    row = OPERATIONS[name]
+    return {_overload(overload) for overload in (*row.aten, *row.aten_of_bools)}
+
+
+POINTWISE: dict[Any, Rule] = {overload: _plain(op) for op in OPERATIONS for overload in overloads_of(op)} | {
     aten.add.Tensor: _add,
     aten.add.Scalar: _add,
     aten.sub.Tensor: _sub,
     aten.sub.Scalar: _sub,
     aten.rsub.Scalar: lambda w, a, b, alpha=1: _sub(w, b, a, alpha),
-    aten.mul.Tensor: _plain("mul"),
-    aten.mul.Scalar: _plain("mul"),
-    aten.div.Tensor: _plain("div"),
-    aten.div.Scalar: _plain("div"),
-    aten.neg.default: _plain("neg"),
-    aten.abs.default: _plain("abs"),
-    aten.maximum.default: _plain("maximum"),
-    aten.minimum.default: _plain("minimum"),
-    aten.clamp_min.default: _plain("maximum"),
-    aten.clamp_min.Tensor: _plain("maximum"),
-    aten.clamp_max.default: _plain("minimum"),
-    aten.clamp_max.Tensor: _plain("minimum"),
     aten.clamp.default: lambda w, x, low=None, high=None: _clamp(w, x, low, high),
     aten.relu.default: _relu,
     aten.square.default: _square,
-    aten.exp.default: _plain("exp"),
-    aten.exp2.default: _plain("exp2"),
-    aten.expm1.default: _plain("expm1"),
-    aten.log.default: _plain("log"),
-    aten.log2.default: _plain("log2"),
-    aten.log1p.default: _plain("log1p"),
-    aten.sin.default: _plain("sin"),
-    aten.cos.default: _plain("cos"),
-    aten.tanh.default: _plain("tanh"),
-    aten.erf.default: _plain("erf"),
     aten.sigmoid.default: _sigmoid,
-    aten.sqrt.default: _plain("sqrt"),
-    aten.rsqrt.default: _plain("rsqrt"),
-    aten.reciprocal.default: _plain("reciprocal"),
-    aten.floor.default: _plain("floor"),
-    aten.ceil.default: _plain("ceil"),
-    aten.lt.Tensor: _plain("lt"), aten.lt.Scalar: _plain("lt"),
-    aten.le.Tensor: _plain("le"), aten.le.Scalar: _plain("le"),
-    aten.gt.Tensor: _plain("gt"), aten.gt.Scalar: _plain("gt"),
-    aten.ge.Tensor: _plain("ge"), aten.ge.Scalar: _plain("ge"),
-    aten.eq.Tensor: _plain("eq"), aten.eq.Scalar: _plain("eq"),
-    aten.ne.Tensor: _plain("ne"), aten.ne.Scalar: _plain("ne"),
     aten.isnan.default: _isnan,
-    aten.logical_and.default: _plain("and"), aten.bitwise_and.Tensor: _plain("and"),
-    aten.logical_or.default: _plain("or"), aten.bitwise_or.Tensor: _plain("or"),
-    aten.logical_xor.default: _plain("xor"), aten.bitwise_xor.Tensor: _plain("xor"),
-    aten.logical_not.default: _plain("not"), aten.bitwise_not.default: _plain("not"),
-    aten.where.self: _plain("where"),
-}  # fmt: skip
-EQUALITIES = {aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar}
-LOGIC = {"and", "or", "xor", "not"}  # bitwise operators, which mean this for bools only
+}
+EQUALITIES = overloads_of("eq") | overloads_of("ne")
 CONVERSIONS = {prims.convert_element_type.default, aten._to_copy.default}
 POWERS = {2, 3, 4, 0.5, -0.5, -1, 1}
 CONSTANTS = {aten.full.default, aten.scalar_tensor.default, aten.full_like.default}
@@ -191,10 +164,8 @@ def constant_of(node: fx.Node) -> float | bool:
 
 def reduced_dims(node: fx.Node) -> list[int]:
     """Return the dimensions of its source that a reduction removes, in order."""
-    source, dims = value(first_input(node)), argument(node, "dim")
-    if dims is None or dims == []:
-        return list(range(source.dim()))
-    return sorted(d % source.dim() for d in dims)
+    n = value(first_input(node)).dim()
+    return sorted(d % n for d in argument(node, "dim") or range(n))
 
 
 def is_row_reduction(node: fx.Node) -> bool:
@@ -229,14 +200,12 @@ def is_col_sum(node: fx.Node) -> bool:
 
 def bands_of(node: fx.Node) -> int:
     """Return into how many bands of rows a column sum divides its source, each summed by itself: 1, or one for each
-    image or sequence where what was scaled and shifted by it sums up."""
-    shape = value(first_input(node)).shape[: reduced_dims(node)[0]]
-    return math.prod(shape)
+    image or sequence that is scaled and shifted by values of its own."""
+    return math.prod(value(first_input(node)).shape[: reduced_dims(node)[0]])
 
 
 def is_global_amax(node: fx.Node) -> bool:
-    """Return True if `node` is an amax for which all rows must be seen: of a tensor, or of a transposed tensor's
-    rows."""
+    """Return True if `node` is an amax of all rows: of a tensor, or of a transposed tensor's rows."""
     amax = Amax.of(node)
     return amax is not None and (amax.granularity == "tensor" or (amax.granularity == "row" and amax.transpose))
 
@@ -248,12 +217,7 @@ def is_fusible(node: fx.Node) -> bool:
     if node.target in ops.CASTS:
         return True
     if node.target in LAYOUTS:
-        return (
-            STANDS_ALONE not in node.meta
-            and is_tensor(node)
-            and isinstance(node.args[0], fx.Node)
-            and value(node).dtype in HELD
-        )
+        return STANDS_ALONE not in node.meta and is_tensor(node) and value(node).dtype in HELD
     if is_moment(node):
         return is_row_reduction(first_input(node))
     return is_pointwise(node) or is_row_reduction(node) or is_col_sum(node)
@@ -261,16 +225,17 @@ def is_fusible(node: fx.Node) -> bool:
 
 def is_moment(node: fx.Node) -> bool:
     """Return True if `node` takes the variance or the mean out of a var_mean."""
-    item = Getitem.of(node)
-    return item is not None and item.source.target in MOMENTS
+    getitem = Getitem.of(node)
+    return getitem is not None and getitem.source.target in MOMENTS
 
 
 def is_opaque(node: fx.Node) -> bool:
     """Return True if a library's kernel computes `node`: nothing that reads it can be done as it is written."""
     if node.op != "call_function":
         return True
-    if node.target is operator.getitem:
-        return is_opaque(first_input(node))
+    getitem = Getitem.of(node)
+    if getitem:
+        return is_opaque(getitem.source)
     return str(node.target).startswith("fp8.") or is_library_kernel(node)
 
 

@@ -1,9 +1,11 @@
-"""Know operators: what passes may assume of each by its name. Of an operator that no table here names, nothing.
+"""Properties of operators that passes may rely on, by their names. Of an operator that no table names, none.
 
     matmul, convolution, attention      a library's kernel computes it
     bears rounding                      a small error of an input is a small one of the output
+    hazard                              why it does not (`Hazard`), for some overloads
     takes any strides                   what it computes does not depend on how its inputs lie in memory
 
+What generated kernels compute (add, exp, …) has its row in `kernels/codegen/operations.py`, from which it comes here.
 An operator of another library (FlashAttention, a `torch.library` operator, a kernel of the user's) may take exponents,
 compare, or have strides compiled in; so may one of torch's that is not named here. Adding one is adding its name.
 """
@@ -15,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from fp8compile.kernels.codegen.operation import Hazard
+from fp8compile.kernels.codegen.operations import OPERATIONS
 
 
 def _aten(names: str) -> frozenset[str]:
@@ -62,7 +67,7 @@ MOVES = _aten(
 ) | {"prims::convert_element_type", "prims::rev", "prims::device_put", "prims::inductor_force_stride_order"}
 # Sums, means and products, with any weights.
 SUMS = _aten(
-    "add sub rsub mul _unsafe_masked_index_put_accumulate neg sum mean cumsum prod var std var_mean std_mean "
+    "rsub _unsafe_masked_index_put_accumulate sum mean cumsum prod var std var_mean std_mean "
     "linalg_vector_norm norm max min amax amin index_add scatter_add scatter_reduce index_reduce "
     "embedding_dense_backward _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward "
     "_embedding_bag_forward_only embedding_bag addcmul lerp dist trace kron outer unfold_backward select_backward "
@@ -85,9 +90,8 @@ SUMS = _aten(
 ) | {"prims::fma"}
 # Functions of single elements that are steep nowhere.
 SMOOTH = _aten(
-    "abs relu relu6 tanh erf erfc sigmoid sqrt square pow atan asinh log1p hypot sign sgn signbit isnan isinf "
-    "isfinite maximum minimum fmax fmin clamp clamp_min clamp_max nan_to_num copysign logical_and logical_or "
-    "logical_not logical_xor gelu gelu_backward silu silu_backward elu elu_backward leaky_relu leaky_relu_backward "
+    "relu relu6 erfc square pow atan asinh hypot sign sgn signbit isnan isinf isfinite fmax fmin clamp nan_to_num "
+    "copysign gelu gelu_backward silu silu_backward elu elu_backward leaky_relu leaky_relu_backward "
     "hardtanh hardtanh_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward softplus "
     "softplus_backward log_sigmoid_forward log_sigmoid_backward threshold threshold_backward tanh_backward "
     "sigmoid_backward mish _prelu_kernel _prelu_kernel_backward softshrink softshrink_backward hardshrink "
@@ -99,18 +103,39 @@ CREATIONS = _aten(
     "full full_like zeros_like ones_like empty_like rand_like randn_like new_zeros new_ones new_empty new_full "
     "new_empty_strided empty_strided"
 ) | {"prims::inductor_random", "prims::inductor_seeds", "prims::inductor_lookup_seed", "prims::inductor_randint"}
+# Operations of generated kernels: overload -> its hazard, None if it bears rounding.
+_OPERATIONS = {f"aten::{overload}": row.hazard for row in OPERATIONS.values() for overload in row.aten}
+# Steep operators of which generated kernels have no operation.
+_OTHER_HAZARDS = {
+    Hazard.EXPONENT: "sinh.default cosh.default",
+    Hazard.ANGLE: "tan.default",
+    Hazard.ZERO: "log10.default",
+    Hazard.STEP: "round.default trunc.default frac.default remainder.Scalar remainder.Tensor fmod.Scalar fmod.Tensor",
+}
+HAZARDS: dict[str, Hazard] = {overload: hazard for overload, hazard in _OPERATIONS.items() if hazard} | {
+    overload: hazard for hazard, names in _OTHER_HAZARDS.items() for overload in _aten(names)
+}
+
+
+def _without_overloads(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name.split(".")[0] for name in names)
+
+
 # Steep, or choices: what is to be said of their inputs is said in `passes/save/rounding_hazards.py`.
-STEEP = _aten(
-    "exp exp2 expm1 sinh cosh sin cos tan log log2 log10 rsqrt reciprocal div floor ceil round trunc frac remainder "
-    "fmod lt le gt ge eq ne argmax argmin sort topk median nanmedian mode kthvalue cummax cummin _softmax "
-    "_log_softmax _softmax_backward_data _log_softmax_backward_data searchsorted bucketize nonzero "
-    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d nll_loss_forward nll_loss_backward "
-    "nll_loss2d_forward nll_loss2d_backward"
-) | {"prims::_low_memory_max_pool_with_offsets", "prims::_low_memory_max_pool_offsets_to_indices"}
+STEEP = (
+    _without_overloads(HAZARDS)
+    | _aten(
+        "argmax argmin sort topk median nanmedian mode kthvalue cummax cummin _softmax "
+        "_log_softmax _softmax_backward_data _log_softmax_backward_data searchsorted bucketize nonzero "
+        "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d nll_loss_forward nll_loss_backward "
+        "nll_loss2d_forward nll_loss2d_backward"
+    )
+    | {"prims::_low_memory_max_pool_with_offsets", "prims::_low_memory_max_pool_offsets_to_indices"}
+)
 
 CARRIERS = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp")  # to and from other ranks
 OURS = "fp8"  # namespace of operators whose inputs are rounded as it is
-HARMLESS = MATMULS | CONVOLUTIONS | MOVES | SUMS | SMOOTH | CREATIONS
+HARMLESS = MATMULS | CONVOLUTIONS | MOVES | SUMS | SMOOTH | CREATIONS | (_without_overloads(_OPERATIONS) - STEEP)
 # Operators of which some inputs bear rounding, by their names in the schema; the others must be exact.
 PARTLY = {
     **dict.fromkeys(ATTENTIONS, frozenset({"value", "out", "grad_out", "grad_out_"})),
@@ -139,7 +164,7 @@ def name_of(target: Any) -> str:
 
 
 def shown(target: Any) -> str:
-    """Return an operator as it is called in a plan: "mylib.flash"."""
+    """Return an operator's name as plans have it: "mylib.flash"."""
     return name_of(target).replace("::", ".")
 
 
@@ -164,7 +189,7 @@ def is_library_kernel(target: Any) -> bool:
 
 
 def is_known(target: Any) -> bool:
-    """Return True if it is known of every input of `target` whether it bears rounding."""
+    """Return True if it is known of every input of `target` how it bears rounding."""
     if not is_operator(target):
         return True
     namespace = getattr(target, "namespace", "")
@@ -177,6 +202,13 @@ def takes_any_strides(target: Any) -> bool:
         return True
     namespace = getattr(target, "namespace", "")
     return namespace == OURS or namespace in CARRIERS or name_of(target) in ANY_STRIDES
+
+
+def hazard_of(target: Any) -> Hazard | None:
+    """Return why an overload does not bear rounding; None if it does, or if that is said of no overload as such."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return HAZARDS.get(f"{target._schema.name}.{target._overloadname}")
 
 
 def moves(target: Any) -> bool:

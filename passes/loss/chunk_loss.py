@@ -29,7 +29,8 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.loss.chunked_loss import DROPPED, TERMS, rows_of_chunk
+from fp8compile.kernels.loss.chunked_loss import rows_of_chunk
+from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.aten_views import Gather
 from fp8compile.passes.core.compilation import (

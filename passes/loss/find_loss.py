@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fp8compile.errors import first_line
-from fp8compile.kernels.loss.chunked_loss import Curve
+from fp8compile.kernels.loss.softmax_step import Curve
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.aten_views import Gather, Sum
 from fp8compile.passes.core.compilation import aten, base, dependents, is_tensor, same_sizes, value

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # passes run under the fake mode of the graph
 
-from fp8compile.kernels.loss.chunked_loss import TERMS, Curve
+from fp8compile.kernels.loss.softmax_step import TERMS, Curve
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import aten, value
 from fp8compile.passes.core.node_views import first_input

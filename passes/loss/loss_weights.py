@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fp8compile.kernels.loss.chunked_loss import TERMS
+from fp8compile.kernels.loss.softmax_step import TERMS
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import Compilation, aten, dependents, is_tensor, reshape, value
 from fp8compile.passes.core.node_views import call_of

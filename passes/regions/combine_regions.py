@@ -93,7 +93,7 @@ def _kind(node: fx.Node) -> Any:
     """Return what regions must have in common to be combined; None for those that are left alone.
 
     A region that reduces rows is left: others, a weight's cast, may run long before, and it takes other tiles. Casts to
-    one layout are as fast with 8 warps as with 4, and tiles in quarters have 8 or 16.
+    one layout are as fast with 8 warps as with 4, and tiles with packed transposes have 8 or 16.
     """
     region, schedule = spec_of(node)
     if any(v.op in ROW_REDUCTIONS for p in region.parts for v in p.values):
@@ -102,7 +102,7 @@ def _kind(node: fx.Node) -> Any:
         return PIECES
     layouts = [{s.transposed for s in p.stores if p.values[s.value].op == "quantize"} for p in region.parts]
     simple = [len(found) == 1 and schedule.warps <= 8 for found in layouts]
-    if all(one or tiling.quarters for one, tiling in zip(simple, schedule.tilings, strict=True)):
+    if all(one or tiling.packed_transpose for one, tiling in zip(simple, schedule.tilings, strict=True)):
         return ANY_WARPS
     return schedule.warps, schedule.stages
 

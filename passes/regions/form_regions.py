@@ -25,6 +25,7 @@ from typing import Any
 from torch import fx
 
 from fp8compile import ops
+from fp8compile.kernels.codegen import choose_schedule
 from fp8compile.kernels.codegen import schedule as schedules
 from fp8compile.kernels.codegen.spec import ELEMENT, ROW_REDUCTIONS, Region
 from fp8compile.passes.core import fusible
@@ -96,7 +97,7 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
         return [*reasons, f"%{builder.sinks[0].node.name}: rows of {cluster.cols} are too long for column sums"]
     strides = tuple(tuple(builder.values.number(s) for s in value(t).stride()) for t in tensors)
     region = Region((part,), tuple(s.buffer for s in builder.sinks), _origins(builder), strides)
-    if schedules.choose(region).elements_a_thread > schedules.MAX_ELEMENTS:
+    if choose_schedule.choose(region).elements_a_thread > choose_schedule.MAX_ELEMENTS:
         return [*reasons, f"%{builder.sinks[0].node.name}: its groups are too large for a program to hold"]
     if editor.waits_for_itself(tensors, [s.node for s in builder.sinks]):
         late = [s for s in cluster.sinks if _waits(editor, s, cluster, levels)]
@@ -134,7 +135,7 @@ def _fits(part: Any) -> bool:
     if not any(v.op in ("col_sum", "col_amax") for v in part.values):
         return True
     wide = sum(i.extent == ELEMENT for i in part.inputs)
-    return wide * schedules.power_of_two(part.cols) <= 8 * schedules.MAX_ROW
+    return wide * schedules.power_of_two(part.cols) <= 8 * choose_schedule.MAX_ROW
 
 
 def _is_needed(node: fx.Node, builder: Builder, sinks: set[fx.Node]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen import choose_schedule
 from fp8compile.kernels.codegen.spec import Buffer, Part, Region
 from fp8compile.passes.core.compilation import depends_on, getitems
 from fp8compile.passes.regions.region_graph import GraphEditor, sizes_of, spec_of, tensors_of
@@ -109,7 +109,7 @@ def _replaced(
 ) -> fx.Node:
     users = [u for item in index for u in item.users]
     place = editor.place(users, tensors) if users else nodes[0]
-    schedule = schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     call = editor.emit(ops.region, tensors, sizes, region.to_json(), schedule.to_json(), before=place, like=nodes[0])
     for item, n in list(index.items()):
         new = editor.emit(operator.getitem, call, n, before=place, like=item)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fp8compile.kernels.codegen.spec import ROW_REDUCTIONS, Digits, Input, Part, Store, Value
-from fp8compile.passes.core import fusible
+from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec import ROW_REDUCTIONS, Digits, Input, Part, Store, Value, reached
 from fp8compile.passes.core.iteration import Size, divides
 
 DIVISORS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -50,9 +50,11 @@ class Values:
 
     def op(self, name: str, *args: int, params: tuple[Any, ...] = ()) -> int:
         """Add a value computed from others, and return its number."""
-        if name in fusible.LOGIC and not all(a in self.bools for a in args):
+        computed = OPERATIONS.get(name)  # None: a reduction
+        takes_bools = computed is not None and computed.takes_bools
+        if takes_bools and not all(a in self.bools for a in args):
             raise RefusedError("a bitwise operation on numbers")
-        if name not in fusible.LOGIC and name != "float":
+        if not takes_bools and name != "float":
             args = tuple(self._as_float(a) if n or name != "where" else a for n, a in enumerate(args))
         one = self.constant(1.0) if name == "div" else None
         if (
@@ -62,7 +64,7 @@ class Values:
         ):
             name, args = "mul", (args[0], inverse)  # one division for all by the same
         i = self.add(Value(name, args, params))
-        if name in fusible.LOGIC or name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        if computed is not None and computed.gives_bool:
             self.bools.add(i)
         return i
 
@@ -154,14 +156,7 @@ class Values:
         return part, tensors
 
     def _needed(self, stores: Sequence[Store]) -> list[int]:
-        found: set[int] = set()
-        stack = [s.value for s in stores]
-        while stack:
-            i = stack.pop()
-            if i not in found:
-                found.add(i)
-                stack += self.items[i].args
-        return sorted(found)
+        return sorted(reached(self.items, (s.value for s in stores)))
 
     def _fold_sigmoids(self, stores: Sequence[Store]) -> None:
         """Merge 1 + tanh(x) and 1 + erf(x) into one operation each, where nothing else needs the tanh or erf (GELU's):

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen import choose_schedule, generated
 from fp8compile.kernels.codegen import schedule as schedules
 from fp8compile.kernels.codegen.spec import Region
 from fp8compile.passes.core import fusible
@@ -113,7 +113,7 @@ class GraphEditor:
         like = nodes[0]
         place = self.place((u for some in readers for u in some), tensors)
         named = [self.size_node(s, like) for s in sizes]
-        schedule = schedules.choose(region)
+        schedule = choose_schedule.choose(region)
         call = self.emit(
             ops.region, list(tensors), named, region.to_json(), schedule.to_json(), before=place, like=like
         )
@@ -244,7 +244,7 @@ def sizes_of(node: fx.Node) -> list[Any]:
 
 def rewrite(node: fx.Node, tensors: Sequence[fx.Node], region: Region) -> None:
     """Make `node` another region, of other tensors."""
-    node.args = (list(tensors), sizes_of(node), region.to_json(), schedules.choose(region).to_json())
+    node.args = (list(tensors), sizes_of(node), region.to_json(), choose_schedule.choose(region).to_json())
 
 
 def is_from_region(node: Any) -> bool:

@@ -25,23 +25,13 @@ import torch
 from torch import fx
 
 from fp8compile.formats import FP8_DTYPES
+from fp8compile.kernels.codegen.operation import Hazard
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import aten, is_tensor, value
 from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.save.signs import DIVISIONS, SAME_SIGN, Signs, number, square_of
 from fp8compile.plan.reasons import Reason, Why
 
-COMPARISONS = {
-    aten.lt.Tensor, aten.lt.Scalar, aten.le.Tensor, aten.le.Scalar,
-    aten.gt.Tensor, aten.gt.Scalar, aten.ge.Tensor, aten.ge.Scalar,
-}  # fmt: skip
-STEPS = {
-    aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default, aten.frac.default,
-    aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar, aten.fmod.Tensor,
-}  # fmt: skip
-PERIODIC = {aten.sin.default, aten.cos.default, aten.tan.default}
-EXPONENTIALS = {aten.exp.default, aten.exp2.default, aten.expm1.default, aten.sinh.default, aten.cosh.default}
-LOGARITHMS = {aten.log.default, aten.log2.default, aten.log10.default}
 QUERY_OR_KEY = Why(Reason.QUERY_OR_KEY, "in the exponent of attention")
 BIAS = Why(Reason.ATTENTION_BIAS, "added in the exponent of attention")
 EXPONENT = Why(Reason.EXPONENT, "in an exponent")
@@ -59,7 +49,7 @@ def find_hazards(
     backward may compute again."""
     found: Hazards = {}
     differences: Hazards = {}
-    signs = Signs()
+    signs = Signs(graph)
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function":
             continue
@@ -88,23 +78,28 @@ def _hazards_of(node: fx.Node, signs: Signs) -> Hazards:
         )
     if operators.is_operator(target) and operators.name_of(target) in operators.PARTLY:
         return _of_partly(node, sources)
-    if target in EXPONENTIALS:
+    if target is aten.pow.Tensor_Scalar and argument(node, "exponent") < 0:
+        return {} if signs.is_positive(sources[0]) else _all(sources, DIVISOR)
+    return _of_hazard(node, operators.hazard_of(target), sources, signs)
+
+
+def _of_hazard(node: fx.Node, hazard: Hazard | None, sources: list[fx.Node], signs: Signs) -> Hazards:
+    """Return the inputs of a steep operator, or of one that makes integers, that must be exact, and why."""
+    if hazard is Hazard.EXPONENT:
         return {} if signs.is_never_positive(sources[0]) or _is_bounded(node) else _all(sources, EXPONENT)
-    if target in PERIODIC:
+    if hazard is Hazard.ANGLE:
         return _all(sources, ANGLE)
-    if target in LOGARITHMS or target is aten.rsqrt.default or target is aten.reciprocal.default:
+    if hazard is Hazard.ZERO:
         why = Why(Reason.MAY_BE_ZERO, f"{_name(node)} of what may round to zero")
         return {} if signs.is_positive(sources[0]) else _all(sources, why)
-    if target in DIVISIONS:
+    if hazard is Hazard.DENOMINATOR:
         below = argument(node, "other")
         if not isinstance(below, fx.Node) or not _is_float(below) or signs.is_positive(below):
             return {}
         return _all([below], DIVISOR)
-    if target is aten.pow.Tensor_Scalar and argument(node, "exponent") < 0:
-        return {} if signs.is_positive(sources[0]) else _all(sources, DIVISOR)
-    if target in COMPARISONS:
+    if hazard is Hazard.COMPARISON:
         return {} if _is_zero(argument(node, "other")) else _all(sources, COMPARED)
-    if target in fusible.EQUALITIES or target in STEPS or _makes_integers(node):
+    if hazard is Hazard.STEP or _makes_integers(node):
         return _all(sources, Why(Reason.STEP, f"read by {_name(node)}, whose answer rounding could turn"))
     return {}
 

@@ -1,39 +1,45 @@
-"""Signs of values: what is known of them from the operators that made them."""
+"""Signs of values: what is known of them from the operators that made them.
+
+Operators that regions understand are written as operations (`passes/core/fusible.py`), whose ranges follow from the
+rules of `kernels/codegen/value_range.py`; reductions, views and powers have rules here.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
+from fp8compile.kernels.codegen import value_range
+from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.codegen.reductions import REDUCTIONS
+from fp8compile.kernels.codegen.value_range import NEVER_NEGATIVE, UNKNOWN, Range
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import VIEWS, aten, value
-from fp8compile.passes.core.node_views import argument, first_input
+from fp8compile.passes.core.node_views import Getitem, argument, first_input
 
-DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
-LEAST = 2.0**-8  # a constant that keeps a denominator from what rounding to FP8 does to small numbers
+DIVISIONS = fusible.overloads_of("div")
 SAME_SIGN = {*VIEWS, *fusible.CONVERSIONS, aten.clone.default, aten.cat.default}
+AVERAGES = {"row_mean": "row_sum"}  # what is known of a sum is known of a mean
 
 
 class Signs:
-    """The signs of the values of one graph; answers are kept."""
+    """The ranges of the values of one graph, as it is when this is made."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, fx.Node], bool] = {}
+    def __init__(self, graph: fx.Graph) -> None:
+        self._known: dict[fx.Node, Range] = {}
+        for node in graph.nodes:
+            self._known[node] = self._range_of(node) if node.op == "call_function" else UNKNOWN
+
+    def of(self, arg: Any) -> Range:
+        """Return the range of a node, or of a number."""
+        return self._known[arg] if isinstance(arg, fx.Node) else value_range.of_constant(number(arg))
 
     def is_positive(self, arg: Any) -> bool:
         """Return True if every element is known to lie above some constant that is not tiny."""
-        if not isinstance(arg, fx.Node):
-            return number(arg) >= LEAST
-        return self._ask("positive", arg, self._positive)
-
-    def is_never_negative(self, arg: Any) -> bool:
-        """Return True if no element can be negative."""
-        if not isinstance(arg, fx.Node):
-            return number(arg) >= 0
-        return self._ask("never negative", arg, self._never_negative)
+        return self.of(arg).positive
 
     def is_never_positive(self, arg: Any) -> bool:
         """Return True if `arg` is minus a square, so that rounding the squared leaves exp of it near: GELU's bell."""
@@ -46,52 +52,72 @@ class Signs:
             return (number(b) <= 0 and _is_square(a)) or (number(a) <= 0 and _is_square(b))
         return arg.target in SAME_SIGN and all(map(self.is_never_positive, arg.all_input_nodes))
 
-    def _ask(self, question: str, node: fx.Node, rule: Callable[[fx.Node], bool]) -> bool:
-        if (question, node) not in self._known:
-            self._known[question, node] = node.op == "call_function" and rule(node)
-        return self._known[question, node]
-
-    def _positive(self, node: fx.Node) -> bool:
-        target, args = node.target, node.args
-        if target in SAME_SIGN or target in (aten.sqrt.default, aten.square.default):
-            return all(map(self.is_positive, node.all_input_nodes))
+    def _range_of(self, node: fx.Node) -> Range:
+        target: Any = node.target
+        if target in SAME_SIGN:
+            return value_range.least_of([self.of(source) for source in node.all_input_nodes])
         if target in fusible.CONSTANTS:
-            return number(node) >= LEAST
-        if target in (aten.add.Tensor, aten.add.Scalar) and "alpha" not in node.kwargs:
-            return self._is_positive_sum(*args[:2]) or self._is_positive_sum(*args[1::-1])
-        if target in (aten.clamp_min.default, aten.clamp_min.Tensor, aten.maximum.default):
-            return any(map(self.is_positive, args))
-        if target in (aten.mul.Tensor, aten.mul.Scalar):
-            return all(map(self.is_positive, args[:2]))
-        if target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default):
-            return self.is_positive(args[0])
-        return False
-
-    def _is_positive_sum(self, a: Any, b: Any) -> bool:
-        """Return True if b keeps a + b from zero. A mean of rounded numbers is near the exact one: there any b does."""
-        if not self.is_never_negative(a):
-            return False
-        return self.is_positive(b) or (isinstance(a, fx.Node) and bool(_averaged(a)) and number(b) > 0)
-
-    def _never_negative(self, node: fx.Node) -> bool:
-        target, args = node.target, node.args
-        if target in SAME_SIGN or target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default):
-            return all(map(self.is_never_negative, node.all_input_nodes))
-        if target in (aten.exp.default, aten.exp2.default, aten.sigmoid.default, aten.abs.default, aten.relu.default):
-            return True
-        if target in (aten.sqrt.default, aten.rsqrt.default, aten.square.default):
-            return True
+            return value_range.of_constant(number(node))
+        if target in fusible.REDUCTIONS:
+            name = fusible.REDUCTIONS[target]
+            return REDUCTIONS[AVERAGES.get(name, name)].range([self.of(first_input(node))], False)
         if target is aten.pow.Tensor_Scalar:
-            return argument(node, "exponent") in (2, 4) or self.is_never_negative(args[0])
-        if target in (aten.mul.Tensor, aten.mul.Scalar) and args[0] is args[1]:
-            return True
-        if target in (aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, *DIVISIONS):
-            return "alpha" not in node.kwargs and all(map(self.is_never_negative, args[:2]))
-        if target in (aten.clamp_min.default, aten.clamp_min.Tensor, aten.maximum.default):
-            return any(map(self.is_never_negative, args))
+            return self._power(first_input(node), argument(node, "exponent"))
         if fusible.is_moment(node):
-            return bool(args[1] == 0)
-        return self.is_positive(node)
+            return NEVER_NEGATIVE if Getitem(node).index == 0 else UNKNOWN
+        rule = fusible.POINTWISE.get(target)
+        found = UNKNOWN if rule is None else self._computed(node, rule)
+        return replace(found, positive=found.positive or self._is_shifted_average(node))
+
+    def _power(self, base: fx.Node, exponent: float) -> Range:
+        if exponent in (2, 4):
+            return NEVER_NEGATIVE
+        return replace(value_range.total([self.of(base)], False), positive=False)
+
+    def _computed(self, node: fx.Node, rule: fusible.Rule) -> Range:
+        """Return the range of what `rule` writes for a node."""
+        writer = _RangeWriter()
+        numbers: dict[Any, int] = {}  # equal arguments are one value
+
+        def written(arg: Any) -> int | None:
+            if arg is not None and arg not in numbers:
+                numbers[arg] = writer.add(self.of(arg))
+            return None if arg is None else numbers[arg]
+
+        kwargs = {k: a if k == "alpha" else written(a) for k, a in node.kwargs.items()}
+        return writer.ranges[rule(writer, *map(written, node.args), **kwargs)]
+
+    def _is_shifted_average(self, node: fx.Node) -> bool:
+        """Return True if `node` adds a positive number to a mean that is never negative: a mean of rounded numbers is
+        near the exact one, so that any number keeps the sum from zero."""
+        if node.target not in (aten.add.Tensor, aten.add.Scalar) or "alpha" in node.kwargs:
+            return False
+        pairs = (node.args[:2], node.args[1::-1])
+        return any(isinstance(a, fx.Node) and number(b) > 0 and self._is_average(a) for a, b in pairs)
+
+    def _is_average(self, node: fx.Node) -> bool:
+        return self.of(node).never_negative and bool(_averaged(node))
+
+
+class _RangeWriter:
+    """A writer that takes the operations of a rule, and has their ranges."""
+
+    def __init__(self) -> None:
+        self.ranges: list[Range] = []
+
+    def add(self, x: Range) -> int:
+        """Return the number of a value of this range."""
+        self.ranges.append(x)
+        return len(self.ranges) - 1
+
+    def op(self, name: str, *args: int, params: tuple[Any, ...] = ()) -> int:
+        """Return the number of a value computed from others."""
+        equal = len(args) > 1 and len(set(args)) == 1
+        return self.add(OPERATIONS[name].range([self.ranges[a] for a in args], equal))
+
+    def constant(self, x: Any) -> int:
+        """Return the number of a constant."""
+        return self.add(value_range.of_constant(float(x)))
 
 
 def number(arg: Any) -> float:
@@ -144,9 +170,9 @@ def square_of(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
-    if node.target is aten.mul.Tensor and argument(node, "other") is source:
+    if node.target is aten.mul.Tensor and node.args[1] is source:
         return source
-    power = node.target is aten.pow.Tensor_Scalar and argument(node, "exponent") == 2
+    power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
     return source if power or node.target is aten.square.default else None
 
 

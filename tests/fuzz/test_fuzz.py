@@ -16,7 +16,7 @@ import interpreter
 import pytest
 import torch
 
-from fp8compile.kernels.codegen.expressions import EXPRESSIONS
+from fp8compile.kernels.codegen.operations import OPERATIONS
 from fp8compile.kernels.codegen.spec import Part
 from fp8compile.kernels.reference import markers
 from fp8compile.passes.lower import verify_kernels
@@ -115,7 +115,7 @@ def _no_padding_unverified(patch: pytest.MonkeyPatch) -> None:
 
 def _wrong_sum(patch: pytest.MonkeyPatch) -> None:
     """A region's sums count their second summand an eighth too much."""
-    patch.setitem(EXPRESSIONS, "add", replace(EXPRESSIONS["add"], torch=lambda x, y: x + 1.125 * y))
+    patch.setitem(OPERATIONS, "add", replace(OPERATIONS["add"], torch=lambda x, y: x + 1.125 * y))
 
 
 def _half_of_rows(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile import ops
 from fp8compile.kernels.loss import chunked_loss
-from fp8compile.kernels.loss.chunked_loss import Curve, plain_step
+from fp8compile.kernels.loss.softmax_step import Curve, plain_step
 
 pytestmark = pytest.mark.gpu
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]

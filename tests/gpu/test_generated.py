@@ -14,8 +14,7 @@ from casts import GRANULARITIES, INF, NAN, Cast
 
 from fp8compile.formats import FORMATS
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import generated
-from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen import choose_schedule, generated
 from fp8compile.kernels.reference import region_reference
 from fp8compile.passes.regions.sum_pieces import sum_of
 
@@ -54,7 +53,7 @@ def test_agrees_with_reference_where_rows_share_values_or_buffers_sums(how: str,
 @pytest.mark.parametrize("shape", [(264, 4096), (132, 1280), (2, 257), (1024, 96), (64, 4, 768), (3, 33, 100)])
 def test_sums_of_pieces(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     region = sum_of(shape, dtype)
-    schedule = schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     kernel = generated.kernel_of(region, schedule, "cuda")
     for seed in range(DATA):
         assert (

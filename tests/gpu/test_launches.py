@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fp8compile
-from fp8compile.kernels.codegen import generated
-from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen import choose_schedule, generated
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +106,7 @@ def test_a_generated_file_checks_and_times_itself() -> None:
     inputs = (Input(0, "bfloat16", ((4096, 2048),), ((2048, 1),)),)
     part = Part(4096, 2048, inputs, values, (Store(0, 3, 2048), Store(1, 2)))
     region = Region((part,), (Buffer((4096, 2048), "float8_e4m3fn"), Buffer((4096, 1), "float32")))
-    module = generated.module_of(region, schedules.choose(region), "cuda")
+    module = generated.module_of(region, choose_schedule.choose(region), "cuda")
     ran = subprocess.run([sys.executable, str(module.__file__)], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "ok" in ran.stdout

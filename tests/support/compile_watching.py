@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fp8compile.kernels.casts import measure_casts
-from fp8compile.kernels.casts.cast_losses import LINE, ROW, SATURATED
+from fp8compile.kernels.casts.loss_sums import LINE, ROW, SATURATED
 
 HOPPER = GPUTarget("cuda", 90, 32)
 EXTREMES = {"x": "", "scale": "*fp32", "found": "*i64", "count": "i64"}

@@ -15,7 +15,7 @@ from typing import Any
 
 from fp8compile.formats import ceil_div, round_up
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import generated, packed_transpose
+from fp8compile.kernels.codegen import choose_schedule, generated, packed_transpose
 from fp8compile.kernels.codegen import schedule as schedules
 from fp8compile.kernels.codegen.schedule import Schedule, Tiling
 from fp8compile.kernels.codegen.spec import (
@@ -78,7 +78,7 @@ def draw(seed: int, large: bool = False, walkers: int = 3, images: bool = False)
     rows, cols = (LARGE_ROWS, LARGE_COLS) if large else (SMALL_ROWS, SMALL_COLS)
     region, sizes = _Drawer(rng, rows, cols, images).region()
     region = _of_one_half(region)
-    chosen = schedules.choose(region)
+    chosen = choose_schedule.choose(region)
     if rng.random() < 0.4:
         tilings = tuple(_tiling(part, rng) for part in region.parts)
         most = max(t.block_rows * t.block_cols for t in tilings)

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operato
 
 from fp8compile.formats import parse_granularity
 from fp8compile.kernels.casts import cast_losses, measure_casts
-from fp8compile.kernels.casts.cast_losses import LINE, PLAIN, ROW, SUMS, Kernels, measure
+from fp8compile.kernels.casts.cast_losses import PLAIN, Kernels, measure
+from fp8compile.kernels.casts.loss_sums import LINE, ROW, SUMS
 from fp8compile.kernels.reference import markers
 
 interpreted = pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu/test_watching.py runs it compiled")

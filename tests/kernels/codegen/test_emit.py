@@ -18,10 +18,24 @@ from casts import Cast
 from ranks import copies
 
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import emit, generated
-from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.check.trial_sizes import pick_sizes
+from fp8compile.kernels.codegen import choose_schedule, emit, generated
+from fp8compile.kernels.codegen.printer import lines_of
 from fp8compile.kernels.codegen.schedule import Schedule, Tiling
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Size, Store, Value
+from fp8compile.kernels.codegen.statements import (
+    Add,
+    Assign,
+    Call,
+    For,
+    If,
+    Name,
+    Write,
+    expr,
+    names_assigned,
+    names_read,
+    replaced,
+)
 from fp8compile.kernels.reference import region_reference
 
 
@@ -76,13 +90,13 @@ def test_mask_where_tiles_do_not(rows: int, cols: int, masked: set[str]) -> None
 @pytest.mark.parametrize(("cols", "tile"), [(14336, 2048), (5120, 1024), (768, 256), (11008, 4096)])
 def test_wide_rows_are_held_in_as_little_as_covers_them(cols: int, tile: int) -> None:
     region = row_cast(8, cols)
-    schedule = schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     (tiling,) = schedule.tilings
     assert (tiling.held, tiling.block_cols, tiling.programs) == (True, tile, 8)
     text = emit.kernel_source(region, schedule, "kernel", "cuda")
     assert ("mask" in text) == (cols % tile > 0)
     assert text.count("= load_tile(") == text.count("store_tile2(") - 1 == -(-cols // tile)
-    assert not schedules.choose(row_cast(8, 4096)).tilings[0].held
+    assert not choose_schedule.choose(row_cast(8, 4096)).tilings[0].held
 
 
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")
@@ -90,7 +104,7 @@ def test_wide_rows_are_held_in_as_little_as_covers_them(cols: int, tile: int) ->
 def test_rows_that_are_held_have_the_bits_of_the_reference(cols: int) -> None:
     interpreter.prepare()
     region = row_cast("n0", cols)
-    schedule = schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     assert schedule.tilings[0].held
     kernel = generated.kernel_of(region, schedule, "interpreter")
     inputs = check_kernel.random_inputs(region, [5], 4, "cpu")
@@ -166,19 +180,21 @@ def test_wide_offsets_where_sizes_are_unknown() -> None:
 
 def test_equal_regions_have_equal_names() -> None:
     first, again, other = copy(64, 256), copy(64, 256), copy(64, 128)
-    names = [generated.kernel_name(r, schedules.choose(r)) for r in (first, again, other)]
+    names = [generated.kernel_name(r, choose_schedule.choose(r)) for r in (first, again, other)]
     assert names[0] == names[1] != names[2]
 
 
 def test_name_says_what_it_does() -> None:
     region = Cast("e4m3", "row").region()
-    assert re.fullmatch(r"rows_e4m3_transposed_[0-9a-f]{8}", generated.kernel_name(region, schedules.choose(region)))
+    assert re.fullmatch(
+        r"rows_e4m3_transposed_[0-9a-f]{8}", generated.kernel_name(region, choose_schedule.choose(region))
+    )
 
 
 def test_header() -> None:
     cast = Cast("e5m2", "group(16)")
     region = Region(cast.region().parts, cast.region().buffers, ('model.py:12 in forward, "x = self.up(x)"',))
-    text = generated.file_source(region, schedules.choose(region))
+    text = generated.file_source(region, choose_schedule.choose(region))
     header = text.split('"""')[1]
     elements = casts.ROWS * casts.COLS
     assert 'from     model.py:12 in forward, "x = self.up(x)"' in header
@@ -190,8 +206,29 @@ def test_header() -> None:
 
 
 def test_only_what_is_needed_is_written() -> None:
-    text = generated.file_source(copy(64, 256), schedules.choose(copy(64, 256)))
+    text = generated.file_source(copy(64, 256), choose_schedule.choose(copy(64, 256)))
     assert text.count("@triton.jit") == 1
+
+
+# ---- statements -----------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_replaced_where_it_is_read_and_nowhere_else() -> None:
+    row_block, first, pid = Name("row_block"), Name("first_row_block"), Name("pid")
+    inner = Assign(Name("v1"), expr("{} + {}", row_block, first))
+    loop = For(Name("col_block"), expr("range({})", row_block), (inner, Write(Name("y0"), Name("v1"), row_block)))
+    text = "\n".join(lines_of(replaced(loop, {row_block: pid})))
+    assert text == "for col_block in range(pid):\n    v1 = pid + first_row_block\n    tl.store(y0, v1, mask=pid)"
+    assert names_read([loop]) == {row_block, first, Name("y0"), Name("v1")}
+    assert names_assigned([loop]) == {Name("col_block"), Name("v1")}
+
+
+def test_branches_and_sums_are_written_with_what_they_read() -> None:
+    total, x, n = Name("acc0"), Name("v0"), Name("n0")
+    branches = If(((expr("{} < 4", n), (Add(total, x),)), (None, (Call(expr("part1({})", x)),))))
+    assert lines_of(branches) == ["if n0 < 4:", "    acc0 += v0", "else:", "    part1(v0)"]
+    assert names_read([branches]) == {total, x, n}
+    assert names_assigned([branches]) == {total}
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -204,7 +241,7 @@ def written(folder: Path) -> list[Path]:
 
 def test_a_file_is_written_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     region = copy(64, 256)
-    schedule = schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     generated.kernel_of(region, schedule)
     (file,) = written(folder)
     assert file.name.startswith(generated.kernel_name(region, schedule))
@@ -218,7 +255,7 @@ def _write(arguments: tuple[str, int]) -> int:
     folder, start = arguments
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     sizes = [16 * (1 + (start + i) % 8) for i in range(8)]
-    return sum(callable(generated.kernel_of(copy(n, n), schedules.choose(copy(n, n))).__getitem__) for n in sizes)
+    return sum(callable(generated.kernel_of(copy(n, n), choose_schedule.choose(copy(n, n))).__getitem__) for n in sizes)
 
 
 def test_processes_may_write_the_same_files(tmp_path: Path, folder: Path) -> None:
@@ -234,7 +271,7 @@ def test_processes_may_write_the_same_files(tmp_path: Path, folder: Path) -> Non
 
 def test_running_a_file_without_a_gpu_says_so(folder: Path) -> None:
     region = Cast("e4m3", "row").region()
-    generated.kernel_of(region, schedules.choose(region))
+    generated.kernel_of(region, choose_schedule.choose(region))
     (file,) = written(folder)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, timeout=120)
@@ -249,7 +286,7 @@ def test_sizes_for_a_trial_fit_together() -> None:
         draw = regions.draw(seed)
         if not draw.region.sizes:
             continue
-        names = check_kernel.pick_sizes(draw.region, about=64)
+        names = pick_sizes(draw.region, about=64)
         sizes = [names[n] for n in draw.region.sizes]
         inputs = check_kernel.random_inputs(draw.region, sizes, 0, "cpu")
         for part in draw.region.parts:

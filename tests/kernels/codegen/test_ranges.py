@@ -9,7 +9,7 @@ import torch
 from pipelines import look_after_stage
 from torch import Tensor, nn
 
-from fp8compile.kernels.codegen import generated, ranges
+from fp8compile.kernels.codegen import choose_schedule, ranges
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 from fp8compile.kernels.reference import region_reference
 from fp8compile.passes.core.stages import HalfGraph, Stage
@@ -30,6 +30,17 @@ CASES = [
         (Value("exp", (0,)), Value("constant", (), (1e-9,)), Value("add", (2, 3)), Value("round", (4,), ("float16",))),
         0.0,
     ),
+    (
+        "max(x, 0.5) where x < y, else exp(y)",
+        (
+            Value("lt", (0, 1)),
+            Value("constant", (), (0.5,)),
+            Value("maximum", (0, 3)),
+            Value("exp", (1,)),
+            Value("where", (2, 4, 5)),
+        ),
+        0.0,
+    ),
     ("x - |y|", (Value("abs", (1,)), Value("sub", (0, 2))), -math.inf),
     (
         "1 + |x| / x²",
@@ -43,15 +54,18 @@ CASES = [
 def test_no_value_lies_below_what_is_known_of_it(name: str, more: tuple[Value, ...], least: float) -> None:
     values = (*LOADS, *more)
     last = len(values) - 1
-    assert ranges.least(values, last) == least
-    assert ranges.is_normal(values, last) == (least >= ranges.SMALLEST_NORMAL)
+    known = ranges.ranges_of(values)[last]
+    assert known.least == least
+    assert ranges.is_normal(known) == (least >= ranges.SMALLEST_NORMAL)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(16, 64, generator=generator) * 100 for _ in range(2)]
     specs = tuple(Input(n, "float32", ((16, 64),), ((64, 1),)) for n in range(2))
     region = Region((Part(16, 64, specs, values, (Store(0, last, 64),)),), (Buffer((16, 64), "float32"),))
-    schedule = generated.schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     result = region_reference.run(region, schedule, inputs, [])[0]
     assert not (result < least).any()
+    assert not (known.unsigned and result.signbit().any())
+    assert not (known.positive and (result <= 0).any())
 
 
 def test_a_scale_of_other_elements_is_no_bound() -> None:

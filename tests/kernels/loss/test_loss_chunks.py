@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fp8compile import ops
 from fp8compile.kernels.loss import chunked_loss
-from fp8compile.kernels.loss.chunked_loss import Curve, chunks, plain_step
+from fp8compile.kernels.loss.chunked_loss import chunks
+from fp8compile.kernels.loss.softmax_step import Curve, plain_step
 
 interpreted = pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu/test_chunked_loss.py runs it compiled")
 CURVES = {"as it is": Curve(), "scaled": Curve(-0.5), "soft-capped": Curve(0.25, 8.0)}

@@ -29,8 +29,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fp8compile import ops
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import generated
-from fp8compile.kernels.codegen import schedule as schedules
+from fp8compile.kernels.codegen import choose_schedule, generated
 from fp8compile.kernels.codegen.spec import Region
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import aten, update_value
@@ -150,7 +149,7 @@ def test_what_an_image_has_for_all_its_rows_makes_no_tiles_of_all_its_rows(lengt
     formed = Formed(modulated, noise(batch, length, wide), noise(batch, wide, seed=3), noise(batch, wide, seed=4))
     assert formed.left() == formed.reasons == []
     for region in formed.regions:
-        assert all(t.block_rows * t.block_cols <= 16384 for t in schedules.choose(region).tilings)
+        assert all(t.block_rows * t.block_cols <= 16384 for t in choose_schedule.choose(region).tilings)
 
 
 @pytest.mark.parametrize("columns", [128, 768, 4096, 14336])
@@ -174,7 +173,7 @@ def test_programs_hold_what_registers_can_at_real_sizes(granularity: str, column
             combine_regions(graph)
         regions = [spec_of(node)[0] for node in regions_of(graph)]
         assert regions
-        most = max(schedules.choose(region).elements_a_thread for region in regions)
+        most = max(choose_schedule.choose(region).elements_a_thread for region in regions)
         assert most <= 128, (layout, before)
 
 
@@ -194,7 +193,7 @@ def test_kernels_read_what_an_image_has(length: int, monkeypatch: pytest.MonkeyP
     batch = 768 // length
     formed = Formed(modulated, noise(batch, length, C), noise(batch, C, seed=3), noise(batch, C, seed=4))
     for region in formed.regions:
-        schedule = schedules.choose(region)
+        schedule = choose_schedule.choose(region)
         kernel = generated.kernel_of(region, schedule, "interpreter")
         inputs = check_kernel.random_inputs(region, [], 5, "cpu")
         assert check_kernel.check(kernel, region, schedule, inputs, []) == []
@@ -326,7 +325,7 @@ def test_kernels_put_sums_together(length: int, monkeypatch: pytest.MonkeyPatch,
 
     formed = Formed(run, noise(1536 // length, length, 72))
     (region,) = [r for r in formed.regions if sum_pieces.adds_pieces(r)]
-    schedule = schedules.choose(region)
+    schedule = choose_schedule.choose(region)
     assert all(t.block_rows == 32 for t in schedule.tilings)
     inputs = check_kernel.random_inputs(region, [], 5, "cpu")
     assert check_kernel.check(generated.kernel_of(region, schedule, "interpreter"), region, schedule, inputs, []) == []

@@ -1,0 +1,70 @@
+"""The softmax of a chunk of logits, the terms of its rows, and the gradient of the logits: in plain torch.
+
+On a GPU `kernels/loss/softmax_gradient.py` does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# of a row: log-probability of its label; Σ log-probabilities of all classes (label smoothing); log Σ exp z; its square
+TERMS = ("chosen", "sum", "normaliser", "square")
+DROPPED = -1  # the label of a row that has none: its terms mean nothing, and its gradient is zero, whatever its logits
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The function of logits before the softmax: z = inner · logit, or z = outer · tanh(inner · logit)."""
+
+    inner: float = 1.0
+    outer: float | None = None
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return z, in the dtype of `logits`."""
+        z = logits * self.inner
+        return z if self.outer is None else torch.tanh(z) * self.outer
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Return dz / dlogit."""
+        if self.outer is None:
+            return self.inner
+        return self.inner * self.outer * (1 - torch.tanh(logits * self.inner).square())
+
+
+# (logits, index, weights or None, curve, whether to write gradients, every term) -> log-probabilities [M], or terms
+# [4, M]; writes gradients over the logits
+Step = Callable[[Tensor, Tensor, Tensor | None, Curve, bool, bool], Tensor]
+
+
+def plain_step(
+    logits: Tensor, index: Tensor, weights: Tensor | None, curve: Curve, gradients: bool, every_term: bool = False
+) -> Tensor:
+    """Return log-probabilities, or all terms, of a chunk; write gradients over its logits if `gradients`.
+
+    A label out of range has log-probability nan.
+    """
+    wide = logits.float()
+    z = curve.scores(wide)
+    normaliser, log_probabilities = z.logsumexp(-1), z.log_softmax(-1)
+    valid = (index >= 0) & (index < logits.shape[1])
+    at = torch.where(valid, index, 0).unsqueeze(1)
+    chosen = torch.where(valid, log_probabilities.gather(1, at).squeeze(1), torch.nan)
+    if gradients:
+        slope, label = log_probabilities.exp(), valid.float().unsqueeze(1)
+        if not every_term:
+            slope.scatter_add_(1, at, -label)
+            slope *= 1.0 if weights is None else weights.unsqueeze(1)
+        else:
+            assert weights is not None
+            of_chosen, of_sum, of_normaliser, of_square = weights.unsqueeze(2)
+            falling = of_chosen + logits.shape[1] * of_sum - of_normaliser - 2 * of_square * normaliser.unsqueeze(1)
+            slope = slope * falling - of_sum
+            slope.scatter_add_(1, at, -label * of_chosen)
+        logits.copy_(torch.where((index == DROPPED).unsqueeze(1), 0.0, slope * curve.slope(wide)))
+    if not every_term:
+        return chosen
+    return torch.stack([chosen, log_probabilities.sum(-1), normaliser, normaliser.square()])
