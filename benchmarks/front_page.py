@@ -52,8 +52,9 @@ def picture(measured: Measured) -> str:
             baseline, row = (_row(measured, model, name) for name in (BASELINE.name, system))
             if baseline and row:
                 memory, time = (100 * row.get(key) / baseline.get(key) for key in ("peak_gib", "ms"))
-                points.append(Point(memory, time, f"{model}: {system}", system))
-    return scatter(points, "Training steps beside BF16 torch.compile", "peak memory, % of BF16", "time, % of BF16")
+                points.append(Point(memory, time, model.partition(" (")[0], system))
+    title = "Training steps beside BF16 torch.compile, one GPU"
+    return scatter(points, title, "peak memory, % of BF16", "time, % of BF16", joined=False)
 
 
 def _cells(measured: Measured, model: str, systems: Sequence[str]) -> list[str]:

@@ -125,7 +125,7 @@ def test_the_headline_is_of_the_first_model(front: Path) -> None:
 
 def test_a_picture_is_kept_up_to_date(front: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = front / "docs" / "train_step.svg"
-    assert picture.read_text().count("<circle") == 3  # one a model and system beside BF16
+    assert picture.read_text().count("<circle") == 3 + 2  # one a model and system beside BF16, and the legend
     assert tables.main(["--root", str(front), "--check"]) == 0
     picture.write_text("old")
     assert tables.main(["--root", str(front), "--check"]) == 1
