@@ -127,6 +127,25 @@ def test_links_lead_somewhere(page: Path):
         assert not anchor or anchor[1:] in _anchors(target), f"{page.name}: {link}{anchor}"
 
 
+PATH = re.compile(
+    r"(?<![\w/.-])((?:fp8compile|passes|kernels|tests|benchmarks|examples|docs)/[\w/]+\.(?:py|md|json|svg|png))"
+)
+ELSEWHERE = {"passes/ROOM/NAME.py", "benchmarks/llama3_h100_202412_torchtitan.md"}  # a pattern; another project's
+ROOMS = ("fp8compile", "passes", "kernels", "benchmarks", "examples")
+
+
+def test_paths_that_pages_and_sources_name_exist():
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    files += [file for room in ROOMS for kind in ("*.py", "*.md") for file in (ROOT / room).rglob(kind)]
+    gone = [
+        f"{file.relative_to(ROOT)} names {path}"
+        for file in files
+        for path in sorted(set(PATH.findall(file.read_text())) - ELSEWHERE)
+        if not (ROOT / path).exists()
+    ]
+    assert not gone, "\n".join(gone)
+
+
 def _anchors(page: Path) -> set[str]:
     """The names under which a page's headings are linked to."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
