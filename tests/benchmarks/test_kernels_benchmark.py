@@ -57,7 +57,7 @@ def test_wrong_results_are_noted():
     (row,) = benchmark.selected("cast_row")
 
     def call(fp8, x):
-        return row.call(fp8, x if fp8 is benchmark.reference else x.flip(0))
+        return row.call(fp8, x if fp8 is benchmark.markers else x.flip(0))
 
     lines = benchmark.check(replace(row, call=call), benchmark.TINY, "cpu")
     assert [line.split(":")[0] for line in lines] == ["result 0", "result 1"]
