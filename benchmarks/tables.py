@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/ that benchmarks have measured, made from the files in benchmarks/results/.
+"""The tables of README.md and docs/ that benchmarks have measured, and the README's picture, from benchmarks/results/.
 
     python -m benchmarks.tables             write them
     python -m benchmarks.tables --check     say which are not what the files give
@@ -7,6 +7,7 @@ A page has a place for each table:
 
     <!-- figures: train_step -->                every figure of every system, a table a model
     <!-- figures: train_step summary -->        a line a model: speed-up and peak memory beside the baseline
+    <!-- figures: train_step front -->          a line a model, for the README; "headline": a sentence
     <!-- figures: compile_time passes -->       a line a pass: milliseconds
     <!-- figures: field rows -->                a line a row of the field suite
     <!-- figures: field short -->               which of them fall short of what, with the cause
@@ -20,10 +21,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import front_page
 from benchmarks.field import suite as field
 from benchmarks.field import tables as field_tables
 from benchmarks.harness import runs
@@ -39,6 +41,7 @@ BENCHMARKS = {
 }
 PLACE = re.compile(r"(<!-- figures: (\w+) ?(\w*) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NO_TIME = ("left out: ", "stopped ")  # notes that say nothing of a system
+PICTURES = {"docs/train_step.svg": (train_step.BENCHMARK, front_page.picture)}
 Run = dict[str, Any]
 Measured = dict[str, tuple[Run, list[Row]]]  # of each model the rows, and the run that they are of
 
@@ -49,21 +52,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a table is not up to date")
     parser.add_argument("--root", type=Path, default=ROOT, help="the folder with README.md, docs/, benchmarks/results/")
     given = parser.parse_args(arguments)
-    status = 0
-    for page in [given.root / "README.md", *sorted(given.root.glob("docs/*.md"))]:
-        text = page.read_text()
-        try:
-            made = filled(text, given.root / "benchmarks" / "results")
-        except FileNotFoundError as missing:
-            raise SystemExit(f"{page.relative_to(given.root)} shows {missing}") from None
-        if made == text:
+    written = 0
+    for name, old, made in (*pages(given.root), *pictures(given.root)):
+        if made == old:
             continue
+        written += 1
         if given.check:
-            print(f"{page.relative_to(given.root)} is not what the files give; run: python -m benchmarks.tables")
-            status = 1
+            print(f"{name} is not what the files give; run: python -m benchmarks.tables")
         else:
-            page.write_text(made)
-    return status
+            (given.root / name).write_text(made)
+    return int(given.check and written > 0)
+
+
+def pages(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield each page's name, its text, and the text that the files give."""
+    for page in [root / "README.md", *sorted(root.glob("docs/*.md"))]:
+        text, name = page.read_text(), page.relative_to(root)
+        try:
+            yield name, text, filled(text, root / "benchmarks" / "results")
+        except FileNotFoundError as missing:
+            raise SystemExit(f"{name} shows {missing}") from None
+
+
+def pictures(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield the same of each picture that is there."""
+    for name, (benchmark, draw) in PICTURES.items():
+        if (root / name).exists():
+            yield Path(name), (root / name).read_text(), draw(latest(benchmark, root / "benchmarks" / "results"))
 
 
 def filled(text: str, results: Path) -> str:
@@ -151,7 +166,27 @@ def short_rows(benchmark: Benchmark, measured: Measured) -> str:
     return "\n" + field_tables.short(measured) + "\n"
 
 
-FORMS = {"": tables, "summary": summary, "passes": passes, "rows": rows, "short": short_rows}
+def front(benchmark: Benchmark, measured: Measured) -> str:
+    """The README's table."""
+    return (
+        "\n" + front_page.table(measured) + "\n" + origin({m: measured[m] for m in front_page.MODELS if m in measured})
+    )
+
+
+def headline(benchmark: Benchmark, measured: Measured) -> str:
+    """The README's first figure."""
+    return front_page.headline(measured)
+
+
+FORMS = {
+    "": tables,
+    "summary": summary,
+    "passes": passes,
+    "rows": rows,
+    "short": short_rows,
+    "front": front,
+    "headline": headline,
+}
 
 
 def origin(measured: Measured) -> str:

@@ -3,9 +3,11 @@
     scale_t = max(amax_{t-1}, …, amax_{t-history}) · 2^margin / format max
 
 The guard: where this step's amax would saturate under that scale, is not finite, or no history exists yet, the scale
-of this step is the current one. A non-finite amax does not enter the history. Nor does what else was recorded in a
-forward and backward pass in which one was seen: the next pass finds the histories as that pass had found them. (A
-GradScaler skips such a step; what its too large scale made of finite gradients would stay for `history` steps.)
+of this step is the current one. It costs an amax, and nothing ever saturates.
+
+A non-finite amax does not enter the history. Nor does what else was recorded in a forward and backward pass in which
+one was seen: the next pass finds the histories as that pass had found them. (A GradScaler skips
+such a step; what its too large scale made of finite gradients would stay for `history` steps.)
 
 Histories live here, by key (`model<i>/<module path>/<role>/<operand>`), one FP32 tensor [history] on the device of the
 tensor they describe. `state_dict` and `load_state_dict` carry them through a checkpoint.

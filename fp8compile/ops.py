@@ -1,5 +1,7 @@
 """The marker operators: fixed names that passes insert into graphs, registered once, at import.
 
+With a warm cache no pass runs, so no operator may be born at compile time.
+
     fp8::amax(x, granularity, …)                    -> FP32, in the shape of the scale
     fp8::scale(amax, format, power_of_two)          -> FP32, same shape
     fp8::quantize(x, scale, format, granularity, …) -> data, contiguous along the contracted dimension

@@ -1,4 +1,4 @@
-"""A scatter plot as SVG, with no library: points with names, two axes, a line through those of one series."""
+"""Scatter plots as SVG, with no library: named points, two axes, a line through those of one series or a legend."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ class Point:
     series: str
 
 
-def scatter(points: Sequence[Point], title: str, x_label: str, y_label: str) -> str:
-    """The plot as an SVG document; both axes start at zero. Raises `ValueError` without points."""
+def scatter(points: Sequence[Point], title: str, x_label: str, y_label: str, joined: bool = True) -> str:
+    """Return the plot as an SVG document; both axes start at zero. Raises `ValueError` without points.
+
+    joined: the points of a series have a line through them; else a legend names the series.
+    """
     if not points:
         raise ValueError("nothing to draw")
     right, top = (_ceiling(max(getattr(p, axis) for p in points)) for axis in ("x", "y"))
@@ -36,8 +39,12 @@ def scatter(points: Sequence[Point], title: str, x_label: str, y_label: str) -> 
     for n, series in enumerate(dict.fromkeys(p.series for p in points)):
         colour = COLOURS[n % len(COLOURS)]
         members = [p for p in points if p.series == series]
-        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(p.x, p.y) for p in members))
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-opacity="0.4"/>')
+        if joined:
+            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(p.x, p.y) for p in members))
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-opacity="0.4"/>')
+        else:
+            parts.append(f'<circle cx="{MARGIN + 16}" cy="{MARGIN + 18 * n}" r="4.5" fill="{colour}"/>')
+            parts.append(_text(MARGIN + 26, MARGIN + 18 * n + 4, series, 12, "start"))
         for p in members:
             a, b = place(p.x, p.y)
             parts.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4.5" fill="{colour}"/>')

@@ -2,7 +2,8 @@
 
 torch may leave a function before any backend is asked (an nn.LSTM, an optimizer with fused=True): then nothing is
 compiled, and torch says nothing. torch enters a backend's `backend_ctx_ctor` around each call of what was compiled with
-it, so here is one: it compares what ran, and what Dynamo gave up, before and after a call. Where no graph of this
+it, so here is one: it compares what ran, and what Dynamo gave up, before and after a call. Graphs of this backend count
+their runs, so a graph that Dynamo had in its cache counts as well. Where no graph of this
 backend ran and Dynamo had reasons, one warning names them (`fp8compile/torch_hooks/uncompiled_calls.py`), and
 `last_compile()` tells of this call.
 

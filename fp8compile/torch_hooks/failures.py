@@ -1,4 +1,8 @@
-"""When a pass fails on somebody's graph: a warning that says why, and a bug report ready to send."""
+"""When a pass fails on somebody's graph: a warning that says why, and a bug report ready to send.
+
+The graph is then compiled as it came, without FP8; `strict=True` raises instead. The verifier runs after each pass, so
+a wrong rewrite is a failed pass and not a wrong number.
+"""
 
 from __future__ import annotations
 

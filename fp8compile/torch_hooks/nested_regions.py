@@ -3,6 +3,9 @@
 A Dynamo graph calls a region like a function. AOTAutograd hands the region's joint graph to passes and partitioner by
 itself, before the graph that calls it, and no longer says which of its inputs are parameters. That is found again by
 what it is called with: of regions with inputs of equal types an input is a parameter where it is one in every call.
+
+A region is one more graph of the plan, counted once. Amaxes and column sums are put together for each graph. Bodies of
+branches and loops (`torch.cond`) are compiled as they are.
 """
 
 from __future__ import annotations

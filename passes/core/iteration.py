@@ -2,7 +2,8 @@
 
 A region runs over rows × cols, counted through in row-major order. An `Access` says which element of a tensor belongs
 to iteration i: i is taken apart into digits, outermost first, and each digit moves by its stride through the tensor's
-elements, counted in row-major order as well. So a view that keeps the order of elements changes nothing, and
+elements, counted in row-major order as well. So a view that keeps the order of elements changes nothing;
+permutations, broadcasts and slices cost nothing either, and need no case of their own:
 
     the whole tensor ((N, 1),)     a statistic of rows ((R, 1), (C, 0))     a weight ((R, 0), (C, 1))
 

@@ -5,8 +5,11 @@ After       %y0 = empty([…], e4m3)
             %k = triton_kernel_wrapper_functional(kernel, grid, {x0: %x, y0: %y0})       %q = %k["y0"]
 
 Inductor then plans the memory of the buffers, launches the kernel inline and shows its source; CUDA graphs capture it.
+It hands the kernel to its pool of compiling processes like one of its own, with a single configuration.
 The wrapper is how torch itself represents kernels that users call in compiled code. Inductor would keep the order of
 strides only; `eager_input_vals` makes it keep the strides themselves, which are written into the kernel.
+
+Buffers have at least one dimension: a scalar Inductor would fill with a kernel of its own.
 """
 
 from __future__ import annotations

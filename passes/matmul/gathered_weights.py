@@ -8,6 +8,9 @@ After       %w = fp8.dequantize(%payload, %scale, tensor, bf16)   %wt = permute(
 Sound because a payload stands for payload · scale, exactly; a scale of the tensor or of 128×128 blocks holds for the
 transpose as well (blocks' scales are transposed with it). The weight is not cast a second time, and no BF16 weight is
 ever made. FSDP2 hands over such weights (`fp8compile/distributed/sharded_weight.py`).
+
+One dequantize a weight is left at the start, so roles are found as ever; then operands of the plan are marked, and what
+they were read from is dead.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ other ranks' experts end up), and a scale of the whole tensor would be made of w
 
 grad_weight stays as it is: FP8 units read what they contract in pieces of 16, so each group would have to begin at a
 multiple of 16 tokens and none could be empty. Only the data knows, and the kernel stops the program where it is not so.
+To pad groups would take copies of both operands, and a scale a group and column.
 (All this is what torch's source says, aten/src/ATen/native/cuda/GroupMMCommon.cuh; tests/gpu/test_grouped.py tries it,
 and `kernels/matmul/check_grouped.py` tries the kernel itself, once in a process, before a plan relies on it.)
 """

@@ -12,6 +12,10 @@ Sound because a block matrix multiplies block by block, and the sum of products 
 contraction (with one rounding instead of several). No concatenation is materialised: `quantize_matmuls` casts the
 parts into one buffer. Only FP8 matmuls with equal casts are merged; the sums may hold other terms, which stay.
 Weights that arrived in FP8 are not merged: they have scales of their own, and a concatenation would be a copy.
+
+A merged group shares one tensor scale. A member whose gradients are 10⁻³ of another's keeps them
+(`tests/passes/matmul/test_merge.py`); of far smaller ones, as behind a loss that counts next to nothing, E4M3 with one
+scale makes zeros. Then `skip` one of the two, or take rows or groups for scales.
 """
 
 from __future__ import annotations

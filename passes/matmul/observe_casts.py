@@ -4,8 +4,9 @@ Before      %s = fp8.scale(%a, e4m3)                                    After  %
             %q = fp8.quantize(%x, %s, e4m3, row)                               %o = fp8.observe(%s, [%x], "e4m3 row", …)
                                                                                %q = fp8.quantize(%x, %o, e4m3, row)
 
-The operator returns the scale as it is, so no number changes. It stands for a border of generated kernels: while
-watching, less is fused. A scale that serves two layouts is observed in each, for rows and groups lie differently there.
+The operator returns the scale as it is, so nothing can remove or reorder it, and no number changes. It is never
+computed again in backward, which would count twice. It stands for a border of generated kernels: while watching, less
+is fused. A scale that serves two layouts is observed in each, for rows and groups lie differently there.
 
 Operands of matmuls that precision following the training has moved to BF16 have no cast; they pass
 `fp8::probe`, which measures what casts would lose, so that there is evidence for a way back.

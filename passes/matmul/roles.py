@@ -7,7 +7,11 @@
     plain one is one weight for all (`passes/matmul/grouped_matmuls.py`).
     other        no weight on either side (attention, state-space scans), or an operator that is no plain matmul
 
-A weight is computed from parameters (and buffers and constants) alone (`passes/matmul/weights.py`).
+A weight (`passes/matmul/weights.py`) is computed from parameters (and buffers and constants) alone: a parameter, its
+cast, its transpose, its normalised form, the sum of it and a low-rank product. Buffers alone are none (rotary
+frequencies must not become FP8), but with a parameter they may be part of one, as in spectral norm. Two weights have no
+role: their product keeps the precision of weights. What else has been through a matmul is no weight: attention to
+learned queries is attention.
 Which matmul a gradient belongs to is read off the graph: its second operand is a view of an operand of that matmul,
 and the sizes agree; where several agree, the sequence number that autograd gave both decides.
 """

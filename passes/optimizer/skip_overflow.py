@@ -7,6 +7,8 @@ After       the same                                          copy_(%step, where
 
 For what `merge_updates` left: numbers such as step counts, and updates that could not be merged. A merged update reads
 `overflow` itself (`Update.skip`). Sound because all that a step keeps, it keeps by copies to its inputs.
+
+In the kernel of a merged update the parameters then have no elements.
 """
 
 from __future__ import annotations

@@ -485,5 +485,6 @@ def test_mistakes_are_told(arguments: str, message: str, capsys: pytest.CaptureF
 
 
 def test_it_needs_python_alone() -> None:
-    code = "import sys, scale, scale_checks; assert not {'torch', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)
+    imports = "import sys; from benchmarks.scaling import scale, scale_checks"
+    code = f"{imports}; assert not {{'torch', 'numpy'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS.parent, check=True)

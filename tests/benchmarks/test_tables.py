@@ -86,6 +86,52 @@ def test_passes_have_a_line_each(root: Path) -> None:
     assert table in (root / "README.md").read_text()
 
 
+STEPS = [
+    row("Llama 1.1B", "BF16 compile", ms=240.04, peak_gib=20), row("Llama 1.1B", "torchao tensorwise"),
+    row("Llama 1.1B", "BF16, masks folded", ms=200, peak_gib=19),
+    row("Llama 1.1B", "fp8compile + 8-bit states", ms=120, peak_gib=10.04),
+    row("Llama 100M", "BF16 compile", ms=9, peak_gib=2), row("ViT-H", "BF16 compile", ms=50, peak_gib=4),
+    row("ViT-H", "fp8compile + 8-bit states", ms=40, peak_gib=3),
+]  # fmt: skip
+
+
+@pytest.fixture
+def front(root: Path) -> Path:
+    """A project with training steps, and the places of a first page."""
+    file = root / "benchmarks" / "results" / "train_step.json"
+    file.write_text(json.dumps({"benchmark": "train_step", "runs": [run(6, *STEPS)]}))
+    forms = ("headline", "front")
+    (root / "README.md").write_text(
+        "".join(f"<!-- figures: train_step {f} -->\n<!-- end of figures -->\n" for f in forms)
+    )
+    (root / "docs" / "train_step.svg").write_text("old")
+    tables.main(["--root", str(root)])
+    return root
+
+
+def test_the_first_page_has_systems_that_were_measured(front: Path) -> None:
+    text = (front / "README.md").read_text()
+    assert "|  | BF16 compile | BF16, masks folded | fp8compile + 8-bit states |\n" in text  # torchao has no figures
+    assert "| Llama 1.1B | 240.0 ms · 20.0 GiB | 1.20× · 0.95 | 2.00× · 0.50 |\n" in text
+    assert "| ViT-H | 50.0 ms · 4.0 GiB | – | 1.25× · 0.75 |\n" in text
+    assert "Llama 100M" not in text
+
+
+def test_the_headline_is_of_the_first_model(front: Path) -> None:
+    text = (front / "README.md").read_text()
+    assert "On one a GPU a training step of Llama 1.1B takes **120 ms** instead of 240 (2.00×)" in text
+    assert "at most **10.0 GiB** instead of 20.0.\n" in text
+
+
+def test_a_picture_is_kept_up_to_date(front: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = front / "docs" / "train_step.svg"
+    assert picture.read_text().count("<circle") == 3 + 2  # one a model and system beside BF16, and the legend
+    assert tables.main(["--root", str(front), "--check"]) == 0
+    picture.write_text("old")
+    assert tables.main(["--root", str(front), "--check"]) == 1
+    assert "docs/train_step.svg is not what the files give" in capsys.readouterr().out
+
+
 def test_a_check_names_pages_and_writes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (root / "README.md").read_text()
     assert tables.main(["--root", str(root), "--check"]) == 1

@@ -32,6 +32,15 @@ def test_eight_bit_states() -> None:
     assert 2.125 < figures["state_bytes"] < 3  # two moments of 8 bits with side data; those of small tensors stay BF16
 
 
+@pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
+def test_folded_masks_alone_round_nothing() -> None:
+    names = ("BF16 compile", "BF16, masks folded")
+    bf16, folded = (in_this_process(train_step.measure, Case("ViT-H", name, tiny=True)) for name in names)
+    assert folded["in_fp8"].startswith("0 of ")
+    assert folded["loss"] == pytest.approx(bf16["loss"], abs=1e-3)  # BF16 steps in another order of additions
+    assert folded["state_bytes"] == bf16["state_bytes"]
+
+
 @pytest.mark.parametrize("name", [w.name for w in WORKLOADS if not w.name.startswith("Llama")])
 def test_a_model_is_one_graph(name: str) -> None:
     figures = in_this_process(train_step.measure, Case(name, "fp8compile", tiny=True))

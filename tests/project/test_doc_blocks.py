@@ -1,5 +1,5 @@
-"""Every block of Python in README.md and docs/*.md runs as it is written, those of a page in order and in one
-namespace, as a reader would paste them; commands name files, targets and flags that exist.
+"""Every block of Python in the pages at the top and in docs/ runs as it is written, those of a page in order and in
+one namespace, as a reader would paste them; commands name files, targets and flags that exist.
 
 What is changed is around them: matmuls are converted that would not pay at these sizes, graphs run node by node, and
 one process stands for the ranks that torchrun would start.
@@ -22,7 +22,7 @@ import fp8compile
 from fp8compile.options import Options
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 QUICK = {"select": "all", "executor": "eager", "strict": True}
 

@@ -1,12 +1,17 @@
-"""The outputs in docs/explain.md are what explain() prints. Renew them with FP8COMPILE_ACCEPT=1."""
+"""The outputs in README.md and docs/explain.md are what explain() prints. Renew them with FP8COMPILE_ACCEPT=1.
+
+And the pages say what there is: README.md is short, every option has its row, every link leads somewhere.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import warnings
+from dataclasses import fields
 from pathlib import Path
 
+import api_page
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +19,13 @@ from models import ZOO, tokens
 from torch import Tensor, nn
 
 import fp8compile
+from fp8compile.options import Options
 from llama import Llama, LlamaConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "explain.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "explain.md"
+FRONT = ROOT / "README.md"
+FIRST_LINES = 9  # of what explain() prints that the front page shows
 MADE_WITH = (2, 13)  # decompositions drift between torch versions
 OPTIONS = {"select": "all"}
 
@@ -74,15 +83,81 @@ EXAMPLES = {"llama": _llama, "gpt2": _gpt2, "nothing": _nothing, "optimizer": _o
 def test_the_page_shows_what_explain_prints(name: str):
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) != MADE_WITH:
         pytest.skip(f"the page was made with torch {MADE_WITH[0]}.{MADE_WITH[1]}")
-    shown = f"<!-- {name} -->\n```text\n{EXAMPLES[name]()}```\n<!-- end -->"
+    _compare(PAGE, name, str(EXAMPLES[name]()))
+
+
+def test_the_front_page_shows_the_beginning_of_it():
+    """Of the same text, which the test above compares with what is printed."""
+    place = re.search(r"<!-- llama -->\n```text\n(.*?)```\n<!-- end -->", PAGE.read_text(), re.DOTALL)
+    assert place is not None
+    _compare(FRONT, "explain", "".join(place[1].splitlines(keepends=True)[:FIRST_LINES]) + "    …\n")
+
+
+def _compare(page: Path, name: str, printed: str) -> None:
+    """Compare the place of `name` in a page with what was printed, or write it there."""
+    shown = f"<!-- {name} -->\n```text\n{printed}```\n<!-- end -->"
     place = re.compile(rf"<!-- {name} -->\n.*?<!-- end -->", re.DOTALL)
-    page = PAGE.read_text()
+    text = page.read_text()
     if os.environ.get("FP8COMPILE_ACCEPT"):
-        PAGE.write_text(place.sub(lambda _: shown, page))
+        page.write_text(place.sub(lambda _: shown, text))
         return
-    found = place.search(page)
+    found = place.search(text)
     assert found is not None
     assert _without_lines(found[0]) == _without_lines(shown)
+
+
+def test_the_api_page_is_current():
+    page = ROOT / "docs" / "api.md"
+    if os.environ.get("FP8COMPILE_ACCEPT"):
+        page.write_text(api_page.page())
+    assert page.read_text() == api_page.page(), "renew it: make accept"
+
+
+def test_the_front_page_is_short():
+    assert len(FRONT.read_text().splitlines()) <= 130
+
+
+def test_every_option_has_its_row():
+    rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(
+        field.name for field in fields(Options)
+    )
+
+
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))], ids=lambda p: p.stem)
+def test_links_lead_somewhere(page: Path):
+    links = re.findall(r"\]\(([^)#]+)(#[^)]*)?\)", page.read_text())
+    for link, anchor in links:
+        if "://" in link:
+            continue
+        target = page.parent / link
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor[1:] in _anchors(target), f"{page.name}: {link}{anchor}"
+
+
+PATH = re.compile(
+    r"(?<![\w/.-])((?:fp8compile|passes|kernels|tests|benchmarks|examples|docs)/[\w/]+\.(?:py|md|json|svg|png))"
+)
+ELSEWHERE = {"passes/ROOM/NAME.py", "benchmarks/llama3_h100_202412_torchtitan.md"}  # a pattern; another project's
+ROOMS = ("fp8compile", "passes", "kernels", "benchmarks", "examples")
+
+
+def test_paths_that_pages_and_sources_name_exist():
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    files += [file for room in ROOMS for kind in ("*.py", "*.md") for file in (ROOT / room).rglob(kind)]
+    gone = [
+        f"{file.relative_to(ROOT)} names {path}"
+        for file in files
+        for path in sorted(set(PATH.findall(file.read_text())) - ELSEWHERE)
+        if not (ROOT / path).exists()
+    ]
+    assert not gone, "\n".join(gone)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names under which a page's headings are linked to."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _without_lines(text: str) -> str:

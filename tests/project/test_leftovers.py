@@ -83,7 +83,8 @@ def test_lint_still_finds_what_is_wrong_in_every_folder_with_code(tree: Path):
 def test_lint_knows_the_examples_by_name():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
     examples = sorted(file.stem for file in (ROOT / "examples").glob("*.py"))
-    assert settings["lint"]["isort"]["known-first-party"] == ["fp8compile", *examples], "name each example, sorted"
+    known = settings["lint"]["isort"]["known-first-party"]
+    assert known == ["fp8compile", "benchmarks", "tests", *examples], "name each example, sorted"
     assert settings["src"] == [], "a folder that is searched for modules makes what lies in it a module"
 
 
