@@ -8,12 +8,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import poison
 import torch
 
 import fp8compile
 from fp8compile import delayed, plans
 
-from . import poison
 from .bounds import References, closest, wrong
 from .rounded import rounding
 from .source import source
@@ -121,7 +121,7 @@ def _ours(subject: Subject, references: References, found: dict[str, str]) -> di
 def _poisoned(run: Callable[[int], Step], settings: Settings, byte: int) -> Callable[[int], Step]:
     def step(data: int) -> Step:
         if settings.device == "cuda":
-            poison.fill_cached_memory(byte)
+            poison.poison_free_memory(byte, largest=1 << 24)
         return run(data)
 
     return step

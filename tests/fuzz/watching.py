@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import poison
 import torch
 from torch import Tensor
 
 from fp8compile.kernels import generated, region_reference, trial
 from fp8compile.kernels.schedule import Schedule
 from fp8compile.kernels.spec import Region
-
-from . import poison
 
 MOST_PROGRAMS = 24  # that are interpreted: 2.5 ms each and more
 MOST_ELEMENTS = 1 << 20  # of buffers that are compared: bounds take some hundred operators
