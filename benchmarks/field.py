@@ -50,7 +50,7 @@ from runs import Benchmark, Log, selected
 
 FILE = Path(__file__).parent / "results" / "field.json"
 COMPILERS = ("torch._inductor.compile_fx", "torch._inductor.codegen.triton", "fp8compile.backend")
-LIBRARIES = ("transformers", "timm", "diffusers", "torch_geometric", "torchvision", "peft")
+LIBRARIES = ("transformers", "timm", "torchvision")  # others start CUDA when they are imported, so rows import them
 OF_EACH = ("decibels", "elements", "bf16_decibels", "rounded_decibels")  # gradient
 COLUMNS = (
     figure("ms", "ms"),
@@ -132,7 +132,7 @@ def run(names: Sequence[str], given: argparse.Namespace) -> list[Row]:
 
 def _first(given: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """How processes begin, and the machine. What all need is imported first: forks have it."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # libraries look for a GPU: afterwards a fork could not use it
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # libraries look for a GPU; without this it would be started
     for library in (*LIBRARIES, *COMPILERS):
         with contextlib.suppress(Exception):  # a row that needs it will say so
             importlib.import_module(library)
