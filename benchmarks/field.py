@@ -34,6 +34,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+# Libraries look for a GPU when they are imported: asked of its driver, no fork of this process has to do without.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 import field_bounds
 import runs
 import torch
@@ -132,7 +135,6 @@ def run(names: Sequence[str], given: argparse.Namespace) -> list[Row]:
 
 def _first(given: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """How processes begin, and the machine. What all need is imported first: forks have it."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # libraries look for a GPU; without this it would be started
     for library in (*LIBRARIES, *COMPILERS):
         with contextlib.suppress(Exception):  # a row that needs it will say so
             importlib.import_module(library)

@@ -21,7 +21,7 @@ from processes import Case, Clock, begin, outcome
 from runs import measured
 from turns import Turns
 
-OUT_OF_MEMORY = "OutOfMemoryError"
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED")  # of torch, CUDA, and libraries
 
 
 @dataclass
@@ -114,7 +114,8 @@ class Jobs:
         self._stop(job, failed=not row.figures or bool(row.get("too_long")))
         row.figures["job_seconds"] = time.monotonic() - job.began
         self.running.remove(job)
-        if OUT_OF_MEMORY in row.note and self._on(job.gpu) and not job.is_second:
+        crowded = any(said in row.note for said in OUT_OF_MEMORY) and bool(self._on(job.gpu))
+        if crowded and not job.is_second:
             self.waiting.insert(0, Job(job.model, job.system, min(3 * job.gib, self.given.gib), is_second=True))
         else:
             self.done(row)

@@ -33,6 +33,7 @@ from fp8compile.passes.stride_demands import demanded
 RESHAPED = (*VIEWS, aten.reshape.default)  # which Inductor turns views into first
 PARTS = (aten.select.int, aten.slice.Tensor, aten.unbind.int, *SPLITS)
 CALLED = "fp8_called"  # in the metadata of a matmul
+KEPT = operators.SCALED_DOT_PRODUCT | {"aten::_grouped_mm"}  # operators that Inductor's layouts may not reach
 IN_ONE_CALL = ("tensor", "row")  # granularities that aten._scaled_mm takes
 
 
@@ -104,17 +105,21 @@ def _is_part(scale: Any) -> bool:
 
 
 def keep_strides(graph: fx.Graph) -> None:
-    """Have these matmuls, and attention, read what they were given: Inductor may lay out what it computes otherwise.
+    """Have these matmuls, grouped ones, and attention read what they were given: Inductor may lay out what it computes
+    otherwise.
 
-    cuBLAS takes rows, columns, and their scales in one way only. Of attention's inputs Inductor looks at the strides
-    that a buffer would have if it were laid out there and then, and, where those will do, leaves it open: what is
-    fused later with others that lie across (a position bias with the table that it is looked up in) then does so, too.
+    A grouped matmul that contracts the tokens of each group stops the program where these lie side by side, unless each
+    group has a multiple of 16 bytes of them. cuBLAS takes rows, columns, and their scales in one way only. Of
+    attention's inputs Inductor looks at the strides that a buffer would have if it were laid out there and then, and,
+    where those will do, leaves it open: what is fused later with others that lie across (a position bias with the table
+    that it is looked up in) then does so, too.
     """
     for node in list(graph.nodes):
         if node.target is aten._scaled_mm.default and node.meta.get(CALLED):
             kept = [a for a in node.args[:4] if value(a).dim() == 2]  # type: ignore[arg-type]
-        elif operators.name_of(node.target) in operators.SCALED_DOT_PRODUCT:
-            inputs = [x for _, x in demanded(node).values() if value(x).dim() > 2 and x.op == "call_function"]
+        elif operators.name_of(node.target) in KEPT:
+            least = 3 if operators.is_attention(node.target) else 2
+            inputs = [x for _, x in demanded(node).values() if value(x).dim() >= least and x.op == "call_function"]
             kept = [x for x in inputs if not has_free_unbacked_symbols(value(x))]
         else:
             continue
