@@ -21,7 +21,8 @@ from processes import Case, Clock, begin, outcome
 from runs import measured
 from turns import Turns
 
-OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED")  # of torch, CUDA, and libraries
+# as torch, CUDA and its libraries say it
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_EXECUTION_FAILED")
 
 
 @dataclass
