@@ -230,14 +230,19 @@ def eager(row: FieldModel, task: Task, system: System, case: Case, figures: dict
 
 
 def within(row: FieldModel, device: str, run: Callable[[], T]) -> T | None:
-    """What `run` returns, or None where it needs more than the row's memory; waits for what others hold."""
+    """What `run` returns, or None where it needs more than the row's memory; waits for what others hold.
+
+    Others may have taken the memory meanwhile, so one that had enough of it at the beginning is tried twice.
+    """
+    tries = 2
     for _ in range(WAITS):
+        had_enough = device != "cuda" or torch.cuda.mem_get_info()[0] >= row.gib * GIB
         try:
             return run()
         except torch.OutOfMemoryError:
-            pass
+            tries -= had_enough
         free(device)
-        if torch.cuda.mem_get_info()[0] >= row.gib * GIB:
+        if not tries:
             return None
         time.sleep(WAIT)
     return None
