@@ -1,4 +1,4 @@
-"""Rows of the field suite side by side: several to a GPU while they compile, each in processes of its own."""
+"""Rows of the field suite side by side: several to a GPU while they compile, each system in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -17,84 +17,91 @@ from typing import Any
 from benchmarks.field.models.task import FieldModel
 from benchmarks.harness.columns import Row
 from benchmarks.harness.peers import LeftOutError
-from benchmarks.harness.processes import Case, Clock, begin, end, outcome
+from benchmarks.harness.processes import Case, Clock, begin, outcome
 from benchmarks.harness.runs import measured
 from benchmarks.harness.turns import Turns
+
+# as torch, CUDA and its libraries say it
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_EXECUTION_FAILED")
 
 
 @dataclass
 class Job:
-    """A row that is being measured: its systems one after the other; `rows` are those of systems that are done."""
+    """One system on one row. gib: GPU memory that is reckoned for it; is_second: it ran out of memory beside others."""
 
     model: FieldModel
-    gpu: int
-    waiting: list[str]
-    system: str = ""
-    rows: list[Row] = field(default_factory=list)
+    system: str
+    gib: float
+    is_second: bool = False
+    gpu: int = 0
     process: Any = None
     answer: Any = None
     cache: str = ""
     began: float = 0.0
 
 
-class Jobs:
-    """Begins rows where there is memory, ends them, and hands the rows of each to `done`.
+def interleaved(models: Sequence[FieldModel]) -> list[FieldModel]:
+    """The rows, those that need most memory and those that need least by turns, so that both run side by side."""
+    left = sorted(models, key=lambda model: -model.gib)
+    return [left.pop(0 if i % 2 == 0 else -1) for i in range(len(left))]
 
-    Systems of one row run one after the other on one GPU. A row is begun on the GPU that has least to do, unless those
-    on it and this one may need more than `given.gib`.
+
+class Jobs:
+    """Begins systems of rows where there is memory, until the time is over; hands the row of each to `done`.
+
+    A job begins on the GPU that has least to do, unless those on it and this one may need more than `given.gib`. One
+    that runs out of memory beside others begins once more, and is then reckoned to need three times as much.
     """
 
     def __init__(
         self, measure: Callable[..., Any], given: argparse.Namespace, start: str, shared: Path, clock: Clock,
-        done: Callable[[list[Row]], None],
+        done: Callable[[Row], None],
     ):  # fmt: skip
         self.measure, self.given, self.start, self.shared, self.clock = measure, given, start, shared, clock
-        self.done, self.running = done, list[Job]()
+        self.done, self.waiting, self.running = done, list[Job](), list[Job]()
         numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         self.numbers = numbers if numbers != [""] else [str(i) for i in range(given.gpus)]
         self.turns = [Turns(shared / f"gpu{i}") for i in range(given.gpus)]
 
-    def run(self, models: Sequence[FieldModel], systems: Sequence[str]) -> None:
-        """Measure all; what the time does not suffice for is left, and is no row."""
-        waiting = list(models)
+    def run(self, cases: Iterable[tuple[FieldModel, str]]) -> None:
+        """Measure all, in this order; what the time does not suffice for is left, and is no row."""
+        self.waiting = [Job(model, system, model.gib) for model, system in cases]
         try:
-            while (waiting or self.running) and self.clock.left > 0:
-                self._begin_rows(waiting, systems)
+            while (self.waiting or self.running) and self.clock.left > 0:
+                self._begin_jobs()
                 self._wait()
         finally:
             for job in self.running:
-                self._stop(job)
+                self._stop(job, failed=True)
 
-    def _begin_rows(self, waiting: list[FieldModel], systems: Sequence[str]) -> None:
-        while len(self.running) < self.given.jobs:
-            found = self._next(waiting)
-            if found is None or self.clock.left < self.clock.longest:
-                return
-            model, gpu = found
-            waiting.remove(model)
-            job = Job(model, gpu, list(systems))
+    def _begin_jobs(self) -> None:
+        while len(self.running) < self.given.jobs and (job := self._next()) is not None:
+            self.waiting.remove(job)
             self.running.append(job)
             self._begin(job)
 
-    def _next(self, waiting: Sequence[FieldModel]) -> tuple[FieldModel, int] | None:
-        """The first row for which a GPU has memory, and the GPU that has least to do."""
-        used = [sum(job.model.gib for job in self.running if job.gpu == gpu) for gpu in range(self.given.gpus)]
-        for model in waiting:
-            free = [gpu for gpu, gib in enumerate(used) if gib == 0 or gib + model.gib <= self.given.gib]
+    def _next(self) -> Job | None:
+        """The first job for which a GPU has memory, and in it the GPU that has least to do."""
+        used = [sum(job.gib for job in self.running if job.gpu == gpu) for gpu in range(self.given.gpus)]
+        for job in self.waiting:
+            free = [gpu for gpu, gib in enumerate(used) if gib == 0 or gib + job.gib <= self.given.gib]
             if free:
-                return model, min(free, key=lambda gpu: sum(job.gpu == gpu for job in self.running))
+                job.gpu = min(free, key=lambda gpu: len(self._on(gpu)))
+                return job
         return None
+
+    def _on(self, gpu: int) -> list[Job]:
+        return [job for job in self.running if job.gpu == gpu]
 
     def _begin(self, job: Job) -> None:
         job.cache = tempfile.mkdtemp(dir=self.shared)
-        job.system = job.waiting.pop(0)
         case = Case(job.model.name, job.system, self.given.tiny, cache=job.cache)
         job.began = time.monotonic()
         measure = partial(self.measure, turns=self.turns[job.gpu], gpu=self.numbers[job.gpu])
         job.process, job.answer = begin(measure, case, self.start)
 
     def _wait(self) -> None:
-        """Go on with every job whose system is done or has run too long."""
+        """Finish every job that is done or has run too long."""
         answers = [job.answer for job in self.running]
         ready = wait(answers, timeout=min(1.0, max(self.clock.left, 0.0))) if answers else []
         for job in list(self.running):
@@ -103,20 +110,16 @@ class Jobs:
                 self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        """Note a system's row; begin the next system, or the row is done."""
-        model, system = job.model.name, job.system
-        row = measured(lambda case: self._outcome(job), Case(model, system))
-        taken = time.monotonic() - job.began
-        self.clock.longest = max(self.clock.longest, 2 * taken if job.waiting else taken)
-        self._stop(job)
-        job.rows.append(row)
-        left_out = bool(row.get("left_out"))
-        if job.waiting and not left_out:
-            self._begin(job)
-            return
-        job.rows += [Row(model, name, row.note, dict(row.figures)) for name in job.waiting]
+        """Note a job's row; one that others left too little memory for waits again."""
+        row = measured(lambda case: self._outcome(job), Case(job.model.name, job.system))
+        self._stop(job, failed=not row.figures or bool(row.get("too_long")))
+        row.figures["job_seconds"] = time.monotonic() - job.began
         self.running.remove(job)
-        self.done(job.rows)
+        crowded = any(said in row.note for said in OUT_OF_MEMORY) and bool(self._on(job.gpu))
+        if crowded and not job.is_second:
+            self.waiting.insert(0, Job(job.model, job.system, min(3 * job.gib, self.given.gib), is_second=True))
+        else:
+            self.done(row)
 
     def _outcome(self, job: Job) -> dict[str, Any]:
         if not job.answer.poll():
@@ -126,16 +129,12 @@ class Jobs:
         except LeftOutError as why:
             return {"note": str(why), "left_out": True}
 
-    def _stop(self, job: Job) -> None:
-        """End a job's process, which may have had the GPU alone."""
-        if job.process is None:
-            return
-        if job.process.is_alive() and not job.answer.poll():
-            job.process.kill()
-        end(job.process)
+    def _stop(self, job: Job, failed: bool) -> None:
+        """End a job's process. One that failed may have had the GPU alone."""
+        job.process.kill()  # nothing is left to be done: one that has answered would only take its time to exit
+        job.process.join()
         turns = self.turns[job.gpu]
         turns.leave(job.process.pid)
-        if job.process.exitcode:
+        if failed:
             turns.let_all_go()
         shutil.rmtree(job.cache, ignore_errors=True)
-        job.process = None

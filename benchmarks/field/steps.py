@@ -7,11 +7,13 @@ import fnmatch
 import gc
 import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +32,14 @@ from benchmarks.harness.processes import Case
 from benchmarks.harness.turns import Turns
 from fp8compile.insight.tables.totals import totals
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from fuzz.rounded import rounding  # type: ignore[import-not-found]
+
 OURS = ours("8-bit states", eight_bit=True)
 SYSTEMS = (BASELINE, OURS)
-WARMUP, STEPS, QUEUED = 2, 7, 3
+T = TypeVar("T")
+STEPS, QUEUED = 5, 2  # few, as others wait meanwhile; what was run before is warm
+WAITS, WAIT = 12, 5.0  # for memory that others hold
 
 
 def compiled(system: System, task: Task, device: str) -> Any:
@@ -100,6 +107,17 @@ def bf16_beside_exact(row: FieldModel, wanted: list[Reference], device: str, sma
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         found.add(task.model, torch.tensor(exact.loss), reference)
     return found
+
+
+def rounded_beside(row: FieldModel, task: Task, wanted: list[Reference], device: str) -> Comparison | None:
+    """What FP8's roundings alone leave right: BF16 eager with all matmuls' operands and saved activations rounded."""
+    try:
+        with rounding(task.model, {}, headroom=1.0):
+            return compared(row, task, task.model, wanted, device)
+    except (NotImplementedError, RuntimeError) as error:  # operators that take no rounded tensors
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return None
 
 
 def small_gradients(row: FieldModel, system: System) -> tuple[Comparison, Comparison]:
@@ -196,19 +214,38 @@ def eager(row: FieldModel, task: Task, system: System, case: Case, figures: dict
     FP32 needs twice as much. Where that is too much, BF16 compile beside BF16 eager says what BF16 gets right.
     """
     with at_most(row.gib, case.device):
-        try:
-            wanted = references(row, task, case.device)
-        except torch.OutOfMemoryError:
-            figures["note"] = f"not compared: BF16 eager takes more than {row.gib:.0f} GiB"
-            wanted = None
+        wanted = within(row, case.device, lambda: references(row, task, case.device))
         task.model.zero_grad(set_to_none=True)
-        free(case.device)
-        if system is BASELINE and wanted is not None:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                exact = bf16_beside_exact(row, wanted, case.device, case.tiny)
+        if wanted is None:
+            figures["note"] = f"not compared: BF16 eager takes more than {row.gib:.0f} GiB"
+        elif system is BASELINE:
+            exact = within(row, case.device, lambda: bf16_beside_exact(row, wanted, case.device, case.tiny))
+            if exact is not None:
                 figures |= {"bf16_decibels": exact.decibels, "bf16_loss_error": exact.loss_error}
+            rounded = within(row, case.device, lambda: rounded_beside(row, task, wanted, case.device))
+            if rounded is not None:
+                figures["rounded_decibels"] = rounded.decibels
     free(case.device)
     return wanted
+
+
+def within(row: FieldModel, device: str, run: Callable[[], T]) -> T | None:
+    """What `run` returns, or None where it needs more than the row's memory; waits for what others hold.
+
+    Others may have taken the memory meanwhile, so one that had enough of it at the beginning is tried twice.
+    """
+    tries = 2
+    for _ in range(WAITS):
+        had_enough = device != "cuda" or torch.cuda.mem_get_info()[0] >= row.gib * GIB
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            tries -= had_enough
+        free(device)
+        if not tries:
+            return None
+        time.sleep(WAIT)
+    return None
 
 
 @contextlib.contextmanager
@@ -260,6 +297,7 @@ def first_step(
     with Span(case.device, turns) as of_model:
         run = compiled(system, task, case.device)
         loss = backward(row, task, run, task.batches[0], case.device)
+    free(case.device)  # for others; of what is held, not of what is allocated
     found = None
     if wanted is not None:
         found = Comparison()
@@ -291,14 +329,16 @@ def plan_figures() -> dict[str, Any]:
 
 def steady(training: Training, case: Case, turns: Turns, figures: dict[str, Any]) -> None:
     """Peaks of the next steps and of later ones; times with the GPU alone."""
+    free(case.device)
     second, _ = peak_gib(training.step, 2 * len(training.task.batches), case.device)
     figures["first_peak_gib"] = max(second, figures["backward_peak_gib"], figures["update_peak_gib"])
     with turns.alone():
-        count = max(STEPS, 3 * len(training.task.batches))
-        intervals(training.step, WARMUP, case.device)
+        count = max(STEPS, 2 * len(training.task.batches))
+        training.step()
         figures["ms"] = statistics.median(intervals(training.step, count, case.device))
         figures["host_ms"] = queueing(training.step, QUEUED, case.device)
     figures["peak_gib"], _ = peak_gib(training.step, len(training.task.batches), case.device)
+    free(case.device)
 
 
 def queueing(step: Callable[[], object], count: int, device: str) -> float:

@@ -196,5 +196,6 @@ def folder() -> Iterator[str]:
 def one_line(error: BaseException) -> str:
     if isinstance(error, FailedError):
         return str(error)
+    error = getattr(error, "inner_exception", error)  # of which Dynamo's says the name of a backend alone, in its first
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"

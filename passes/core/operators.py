@@ -151,7 +151,7 @@ _UNNAMED = {
     "flex_attention_backward": ("query", "key", "value", "out", "logsumexp", "grad_out"),
 }
 _READS_MEMORY = _aten("as_strided as_strided_copy as_strided_scatter view_as_complex view_as_real _scaled_mm") | _aten(
-    "_scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2"
+    "_scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2 _grouped_mm"
 )
 ANY_STRIDES = (HARMLESS | STEEP) - _READS_MEMORY
 

@@ -1,12 +1,13 @@
-"""Keep strides: matmuls that are calls, and attention, read what they were given, as it lies in memory.
+"""Keep strides: matmuls that are calls, grouped ones, and attention read what they were given, as it lies in memory.
 
 Before      %y = _scaled_mm(%p, %columns, %s, %t, …)
 After       %k = force_stride_order(%p, (64, 1))  …      %y = _scaled_mm(%k, …)
 
-Inductor may lay out what it computes otherwise. cuBLAS takes rows, columns, and their scales in one way only. Of
-attention's inputs Inductor looks at the strides that a buffer would have if it were laid out there and then, and, where
-those will do, leaves it open: what is fused later with others that lie across (a position bias with the table that it
-is looked up in) then does so, too.
+Inductor may lay out what it computes otherwise. A grouped matmul that contracts the tokens of each group stops the
+program where these lie side by side, unless each group has a multiple of 16 bytes of them. cuBLAS takes rows, columns,
+and their scales in one way only. Of attention's inputs Inductor looks at the strides that a buffer would have if it
+were laid out there and then, and, where those will do, leaves it open: what is fused later with others that lie across
+(a position bias with the table that it is looked up in) then does so, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.core.stride_demands import demanded
 from fp8compile.passes.lower.call_matmuls import CALLED
+
+KEPT = operators.SCALED_DOT_PRODUCT | {"aten::_grouped_mm"}  # operators that Inductor's layouts may not reach
 
 
 def run(c: HalfGraph) -> None:
@@ -41,8 +44,9 @@ def _read_by_strides(node: fx.Node) -> list[fx.Node]:
     if node.target is aten._scaled_mm.default and node.meta.get(CALLED):
         operands_and_scales = [a for a in node.args[:4] if isinstance(a, fx.Node)]
         return [a for a in operands_and_scales if value(a).dim() == 2]
-    if operators.name_of(node.target) in operators.SCALED_DOT_PRODUCT:
-        inputs = [x for _, x in demanded(node).values() if value(x).dim() > 2 and x.op == "call_function"]
+    if operators.name_of(node.target) in KEPT:
+        least = 3 if operators.is_attention(node.target) else 2
+        inputs = [x for _, x in demanded(node).values() if value(x).dim() >= least and x.op == "call_function"]
         return [x for x in inputs if not has_free_unbacked_symbols(value(x))]
     return []
 

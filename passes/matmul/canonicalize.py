@@ -9,9 +9,12 @@ Before                                               After
     %y  = bmm(%x [8, 64, 32], expand(%w [32, 16]))       mm(view(x, [512, 32]), w) and view
     %g  = sum(bmm(%xᵀ [8, 32, 64], %dy [8, 64, 16]), 0)  mm(view(x)ᵀ, view(dy))
     %y  = baddbmm(%b, %x, %w)                            add(%b, bmm(%x, %w))
+    %z  = _efficientzerotensor([64, 32])                 full([64, 32], 0)
 
 Sound because two views of one base with equal sizes, strides and offset are the same tensor, a batch of one is a
-matrix, and a broadcast weight multiplies all batches alike (its gradient sums over them).
+matrix, and a broadcast weight multiplies all batches alike (its gradient sums over them). Forward-mode differentiation
+makes zeros without memory, which Inductor does not take as what forward hands to backward; made of a number they are
+made again there.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from fp8compile.passes.core.compilation import (
     base,
     same_sizes,
     sort_topologically,
+    update_value,
     value,
 )
 from fp8compile.passes.core.node_views import argument, first_input, node_argument
@@ -38,6 +42,7 @@ from fp8compile.passes.matmul import gathered_weights
 def run(c: Compilation) -> None:
     """Bring the graph into the form above."""
     gathered_weights.normalize(c)
+    _give_zeros_memory(c)
     _merge_equal_views(c)
     for node in list(c.graph.nodes):
         if node.target is aten.baddbmm.default and not node.kwargs:
@@ -50,6 +55,15 @@ def run(c: Compilation) -> None:
             _drop_batch(c, node)
     sort_topologically(c.graph)  # a transpose may have been taken from further down
     _merge_equal_views(c)
+
+
+def _give_zeros_memory(c: Compilation) -> None:
+    for node in c.graph.nodes:
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not value(node)._is_zerotensor():
+            continue
+        if node.target is aten._efficientzerotensor.default:
+            node.target, node.args = aten.full.default, (node.args[0], 0)
+        update_value(node)
 
 
 def _geometry(node: fx.Node) -> tuple[object, ...]:

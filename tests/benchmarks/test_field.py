@@ -23,7 +23,8 @@ import fp8compile
 from benchmarks.field import suite as field
 from benchmarks.field import tables as field_tables
 from benchmarks.field.bounds import Comparison, Reference, conditioning, least, sqnr, too_low, wrongs
-from benchmarks.field.jobs import Jobs
+from benchmarks.field.halves import Halves
+from benchmarks.field.jobs import Jobs, interleaved
 from benchmarks.field.models import BY_NAME, MODELS
 from benchmarks.field.models.task import FieldModel, Task
 from benchmarks.field.steps import OURS, measure, small_gradients, torch_can
@@ -194,15 +195,24 @@ def pretended(case: Case, turns: Turns, gpu: str) -> dict[str, Any]:
         time.sleep(60)
     if "missing" in case.model:
         raise LeftOutError("timm is not installed")
+    if "large" in case.model and len(list(turns.folder.parent.glob("*/*.beside"))) > 0:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    time.sleep(0.3 if "large" in case.model else 0.0)
+    if "beside" in case.model:
+        turns.folder.mkdir(exist_ok=True)
+        (turns.folder / f"{os.getpid()}.beside").touch()
+        time.sleep(1.0)
+        (turns.folder / f"{os.getpid()}.beside").unlink()
     return {"ms": 1.0, "gpu": gpu}
 
 
 def rows_of(tmp_path: Path, *names: str, **given: Any) -> dict[tuple[str, str], Row]:
     """The rows of pretended models, by model and system."""
     found: list[Row] = []
-    options = Namespace(**{"jobs": 3, "gpus": 2, "gib": 70.0, "limit": 20.0, "tiny": True, **given})
-    jobs = Jobs(pretended, options, "fork", tmp_path, Clock(60.0), found.extend)
-    jobs.run([FieldModel(name, "kind", lambda small, dtype: None) for name in names], [BASELINE.name, OURS.name])
+    options = Namespace(**{"jobs": 3, "gpus": 2, "gib": 70.0, "limit": 20.0, "seconds": 60.0, "tiny": True, **given})
+    jobs = Jobs(pretended, options, "fork", tmp_path, Clock(options.seconds), found.append)
+    models = [FieldModel(name, "kind", lambda small, dtype: None) for name in names]
+    jobs.run([(model, system) for model in models for system in (BASELINE.name, OURS.name)])
     return {(row.model, row.system): row for row in found}
 
 
@@ -220,6 +230,30 @@ def test_a_row_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     found = rows_of(tmp_path, "hangs", "a", limit=1.0)
     assert found["hangs", BASELINE.name].note == "stopped: it ran for 1 s"
     assert found["hangs", OURS.name].get("too_long")
+
+
+def test_a_job_that_others_left_too_little_memory_runs_again(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, "beside", "large", gpus=1, jobs=4, gib=40.0)
+    assert {row.note for row in found.values()} == {""}
+    assert len(found) == 4
+
+
+def test_what_one_system_has_measured_waits_for_the_other(tmp_path: Path) -> None:
+    path, systems = tmp_path / "field.halves.json", [BASELINE.name, OURS.name]
+    halves = Halves(path, systems)
+    assert halves.add(Row("a", OURS.name, "", {"ms": 1.0, "decibels": {"w": math.inf}})) == []
+    again = Halves(path, systems)
+    assert again.has("a", OURS.name)
+    assert not again.has("a", BASELINE.name)
+    rows = again.add(Row("a", BASELINE.name, "failed: E"))
+    assert [(row.system, row.note) for row in rows] == [(BASELINE.name, "failed: E"), (OURS.name, "")]
+    assert rows[1].figures == {"ms": 1.0, "decibels": {"w": math.inf}}
+    assert not path.exists()
+
+
+def test_large_rows_and_small_ones_run_side_by_side() -> None:
+    rows = [FieldModel(str(gib), "kind", lambda small, dtype: None, gib=gib) for gib in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    assert [row.gib for row in interleaved(rows)] == [5.0, 1.0, 4.0, 2.0, 3.0]
 
 
 def test_rows_that_a_file_has_are_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ spec.py, draw.py     a model as plain data: steps, sizes, losses, options; one d
 layers.py, attention.py, operators.py, writer.py     every kind of step, as Python source
 source.py            a whole model as Python source
 stepping.py          a training step of it, by eager PyTorch or compiled
-poison.py            memory full of nan
 watching.py          generated kernels, each beside its reference
 rounded.py           eager PyTorch with FP8's roundings
 bounds.py, judge.py  how far steps may lie apart, and why; what is wrong with a model

@@ -82,6 +82,11 @@ class References:
         b, r = self.of(name)
         return (8 * b + LEAST + (0 if self.is_wide else FLIPS * r + FLOOR / 10)) * self._scatter(name)
 
+    def is_off(self, name: str, x: Tensor) -> bool:
+        """Whether a step without FP8 is further off than roundings to 16 bits, at other places and doubled, explain."""
+        b, _ = self.of(name)
+        return noise(self.exact[name], x) > (8 * b + LEAST) * self._scatter(name)
+
     def is_compared(self, name: str) -> bool:
         """Whether BF16 gets this tensor right, and its roundings leave something of it."""
         b, r = self.of(name)

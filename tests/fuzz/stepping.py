@@ -75,11 +75,11 @@ class Subject:
         run = torch.compile(model, backend="fp8", options={"strict": True, **options, **WAYS[way]})
         return lambda data: self.step(model, run, data)
 
-    def traced(self, data: int) -> Step:
+    def traced(self, data: int, backend: str = "aot_eager") -> Step:
         """A step by torch.compile without us."""
         torch.compiler.reset()
         model = copy.deepcopy(self.model)
-        return self.step(model, torch.compile(model, backend="aot_eager"), data)
+        return self.step(model, torch.compile(model, backend=backend), data)
 
     def step(self, model: nn.Module, run: Callable[..., Any], data: int) -> Step:
         """Forward and backward of `run`, which is `model` in some form."""

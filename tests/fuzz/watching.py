@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import poison
 import torch
 from torch import Tensor
 
@@ -25,8 +26,6 @@ from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.codegen.schedule import Schedule
 from fp8compile.kernels.codegen.spec import Region
 from fp8compile.kernels.reference import region_reference
-
-from . import poison
 
 MOST_PROGRAMS = 24  # that are interpreted: 2.5 ms each and more
 MOST_ELEMENTS = 1 << 20  # of buffers that are compared: bounds take some hundred operators

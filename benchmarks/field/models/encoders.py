@@ -66,7 +66,7 @@ ENCODERS = (
             {**SMALL, "attention_window": 8, "max_position_embeddings": 66}, tokens(4, 2048)),
     encoder("DistilBERT", "DistilBertConfig", {"dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072},
             {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 256}),
-    encoder("MPNet", "MPNetConfig", bert(768, 6, 12, 30527), SMALL, tokens(16, 512)),
+    encoder("MPNet", "MPNetConfig", bert(768, 6, 12, 30527, max_position_embeddings=514), SMALL, tokens(16, 512)),
 )  # fmt: skip
 
 

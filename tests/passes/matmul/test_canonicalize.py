@@ -196,6 +196,22 @@ def test_a_transpose_of_a_transpose_is_the_tensor_itself():
     assert targets(graph) == ["sin"]
 
 
+def test_zeros_without_memory_get_some():
+    """What forward-mode differentiation puts in place of a tangent that is not there."""
+    with FakeTensorMode():
+        x, zeros = torch.randn(16, 32), torch._efficientzerotensor((16, 32))
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten._efficientzerotensor.default, ([16, 32],), {"device": "cpu"})
+    view = graph.call_function(torch.ops.aten.view.default, (made, [512]))
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (given, made)), view))
+    given.meta["val"], made.meta["val"], view.meta["val"] = x, zeros, zeros.view(512)
+    canonicalize.run(Compilation(graph, Options(), Device("cpu", False), Plan()))
+    assert targets(graph) == ["full", "view", "mul"]
+    assert not any(n.meta["val"]._is_zerotensor() for n in (made, view))
+    assert fx.GraphModule({}, graph)(torch.ones(16, 32))[1].tolist() == [0.0] * 512
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -10,7 +10,8 @@ import pytest
 import torch
 from experts import GROUPS, Experts, ends
 from test_select import DEVICE, EAGER, module, reasons
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._inductor.inductor_prims import force_stride_order
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,6 +21,7 @@ from fp8compile.errors import VerificationError
 from fp8compile.options import Options
 from fp8compile.passes.core.compilation import Compilation, Input
 from fp8compile.passes.core.verify import verify
+from fp8compile.passes.lower.keep_strides import keep_strides
 from fp8compile.passes.matmul import canonicalize, find_matmuls, grouped_matmuls, quantize_matmuls, select_matmuls
 from fp8compile.passes.save import save_budget
 from fp8compile.plan.reasons import Reason
@@ -334,3 +336,26 @@ def test_scales_that_are_not_of_rows_are_found():
     update_value(quantize.args[1])
     with pytest.raises(VerificationError, match="its groups have scales of row and tensor, not of rows"):
         verify(c.graph, "test")
+
+
+# --- layouts
+
+
+def test_groups_that_are_contracted_are_read_as_they_lie() -> None:
+    """Tokens side by side in memory would have to be multiples of 16 bytes in each group, or the kernel stops."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        tokens, gradient, offs = torch.empty(96, 64), torch.empty(96, 32), torch.empty(4, dtype=torch.int32)
+        given = [graph.placeholder(name) for name in ("tokens", "gradient", "offs")]
+        for node, fake in zip(given, (tokens, gradient, offs), strict=True):
+            node.meta["val"] = fake
+        silu = graph.call_function(torch.ops.aten.silu.default, (given[0],))
+        across = graph.call_function(torch.ops.aten.permute.default, (silu, [1, 0]))
+        silu.meta["val"], across.meta["val"] = tokens, tokens.t()
+    product = graph.call_function(torch.ops.aten._grouped_mm.default, (across, given[1], given[2]))
+    graph.output(product)
+    keep_strides(graph)
+    kept = product.args[0]
+    assert isinstance(kept, fx.Node)
+    assert kept.target is force_stride_order
+    assert kept.args == (across, (1, 64))
