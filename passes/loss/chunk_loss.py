@@ -70,59 +70,59 @@ def run(c: Compilation) -> None:
     for classes in {s.n for s in heads}:
         gather_labels(c, classes)
     heads = [s for s in heads if _has_labels(s)]
-    for site in heads:  # one changes what the next is read by
-        _run_on(c, site, dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n))))
+    for head in heads:  # one changes what the next is read by
+        _run_on(c, head, dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n))))
         sort_topologically(c.graph)
 
 
-def _has_labels(site: MatmulNode) -> bool:
-    """Return True if something like a cross-entropy may read what `site` computes: labels choose classes, or a softmax
+def _has_labels(head: MatmulNode) -> bool:
+    """Return True if something like a cross-entropy may read what `head` computes: labels choose classes, or a softmax
     is taken, not far away."""
-    frontier, seen = [site.node], {site.node}
+    frontier, seen = [head.node], {head.node}
     for _ in range(16):
         frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
         seen.update(frontier)
     near = seen.union(*(n.all_input_nodes for n in seen))
     read = (*SCATTERS, aten.gather.default, aten.amax.default)
     lines = [first_input(n) for n in near if n.target in read]
-    return any(str(value(x).shape[-1]) == str(site.n) for x in lines)
+    return any(str(value(x).shape[-1]) == str(head.n) for x in lines)
 
 
-def _run_on(c: Compilation, site: MatmulNode, backward: set[fx.Node]) -> None:
-    wanted, size = c.options.chunk_loss, _bytes(site)
-    rows = rows_of_chunk(site.k) if isinstance(wanted, (bool, str)) else wanted
+def _run_on(c: Compilation, head: MatmulNode, backward: set[fx.Node]) -> None:
+    wanted, size = c.options.chunk_loss, _bytes(head)
+    rows = rows_of_chunk(head.k) if isinstance(wanted, (bool, str)) else wanted
     try:
         if wanted == "auto":
-            _refuse(site, rows)
-        found = find_loss(site, backward)
+            _refuse(head, rows)
+        found = find_loss(head, backward)
         said = _rewrite(c, found, rows, backward, again=wanted != "auto")
     except NotFoundError as why:
-        _describe(c, site, size, 0, str(why))
+        _describe(c, head, size, 0, str(why))
         return
-    _describe(c, site, size, rows, said)
+    _describe(c, head, size, rows, said)
     why = Why(Reason.CHUNKED_LOSS, f"the output head and its loss run in chunks of {rows} rows")
-    for gone in (site, *site.grads):
+    for gone in (head, *head.grads):
         gone.decide(BF16, why)
         gone.milliseconds_bf16 = gone.milliseconds_fp8 = None
 
 
-def _bytes(site: MatmulNode) -> int:
+def _bytes(head: MatmulNode) -> int:
     """Return what whole logits take."""
-    return bytes_of(value(site.node))
+    return bytes_of(value(head.node))
 
 
-def _refuse(site: MatmulNode, rows: int) -> None:
+def _refuse(head: MatmulNode, rows: int) -> None:
     """Raise what "auto" has against it."""
-    if site.is_fp8:
+    if head.is_fp8:
         raise NotFoundError("its matmul runs in FP8; chunk_loss=True would leave it in BF16, in chunks")
-    if count([site.m]) < 2 * rows:
+    if count([head.m]) < 2 * rows:
         raise NotFoundError(f"fewer than two chunks of {rows} rows: the weight's gradient would take as much")
 
 
-def _describe(c: Compilation, site: MatmulNode, size: int, chunk: int, reason: str) -> None:
-    m, n = (x if isinstance(x, int) else str(x) for x in (site.m, site.n))
-    dtype = str(value(site.node).dtype).removeprefix("torch.")
-    c.plan.losses.append(Loss(site.name, site.path, site.source, m, n, dtype, size, chunk, reason))
+def _describe(c: Compilation, head: MatmulNode, size: int, chunk: int, reason: str) -> None:
+    m, n = (x if isinstance(x, int) else str(x) for x in (head.m, head.n))
+    dtype = str(value(head.node).dtype).removeprefix("torch.")
+    c.plan.losses.append(Loss(head.name, head.path, head.source, m, n, dtype, size, chunk, reason))
 
 
 def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], again: bool) -> str:
@@ -171,9 +171,9 @@ def _call(
     like: fx.Node,
 ) -> list[fx.Node]:
     """Return a call of the operator: its terms, and the gradients that are wanted."""
-    site, curve = found.site, found.curve
-    left, right = site.pair
-    given = (left, c.transposed(right, like), site.bias, index, weights)
+    head, curve = found.head, found.curve
+    left, right = head.pair
+    given = (left, c.transposed(right, like), head.bias, index, weights)
     loss = c.emit(ops.chunked_loss, *given, rows, curve.inner, curve.outer, wanted, found.every_term, like=like)
     results = _results(c, loss)
     for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
@@ -209,7 +209,7 @@ def _replace_gradient(c: Compilation, found: Found, role: str, gradient: fx.Node
     old = found.gradients[role]
     new = gradient if number is None else c.emit(aten.mul.Tensor, gradient, number, like=old)
     new = _narrowed(c, new, old)
-    matmul: Any = next((s for s in found.site.grads if s.node is old), None)
+    matmul: Any = next((s for s in found.head.grads if s.node is old), None)
     if matmul is None:
         new = c.emit(aten.unsqueeze.default, new, 0, like=old)
         if value(old).dim() == 1:

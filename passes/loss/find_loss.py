@@ -57,7 +57,7 @@ class Found:
     slice that drops rows before the softmax.
     """
 
-    site: MatmulNode
+    head: MatmulNode
     labelled: fx.Node
     curve: Curve
     ends: dict[fx.Node, Factors]
@@ -71,19 +71,19 @@ class Found:
         return any(any(factors[1:]) for factors in (*self.ends.values(), *self.cotangents.values()))
 
 
-def find_loss(site: MatmulNode, backward: set[fx.Node]) -> Found:
-    """Return the cross-entropy of `site`, an output matmul. Raises `NotFoundError`."""
-    return _Search(site, backward).found()
+def find_loss(head: MatmulNode, backward: set[fx.Node]) -> Found:
+    """Return the cross-entropy of `head`, an output matmul. Raises `NotFoundError`."""
+    return _Search(head, backward).found()
 
 
 class _Search:
     """One head: the nodes between its ends, in the order of the graph."""
 
-    def __init__(self, site: MatmulNode, backward: set[fx.Node]):
-        self.site, self.backward = site, backward
-        self.cut = find_cut(site.node, backward)
-        self.logits = self.cut or site.node
-        self.depending = dependents(site.node.graph, [site.node])
+    def __init__(self, head: MatmulNode, backward: set[fx.Node]):
+        self.head, self.backward = head, backward
+        self.cut = find_cut(head.node, backward)
+        self.logits = self.cut or head.node
+        self.depending = dependents(head.node.graph, [head.node])
         self.parts = Parts(self.logits, self.depending)
         self.formed: list[fx.Node] = []
 
@@ -100,22 +100,22 @@ class _Search:
         ends = self._read(terms, set(gradients.values()))
         cotangents = self._cotangents(slopes.pop(), labelled, curve) if slopes else {}
         ends |= self._read(terms, set(gradients.values()), cotangents)
-        return Found(self.site, labelled, curve, ends, cotangents, gradients, self.cut)
+        return Found(self.head, labelled, curve, ends, cotangents, gradients, self.cut)
 
     def _check_operands(self) -> None:
         """Refuse rows that cannot be told from classes, and matmuls of backward that read what forward does not."""
-        site, rows, classes = self.site, self.parts.rows, self.parts.classes
-        if value(site.node).dtype not in fusible.FLOATS:
-            raise NotFoundError(f"its logits are {value(site.node).dtype}, and gradients of chunks FP32")
+        head, rows, classes = self.head, self.parts.rows, self.parts.classes
+        if value(head.node).dtype not in fusible.FLOATS:
+            raise NotFoundError(f"its logits are {value(head.node).dtype}, and gradients of chunks FP32")
         if str(rows) == "1":
             raise NotFoundError("it has one row")
-        if str(classes) in (str(rows), str(site.m)):
+        if str(classes) in (str(rows), str(head.m)):
             raise NotFoundError("it has as many rows as classes")
-        if site.bias is not None and value(site.bias).dim() != 1:
+        if head.bias is not None and value(head.bias).dim() != 1:
             raise NotFoundError("what is added to its product is no bias of classes")
-        for grad in site.grads:
+        for grad in head.grads:
             plain = grad.left if grad.weight_on_left else grad.right
-            operand = site.right if grad.role == "grad_input" else site.left
+            operand = head.right if grad.role == "grad_input" else head.left
             turned = grad.weight_on_left == (grad.role == "grad_weight")
             if not _shows(plain, operand, transposed=turned):
                 raise NotFoundError(f"%{grad.node.name} does not read what its matmul of forward reads")
@@ -125,7 +125,7 @@ class _Search:
     def _form(self) -> None:
         """Collect what forward makes of logits alone, and of labels: all that can be executed."""
         formed = {self.logits}
-        for node in self.site.node.graph.nodes:
+        for node in self.head.node.graph.nodes:
             if node in self.depending and node not in self.backward and self._is_formed(node, formed):
                 formed.add(node)
                 self.formed.append(node)
@@ -181,7 +181,7 @@ class _Search:
                     ends[source] = known[source]
                     continue
                 through = border or ((source, node) if source in formed else None)
-                if source in (self.logits, self.site.node) or (through and self.parts.kind(source) == "logits"):
+                if source in (self.logits, self.head.node) or (through and self.parts.kind(source) == "logits"):
                     raise NotFoundError(self._reader(*(through or (source, node))))
                 stack.append((source, through))
         return ends
@@ -232,8 +232,8 @@ class _Search:
 
     def _gradients(self) -> dict[str, fx.Node]:
         found: dict[str, fx.Node] = {}
-        sums = [n for n in self.backward if n in self.depending and self.site.bias is not None and self._sums_rows(n)]
-        for role, node in [(s.role, s.node) for s in self.site.grads] + [("grad_bias", n) for n in sums]:
+        sums = [n for n in self.backward if n in self.depending and self.head.bias is not None and self._sums_rows(n)]
+        for role, node in [(s.role, s.node) for s in self.head.grads] + [("grad_bias", n) for n in sums]:
             if role in found:
                 raise NotFoundError(f"%{node.name} reads the gradient of its logits too")
             found[role] = node

@@ -47,7 +47,7 @@ class Weights:
 
 def known_in_forward(c: Compilation, found: Found, backward: set[fx.Node]) -> Weights:
     """Return the weights with 1 for the incoming number. Raises `NotFoundError` where they are not known in forward."""
-    like, losses = found.labelled, dependents(c.graph, [found.site.node])
+    like, losses = found.labelled, dependents(c.graph, [found.head.node])
     parts = {g: split(g, backward, losses) for g in found.cotangents}
     numbers = {p.number for p in parts.values()}
     if len(numbers) != 1:
@@ -73,8 +73,8 @@ def _of_terms(c: Compilation, found: Found, each: list[fx.Node], like: fx.Node) 
         each = [with_dropped(c, weights, found.cut, like, 0) for weights in each]
     factors = list(zip(*found.cotangents.values(), strict=True))[: len(TERMS) if found.every_term else 1]
     terms, unit = [weighted_sum(c, [-f for f in of_term], each, like) for of_term in factors], None
-    if value(found.site.node).dtype is torch.float16:
-        classes, steepest = float(value(found.site.node).shape[-1]), abs(found.curve.inner * (found.curve.outer or 1.0))
+    if value(found.head.node).dtype is torch.float16:
+        classes, steepest = float(value(found.head.node).shape[-1]), abs(found.curve.inner * (found.curve.outer or 1.0))
         bounds = [steepest * of_term for of_term in (1.0, classes, 1.0, 2 * LARGEST_NORMALISER)]  # of their gradients
         slope = weighted_sum(c, bounds, [c.emit(aten.abs.default, term, like=like) for term in terms], like)
         least = constant(c, [1], 1e-30, torch.float32, like)  # of no rows, there is no maximum
