@@ -38,7 +38,8 @@ from fp8compile.insight.dump.graph_files import example_inputs, load_graph  # no
 from fp8compile.insight.dump.stages import diff  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
 from fp8compile.insight.watching import watch  # noqa: E402
-from fp8compile.optimizer.prepare import plain_state_dict, prepare_optimizer  # noqa: E402
+from fp8compile.optimizer.checkpoints import plain_state_dict  # noqa: E402
+from fp8compile.optimizer.prepare import prepare_optimizer  # noqa: E402
 from fp8compile.optimizer.state_recipe import StateRecipe  # noqa: E402
 from fp8compile.optimizer.states import FP8State  # noqa: E402
 from fp8compile.options import Options  # noqa: E402

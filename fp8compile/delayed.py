@@ -13,13 +13,15 @@ tensor they describe. `state_dict` and `load_state_dict` carry them through a ch
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from fp8compile import process_state
 from fp8compile.errors import Fp8Error
 from fp8compile.formats import FORMATS
 from fp8compile.kernels.reference import markers
@@ -38,7 +40,7 @@ class _Pass:
     previous_seen: set[str] = field(default_factory=set)
 
     def enter(self, key: str) -> None:
-        """`key` is about to be recorded."""
+        """Begin the next pass if `key` is to be recorded for the second time."""
         if key in self.seen:
             self.previous_overflowed.copy_(self.overflowed)
             self.overflowed.zero_()
@@ -53,7 +55,7 @@ _models: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
 
 def scale(amax: Tensor, key: str, format: str, history: int, margin: int, power_of_two: bool = False) -> Tensor:
-    """The scale of this step (FP32 []), from the history under `key`; records `amax` (FP32 [])."""
+    """Return the scale of this step (FP32 []), from the history under `key`; record `amax` (FP32 [])."""
     kept, before = _history(key, history, amax.device)
     now = _pass_of(key, amax.device)
     now.enter(key)
@@ -69,7 +71,7 @@ def scale(amax: Tensor, key: str, format: str, history: int, margin: int, power_
 
 
 def _history(key: str, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The history under `key`, and as it was before its last entry; of another length, its newest entries."""
+    """Return the history under `key`, and as it was before its last entry; of another length, its newest entries."""
     kept = _histories.get(key)
     if kept is None or kept.shape[0] != length or kept.device != device:
         for known in (_histories, _before):
@@ -90,7 +92,7 @@ def _pass_of(key: str, device: torch.device) -> _Pass:
 
 
 def namespace(parameters: list[torch.nn.Parameter]) -> str:
-    """A name for the model these parameters belong to: model0, model1, … in order of first compilation."""
+    """Return a name for the model these parameters belong to: model0, model1, … in order of first compilation."""
     for index, known in _models.items():
         owner = known()
         if owner is not None and any(owner is p for p in parameters):
@@ -102,7 +104,7 @@ def namespace(parameters: list[torch.nn.Parameter]) -> str:
 
 
 def state_dict() -> dict[str, Tensor]:
-    """All amax histories of this process, copied: key → FP32 [history]. Save it beside the model's own state.
+    """Return copies of all amax histories: key → FP32 [history]. Save them beside the model's own state.
 
     After a pass that overflowed they are those of before it.
     """
@@ -134,5 +136,16 @@ def load_state_dict(state: Mapping[str, Tensor]) -> None:
 
 def reset() -> None:
     """Forget every history and every model."""
-    for known in (_histories, _before, _passes, _models):
-        known.clear()
+    process_state.reset_module(__name__)
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Put back, at the end of this context, all histories as they were, and which models they belong to."""
+    before, models = state_dict(), dict(_models)
+    try:
+        yield
+    finally:
+        reset()
+        _models.update(models)
+        load_state_dict(before)

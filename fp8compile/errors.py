@@ -59,3 +59,9 @@ def inside(where: str) -> Iterator[None]:
         yield
     except OptionError as error:
         raise OptionError(f"{where}: {error}") from error.__cause__
+
+
+def first_line(error: Exception) -> str:
+    """Return the error's type and the first line of what it says."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

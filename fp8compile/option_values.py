@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config  # names and types of the 
 from fp8compile.adaptive.settings import Schedule
 from fp8compile.errors import OptionError, inside, shown, unknown_name
 from fp8compile.optimizer.state_recipe import StateRecipe
-from fp8compile.plan.overrides import Edits
+from fp8compile.plan.overrides import Overrides
 from fp8compile.plan.overrides import load as load_plan
 from fp8compile.recipe import Recipe
 
@@ -134,7 +134,7 @@ def _text(name: str, value: Any) -> str | None:
     return value
 
 
-def _plan(name: str, value: Any) -> Edits | None:
+def _plan(name: str, value: Any) -> Overrides | None:
     return None if value is None else load_plan(value)
 
 

@@ -13,7 +13,7 @@ from fp8compile.errors import OptionError, shown, unknown_name
 from fp8compile.levels import with_level
 from fp8compile.optimizer.state_recipe import StateRecipe
 from fp8compile.option_values import OPERATIONS, read_option, writable_folder
-from fp8compile.plan.overrides import Edits
+from fp8compile.plan.overrides import Overrides
 from fp8compile.recipe import RECIPES, Recipe
 
 KEEP_ALL = (("*", "bf16"),)  # option `save`: nothing is rounded
@@ -78,7 +78,7 @@ class Options:
     states: StateRecipe = field(default_factory=StateRecipe)
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
-    plan: Edits | None = None
+    plan: Overrides | None = None
     schedule: Schedule | None = None
     watch: str | None = None
     dump: str | None = None

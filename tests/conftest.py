@@ -21,9 +21,7 @@ if not torch.cuda.is_available():
 _cache = tempfile.TemporaryDirectory(prefix="fp8compile-tests-")  # lives as long as the process
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 
-from fp8compile import delayed  # noqa: E402
-from fp8compile.adaptive import versions  # noqa: E402
-from fp8compile.plan import store  # noqa: E402
+from fp8compile import process_state  # noqa: E402
 
 quicken()
 poison()
@@ -34,13 +32,6 @@ def clean_state() -> Iterator[None]:
     """Seed, and forget what an earlier test compiled (before and after)."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    _forget()
+    process_state.reset()
     yield
-    _forget()
-
-
-def _forget() -> None:
-    torch.compiler.reset()  # Dynamo's code, Inductor's state
-    store.reset()
-    delayed.reset()
-    versions.reset()
+    process_state.reset()

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters  # of graphs; torch.compiler.reset() leaves them
 
-import fp8compile.plan.store
 from benchmarks.harness.measuring import machine
 from benchmarks.harness.peers import LeftOutError
+from fp8compile import process_state
 
 # Where compilers keep what they have compiled, below one folder
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": "triton"}
@@ -86,9 +86,8 @@ def in_this_process(measure: Measure, case: Case) -> dict[str, Any]:
 
 def forget() -> None:
     """Leave nothing behind that the next system could find."""
-    torch.compiler.reset()
+    process_state.reset()
     counters.clear()
-    fp8compile.plan.store.reset()
     gc.collect()
 
 

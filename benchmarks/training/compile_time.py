@@ -34,6 +34,8 @@ from benchmarks.harness.processes import Case
 from benchmarks.harness.runs import Benchmark
 from benchmarks.harness.workloads import MODULES, WORKLOADS
 from fp8compile.passes import pipeline
+from fp8compile.passes.core import verify
+from fp8compile.passes.core.stages import Stage
 from fp8compile.torch_hooks import partitioner
 
 MODELS = ("Llama 1.1B", "Llama 100M")
@@ -68,12 +70,14 @@ def timed_passes() -> Iterator[dict[str, float]]:
 
         return run
 
-    joint = tuple(replace(step, run=timed(step.name, step.run)) for step in pipeline.PIPELINE)
-    after_cut = tuple(replace(step, run=timed(step.name, step.run)) for step in pipeline.AFTER_CUT)
+    timed_stages = (Stage.JOINT, Stage.HALF)  # the cut is timed as a whole
+    steps = (
+        replace(step, run=timed(step.name, step.run)) if step.stage in timed_stages else step
+        for step in pipeline.PIPELINE
+    )
     with (
-        mock.patch.object(pipeline, "PIPELINE", joint),
-        mock.patch.object(pipeline, "AFTER_CUT", after_cut),
-        mock.patch.object(pipeline, "verify", timed("verify", pipeline.verify)),
+        mock.patch.object(pipeline, "PIPELINE", tuple(steps)),
+        mock.patch.object(verify, "verify", timed("verify", verify.verify)),
         mock.patch.object(partitioner.Partitioner, "__call__", timed("cut", partitioner.Partitioner.__call__)),
     ):
         yield seconds
@@ -110,7 +114,7 @@ def cold(case: Case) -> dict[str, Any]:
 
 def shares(total: float, stages: dict[str, float], passes: dict[str, float]) -> dict[str, float]:
     """`total` by what took it. Passes after the cut run inside of Inductor, and their time is not counted as its."""
-    inside = sum(passes.get(step.name, 0.0) for step in pipeline.AFTER_CUT)
+    inside = sum(passes.get(step.name, 0.0) for step in pipeline.PIPELINE if step.stage is Stage.HALF)
     trace, autograd, kernels = (stages.get(name, 0.0) for name in (TRACE, AUTOGRAD, KERNELS))
     inductor = max(0.0, stages.get(INDUCTOR, 0.0) - kernels - inside)
     parts = {

@@ -30,8 +30,8 @@ from benchmarks.harness.measuring import GIB, milliseconds
 from benchmarks.harness.peers import convert
 from benchmarks.harness.picture import Point, scatter
 from benchmarks.training.blocks import LLAMA_8B, Blocks, compare, gradients, memory, step
+from fp8compile import process_state
 from fp8compile.errors import Fp8Warning
-from fp8compile.plan import store
 
 BUDGETS = (0.3, 0.4, 0.6, 1.0, 1.5)  # GiB a block
 ELSEWHERE = {"torchao 0.17 tensorwise": 1.63, "COAT": 1.60}  # GiB a block of the same model, measured by the allocator
@@ -105,8 +105,7 @@ class Counted:
 
 def count(name: str, way: str) -> Counted:
     """The plan's bytes for a model, compiled on tensors without data."""
-    torch.compiler.reset()
-    store.reset()
+    process_state.reset()
     before = torch.get_default_dtype()
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.simplefilter("ignore", Fp8Warning)
@@ -159,8 +158,7 @@ class Measured:
 
 def measure(name: str, series: str, build: Callable[[Blocks], Any], checkpointed: bool = False) -> Measured:
     """One system on two blocks with the same weights and data as every other."""
-    torch.compiler.reset()
-    store.reset()
+    process_state.reset()
     torch.manual_seed(0)
     model = Blocks(checkpointed=checkpointed).bfloat16().cuda()
     x = torch.randn(4, 4096, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)

@@ -27,10 +27,11 @@ from typing import TypeAlias
 
 from fp8compile.adaptive.settings import Schedule
 from fp8compile.plan.cast_statistics import Row
-from fp8compile.plan.overrides import SCHEDULED
+from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Plan, Saved
 
 Key: TypeAlias = tuple[str, str, int]  # module path, role, occurrence
+SCHEDULED = "schedule: "  # begins the reasons of rows that were moved
 GROUP = "e4m3 group(128)"
 COARSE = (("tensor", "tensor"), ("row", "tensor"), ("tensor", "row"), ("row", "row"))
 
@@ -146,7 +147,7 @@ class Ladders:
         if why is None:
             return row
         moves.append(Move(step, row.path, "saved", row.form, row.dtype, why))
-        return replace(row, form=row.dtype, reason=SCHEDULED + why)
+        return replace(row, form=row.dtype, reason=SCHEDULED + why, code=Reason.ADAPTIVE)
 
 
 def _saved_keys(rows: Iterable[Saved]) -> Iterator[tuple[Saved, tuple[str, str, int]]]:
@@ -179,8 +180,8 @@ def _rung(row: Matmul) -> Rung:
 def _moved(row: Matmul, rung: Rung, why: str) -> Matmul:
     decision = FP8 if rung.left is not None else BF16
     return replace(
-        row, decision=decision, reason=SCHEDULED + why, left=rung.left, right=rung.right,
-        fast_accumulation=rung.fast_accumulation,
+        row, decision=decision, reason=SCHEDULED + why, code=Reason.ADAPTIVE, remarks=(), left=rung.left,
+        right=rung.right, fast_accumulation=rung.fast_accumulation,
     )  # fmt: skip
 
 

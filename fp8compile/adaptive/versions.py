@@ -29,7 +29,8 @@ from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes.core.snapshot import copy_graph
 from fp8compile.plan import cast_statistics, overrides, store
 from fp8compile.plan.cast_statistics import Row
-from fp8compile.plan.overrides import Edits, SavedKey, saved_key
+from fp8compile.plan.overrides import Overrides, SavedKey, saved_key
+from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import Plan
 from fp8compile.recipe import Recipe
 from fp8compile.torch_hooks import failures
@@ -216,7 +217,7 @@ class Scheduled:
             return False
         saved = {**self._saved, **dict(_moved_saved(plan))}
         options = replace(
-            self._base, plan=Edits(NAME, overrides.load(replace(plan, saved=[])).graphs, tuple(saved.items()))
+            self._base, plan=Overrides(NAME, overrides.load(replace(plan, saved=[])).graphs, tuple(saved.items()))
         )
         version = self._version(options)
         if version is None:
@@ -292,11 +293,6 @@ def scheduled_plan() -> Explanation:
     return Explanation(found)
 
 
-def reset() -> None:
-    """Forget all schedules; graphs that run go on."""
-    _all.clear()
-
-
 def _first_parameter(inputs: Sequence[Any]) -> weakref.ref[torch.nn.Parameter] | None:
     return next((weakref.ref(x) for x in inputs if isinstance(x, torch.nn.Parameter)), None)
 
@@ -314,7 +310,7 @@ def _moved_saved(plan: Plan) -> list[tuple[SavedKey, str]]:
     for row in plan.saved:
         first = saved_key(row.path, row.source, row.dtype, row.shape, 0)
         occurrence = seen[first] = seen.get(first, -1) + 1
-        if row.reason.startswith(overrides.SCHEDULED):
+        if row.code == Reason.ADAPTIVE:
             found.append(((*first[:4], occurrence), row.form))
     return found
 

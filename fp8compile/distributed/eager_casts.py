@@ -23,7 +23,7 @@ from fp8compile.passes.regions.form_regions import form_regions
 
 
 def quantize(x: Tensor, scale: Tensor, format: str, granularity: str) -> Tensor:
-    """`fp8::quantize` of x [R, C]: FP8 data in `format` of the same shape."""
+    """Return `fp8::quantize` of x [R, C]: FP8 data in `format` of the same shape."""
     if not x.numel():
         return x.new_empty(x.shape, dtype=FORMATS[format].dtype)
     if x.device.type == "cpu":
@@ -32,7 +32,7 @@ def quantize(x: Tensor, scale: Tensor, format: str, granularity: str) -> Tensor:
 
 
 def quantize_groups(x: Tensor, format: str, granularity: str = "group(128)") -> tuple[Tensor, Tensor]:
-    """(FP8 data, scales) of x [R, C], each group by its own amax."""
+    """Return (FP8 data, scales) of x [R, C], each group by its own amax."""
     if x.device.type == "cpu" or not x.numel():
         scale = markers.scale(markers.amax(x, granularity), format)
         return markers.quantize(x, scale, format, granularity), scale
@@ -42,7 +42,7 @@ def quantize_groups(x: Tensor, format: str, granularity: str = "group(128)") -> 
 
 @dataclass(frozen=True)
 class Like:
-    """What a kernel is made for: contiguous tensors of this kind."""
+    """The kind of contiguous tensors that a kernel is made for."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,11 +50,11 @@ class Like:
 
     @staticmethod
     def of(x: Tensor) -> Like:
-        """The kind of `x`."""
+        """Return the kind of `x`."""
         return Like(tuple(x.shape), x.dtype, str(x.device))
 
     def empty(self) -> Tensor:
-        """A tensor of this kind, without values."""
+        """Return a tensor of this kind, without values."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
@@ -76,7 +76,7 @@ def _groups_kernel(x: Like, format: str, granularity: str) -> Kernel:
 
 
 def kernel(body: Callable[..., list[fx.Node]], *inputs: Like) -> Kernel:
-    """A function from tensors like `inputs` to what `body(emit, *nodes)` writes, in generated kernels."""
+    """Return a function from tensors like `inputs` to what `body(emit, *nodes)` writes, in generated kernels."""
     graph = fx.Graph()
 
     def emit(target: Any, *args: Any) -> fx.Node:

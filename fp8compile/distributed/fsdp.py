@@ -16,16 +16,19 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8compile.distributed.sharded_weight import ShardedWeight, local_part
-from fp8compile.distributed.weight_scales import WeightCast, WeightScales
+from fp8compile.distributed.local_parts import local_part, sharded_like
+from fp8compile.distributed.sharded_weight import ShardedWeight
+from fp8compile.distributed.weight_cast import WeightCast
+from fp8compile.distributed.weight_scales import WeightScales
 from fp8compile.errors import OptionError, ShardingError, unknown_name
 from fp8compile.formats import ALIGNMENT, E4M3
 from fp8compile.option_values import read_option
 from fp8compile.options import matching
-from fp8compile.passes.matmul.select_matmuls import FLOATS, HEADS
+from fp8compile.passes.matmul.output_heads import HEADS
+from fp8compile.passes.matmul.select_matmuls import FLOATS
 
 GRANULARITIES = ("tensor", "block(128)")
 
@@ -39,7 +42,7 @@ def prepare_fsdp(
     power_of_two: bool = False,
     keep_casts: bool = False,
 ) -> nn.Module:
-    """Let FSDP2 gather the weights of the linears of `model` as FP8 (E4M3); returns `model`, changed in place.
+    """Let FSDP2 gather the weights of the linears of `model` as FP8 (E4M3); return `model`, changed in place.
 
     Call it before `fully_shard`. Weights [N, K] of `nn.Linear`s are taken whose sizes are multiples of 16; not those of
     output heads (unless `lm_head`), those that are embedding tables as well, and those in modules that `skip` names
@@ -88,7 +91,7 @@ def prepare_fsdp(
 
 
 def _chosen(model: nn.Module, skip: tuple[str, ...], lm_head: bool) -> Iterator[tuple[str, nn.Linear]]:
-    """The linears whose weights are gathered as FP8."""
+    """Yield the linears whose weights are gathered as FP8, with their names."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     names = [name for name, _ in model.named_modules()]
     for pattern in skip:
@@ -110,29 +113,20 @@ def _chosen(model: nn.Module, skip: tuple[str, ...], lm_head: bool) -> Iterator[
 
 
 def gathered_names(model: nn.Module) -> list[str]:
-    """Names of the parameters of `model` that are gathered as FP8."""
+    """Return the names of the parameters of `model` that are gathered as FP8."""
     return [name for name, p in model.named_parameters() if isinstance(local_part(p), ShardedWeight)]
 
 
-def _rewrapped(x: Tensor, local: Tensor) -> Tensor:
-    """`local` as the (shard of the) tensor that `x` is."""
-    if not isinstance(x, DTensor):
-        return local
-    return DTensor.from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )  # fmt: skip
-
-
 def _plain_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """What is saved is what would be saved without us; it shares its memory with the parameters, as ever."""
+    """Put into a state_dict what it would have without FP8. It shares its memory with the parameter, as ever."""
     value = state_dict.get(f"{prefix}weight")
     if value is not None and not isinstance(value, nn.Parameter) and isinstance(local_part(value), ShardedWeight):
-        state_dict[f"{prefix}weight"] = _rewrapped(value, local_part(value).data_)
+        state_dict[f"{prefix}weight"] = sharded_like(value, local_part(value).data_)
 
 
 def _keep_prepared(cast: WeightCast, module: nn.Module, incompatible: Any) -> None:
-    """load_state_dict(assign=True) puts plain tensors in place of parameters: they are gathered as FP8 all the same."""
+    """Prepare a weight again that load_state_dict(assign=True) has replaced by a plain tensor."""
     weight: Any = module.weight
     if not isinstance(local_part(weight), ShardedWeight):
         local = ShardedWeight(local_part(weight).detach(), cast)
-        module.weight = nn.Parameter(_rewrapped(weight, local), weight.requires_grad)
+        module.weight = nn.Parameter(sharded_like(weight, local), weight.requires_grad)

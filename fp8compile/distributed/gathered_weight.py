@@ -12,28 +12,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map  # no public name; DTensor and others use the same
 
 from fp8compile import ops
 from fp8compile.errors import ShardingError
+from fp8compile.torch_hooks.tensor_subclasses import (
+    AS_THEY_ARE,
+    no_torch_function,
+    tree_map,
+    without_memory,
+    written_arguments,
+)
 
 aten = torch.ops.aten
-AS_THEY_ARE = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default}
 TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GatheredWeight(Tensor):
-    """payload: FP8 [R, C]; scale: FP32 as `granularity` ("tensor" or "block(128)") says; read in `dtype`."""
+    """A weight gathered as FP8, read in `dtype`.
+
+    payload: FP8 [R, C]; scale: FP32 as `granularity` ("tensor" or "block(128)") says.
+    """
 
     payload: Tensor
     scale: Tensor
 
     @staticmethod
     def __new__(cls, payload: Tensor, scale: Tensor, granularity: str, dtype: torch.dtype) -> GatheredWeight:  # noqa: D102
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, payload.shape, strides=payload.stride(), dtype=dtype, device=payload.device
-        )
+        return without_memory(cls, payload, dtype=dtype)
 
     def __init__(self, payload: Tensor, scale: Tensor, granularity: str, dtype: torch.dtype) -> None:
         self.payload, self.scale, self.granularity = payload, scale, granularity
@@ -46,21 +52,21 @@ class GatheredWeight(Tensor):
         return GatheredWeight(inner["payload"], inner["scale"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for torch's caches."""
+        """Return what compiled code depends on, for torch's caches."""
         return f"GatheredWeight {self.granularity} {tuple(self.shape)} {self.stride()} {self.dtype} {self.device}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"GatheredWeight({list(self.shape)}, {self.granularity}, dtype={self.dtype}, device={self.device})"
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The weight as a plain tensor."""
+        """Return the weight as a plain tensor."""
         return ops.dequantize(self.payload, self.scale, self.granularity, dtype or self.dtype)
 
     def like(self, function: Any, dtype: torch.dtype | None = None) -> GatheredWeight:
-        """The same weight with `function` applied to its payload."""
+        """Return the same weight with `function` applied to its payload."""
         return GatheredWeight(function(self.payload), self.scale, self.granularity, dtype or self.dtype)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,18 +76,17 @@ class GatheredWeight(Tensor):
             kept = _kept(func, x, args, kwargs)
             if kept is not None:
                 return kept
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, GatheredWeight) and argument.alias_info is not None and argument.alias_info.is_write:
-                raise ShardingError(
-                    f"{func} would write to a weight that was gathered in FP8. It is read-only: write to the sharded "
-                    "parameter, outside of forward"
-                )
+        if any(isinstance(value, GatheredWeight) for value in written_arguments(func, args, kwargs)):
+            raise ShardingError(
+                f"{func} would write to a weight that was gathered in FP8. It is read-only: write to the sharded "
+                "parameter, outside of forward"
+            )
         args, kwargs = tree_map(lambda v: v.dequantize() if isinstance(v, GatheredWeight) else v, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def _kept(func: Any, x: GatheredWeight, args: Any, kwargs: Any) -> GatheredWeight | None:
-    """The result where it is the same payload, seen in another way; None for everything else."""
+    """Return the result if it is the same payload, seen in another way; None for everything else."""
     if func in AS_THEY_ARE:
         return x.like(lambda payload: func(payload))
     if func in TRANSPOSES and x.dim() == 2:

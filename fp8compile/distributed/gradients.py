@@ -34,7 +34,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 
 
 def compress_gradients(model: nn.Module, format: str = "e4m3", *, error_feedback: bool = False) -> nn.Module:
-    """Exchange gradients of `model` in FP8; returns `model`, changed in place.
+    """Exchange gradients of `model` in FP8; return `model`, changed in place.
 
     `model` is a `DistributedDataParallel`, or has modules that `fully_shard` was called on: call it after either.
     format: "e4m3" (relative rounding error at most 2⁻⁴ an element) or "e5m2" (2⁻³, a wider range within 128 elements).
@@ -66,13 +66,13 @@ def compress_gradients(model: nn.Module, format: str = "e4m3", *, error_feedback
 
 
 def pack(x: Tensor, format: str) -> Tensor:
-    """x [parts, n], n a multiple of 128, as bytes [parts, n + n / 32]: FP8 data, then its scales."""
+    """Return x [parts, n], n a multiple of 128, as bytes [parts, n + n / 32]: FP8 data, then its scales."""
     payload, scale = quantize_groups(x.reshape(-1, GROUP), format)
     return torch.cat([part.view(torch.uint8).view(len(x), -1) for part in (payload, scale)], 1)
 
 
 def unpack(packed: Tensor, format: str) -> Tensor:
-    """FP32 [parts, n] of what `pack` made."""
+    """Return what `pack` made as FP32 [parts, n]."""
     n = packed.shape[1] * GROUP // (GROUP + SCALE_BYTES)
     payload = packed[:, :n].contiguous().view(parse_format(format).dtype)
     scale = packed[:, n:].contiguous().view(torch.float32)
@@ -80,13 +80,13 @@ def unpack(packed: Tensor, format: str) -> Tensor:
 
 
 def _parts(x: Tensor, count: int) -> Tensor:
-    """A vector as [count, n], zeros appended so that n is a multiple of 128."""
+    """Return a vector as [count, n], zeros appended so that n is a multiple of 128."""
     n = ceil_div(ceil_div(x.numel(), count), GROUP) * GROUP
     return F.pad(x, (0, count * n - x.numel())).view(count, n)
 
 
 def _exchanged(packed: Tensor, format: str, group: Any) -> Tensor:
-    """What all ranks have for this one, [ranks, n] in FP32, of what each has packed for every rank."""
+    """Send `packed`, a part for each rank; return what all ranks have sent to this one, [ranks, n] in FP32."""
     received = torch.empty_like(packed)
     dist.all_to_all_single(received, packed, group=group)
     return unpack(received, format)
@@ -103,13 +103,13 @@ class CompressedReduceScatter:
         self.sent = 0  # bytes that this rank has handed to collectives
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what comes in and goes out."""
+        """Return memory for what comes in and goes out."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """`output_tensor` [n] = the sum or mean over ranks of this rank's part of `input_tensor` [ranks · n]."""
+        """Make `output_tensor` [n] the sum or mean over ranks of this rank's part of `input_tensor` [ranks · n]."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ShardingError(
                 "gradients in FP8 can be summed or averaged, and FSDP2 asks for another reduction (a divide factor of "
@@ -137,13 +137,13 @@ class _Feedback:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def stream_on(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream on which gradients are exchanged."""
+        """Return the stream on which gradients are exchanged."""
         if device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
         return self.streams[device]
 
     def corrected(self, kept: dict[int, Tensor], bucket: int, x: Tensor) -> Tensor:
-        """`x` with what was taken the last time (buckets are rebuilt once, after the first step)."""
+        """Return `x` with what was taken the last time added (buckets are rebuilt once, after the first step)."""
         last = kept.get(bucket)
         return x + last if last is not None and last.shape == x.shape else x
 
@@ -154,7 +154,7 @@ class _Feedback:
 
 
 def _ddp_hook(state: _Feedback, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean of a bucket over all ranks, in place, as DDP wants it.
+    """Make a bucket the mean over all ranks, in place, as DDP wants it.
 
     Collectives are called one after the other, in the order of buckets, which all ranks share: on a GPU on a stream of
     their own, beside backward.

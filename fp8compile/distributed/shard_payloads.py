@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8compile.distributed.sharded_weight import local_part, quantize_rows
+from fp8compile.distributed.local_parts import local_part
+from fp8compile.distributed.weight_cast import WeightCast, quantize_rows
 from fp8compile.formats import FORMATS, ceil_div
-
-if TYPE_CHECKING:
-    from fp8compile.distributed.weight_scales import WeightCast
 
 
 class ShardPayloads:
@@ -61,7 +59,7 @@ class ShardPayloads:
             cast.payload, cast.payload_of = payload, serial
 
     def _memory(self, shapes: list[tuple[int, int]], like: list[Tensor]) -> list[Tensor]:
-        """Payloads of `shapes`: zeros where a rank has fewer rows than others."""
+        """Return memory for payloads of `shapes`: zeros where a rank has fewer rows than others."""
         if not shapes:
             return []
         sizes = [rows * columns for rows, columns in shapes]
@@ -80,7 +78,7 @@ class ShardPayloads:
 
 
 def _part(cast: WeightCast, shard: Tensor, payload: Tensor, first: int) -> Any:
-    """`shard` for the kernel that casts many; None for what it does not take."""
+    """Return `shard` as the kernel that casts many takes it; None if it does not take it."""
     if shard.device.type == "cpu":
         return None
     from fp8compile.kernels.casts.cast_tiles import DTYPES, Part

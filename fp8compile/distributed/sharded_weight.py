@@ -10,22 +10,18 @@ way for such extensions. Views, copies and moves that FSDP2 makes of a weight st
 from __future__ import annotations
 
 import itertools
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map  # no public name; DTensor and others use the same
 
-from fp8compile.distributed.eager_casts import quantize
 from fp8compile.distributed.gathered_weight import GatheredWeight
+from fp8compile.distributed.local_parts import local_part
+from fp8compile.distributed.weight_cast import WeightCast, cast_of, quantize_rows
 from fp8compile.errors import ShardingError
 from fp8compile.formats import ceil_div
-
-if TYPE_CHECKING:
-    from fp8compile.distributed.weight_scales import WeightCast
+from fp8compile.torch_hooks.tensor_subclasses import no_torch_function, tree_map, without_memory
 
 aten = torch.ops.aten
 # What fully_shard, Module._apply and loading make of a weight: still a weight that is gathered as FP8.
@@ -37,7 +33,6 @@ STAYS = {
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default, aten.matmul.default}
 
 _serials = itertools.count()
-CASTS: weakref.WeakValueDictionary[int, WeightCast] = weakref.WeakValueDictionary()  # by `WeightCast.key`
 
 
 class ShardedWeight(Tensor):
@@ -48,15 +43,8 @@ class ShardedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, data_: Tensor, cast: WeightCast) -> ShardedWeight:  # noqa: D102
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            data_.shape,
-            strides=data_.stride(),
-            storage_offset=data_.storage_offset(),
-            dtype=data_.dtype,
-            device=data_.device,
-            pin_memory=data_.is_pinned() if data_.device.type == "cpu" else False,
-        )
+        pinned = data_.is_pinned() if data_.device.type == "cpu" else False
+        return without_memory(cls, data_, storage_offset=data_.storage_offset(), pin_memory=pinned)
 
     def __init__(self, data_: Tensor, cast: WeightCast) -> None:
         self.data_, self.cast = data_, cast
@@ -67,10 +55,10 @@ class ShardedWeight(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> ShardedWeight:
-        return ShardedWeight(inner["data_"], CASTS[context])
+        return ShardedWeight(inner["data_"], cast_of(context))
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for torch's caches."""
+        """Return what compiled code depends on, for torch's caches."""
         return f"ShardedWeight {tuple(self.shape)} {self.stride()} {self.dtype} {self.device}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
@@ -84,8 +72,10 @@ class ShardedWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, str, int]]:
-        """What each rank sends: FP8 [ceil(R / ranks), C], padded with zeros where a rank has fewer rows; and what it
-        keeps for itself: the scale of the whole weight, and R."""
+        """Return what each rank sends, and what it keeps for itself: the scale of the whole weight, and R.
+
+        It sends FP8 [ceil(R / ranks), C], padded with zeros where a rank has fewer rows.
+        """
         scale, kept = self.cast.current_scale(), self.cast.payload
         rows = ceil_div(outer_size[0], mesh.size())
         if kept is not None and self.cast.payload_of == self.serial and kept.shape[0] == rows:
@@ -99,7 +89,7 @@ class ShardedWeight(Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """The gathered weight; or the one of the last time, whose memory has been filled again."""
+        """Return the gathered weight; None if `out`, that of the last time, is it: its memory has been filled again."""
         (padded,), (scale, granularity, rows) = outputs, metadata
         payload = padded[:rows]
         if out is None:  # FSDP2 frees and allocates the memory of what is named second, so: with the padding
@@ -110,7 +100,7 @@ class ShardedWeight(Tensor):
         gathered.scale = scale
         return None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,21 +131,7 @@ class ShardedWeight(Tensor):
         return tree_map(back, result)
 
 
-def local_part(x: Any) -> Any:
-    """What this rank has of a DTensor, as it is (`to_local` makes a view for autograd, and counts as another tensor);
-    any other tensor itself."""
-    return x._local_tensor if isinstance(x, DTensor) else x
-
-
 def _is_weight(result: Any, of: ShardedWeight) -> bool:
-    """Whether `result` can still be gathered: what was made of another dtype for reading cannot."""
+    """Return True if `result` can still be gathered: what was made of another dtype for reading cannot."""
     first = result[0] if isinstance(result, (list, tuple)) else result
     return first.is_floating_point()
-
-
-def quantize_rows(shard: Tensor, scale: Tensor, cast: WeightCast, first: int) -> Tensor:
-    """`shard`, the rows of a weight from row `first` on, as FP8 with the scale of the whole weight."""
-    if cast.granularity == "tensor" or not shard.numel():
-        return quantize(shard, scale, cast.format, "tensor" if scale.dim() == 0 else cast.granularity)
-    rows = scale.repeat_interleave(128, 0)[first : first + shard.shape[0]]  # blocks may be cut anywhere
-    return quantize(shard, rows.contiguous(), cast.format, "group(128)")

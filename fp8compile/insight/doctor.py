@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir  # where plans and kernels are kept
 
 from fp8compile import NEWEST, OLDEST, devices, environment
+from fp8compile.cache_folder import cache_folder
 from fp8compile.insight.tables.text import size
 from fp8compile.plan import store
 
@@ -133,8 +133,9 @@ def ptxas() -> tuple[str | None, tuple[int, int] | None]:
 
 
 def _caches() -> Iterator[Finding]:
-    root = Path(cache_dir())
-    files = [f for f in (root / "fp8compile").rglob("*") if f.is_file()] if root.exists() else []
+    ours = cache_folder()
+    root = ours.parent
+    files = [f for f in ours.rglob("*") if f.is_file()] if root.exists() else []
     seen = f"{root}: {len(files)} files of ours, {size(sum(f.stat().st_size for f in files))}"
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.isolation import backend_aside, function_aside, recompiling, unchanged
 from fp8compile.insight.optimizer_rows import optimizer_of, optimizer_plan
 from fp8compile.plan import store
-from fp8compile.torch_hooks.compilations import told
+from fp8compile.torch_hooks.compilations import reportable
 
 
 class _OptimizerReached(Exception):  # noqa: N818
@@ -66,7 +66,7 @@ def explain(
         output = compiled(*args, **kwargs)
         if isinstance(original, nn.Module) or loss is not None:
             _backward(output, loss)
-    return Explanation(told(found) + [optimizer_plan(opt, of_optimizers.get(opt, chosen)) for opt in reached])
+    return Explanation(reportable(found) + [optimizer_plan(opt, of_optimizers.get(opt, chosen)) for opt in reached])
 
 
 @contextlib.contextmanager

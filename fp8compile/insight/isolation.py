@@ -86,7 +86,7 @@ def unchanged(target: Callable[..., Any], *more: Any) -> Iterator[None]:
         _gradients([*given, *(p for m in modules for p in m._parameters.values() if p is not None)]),
         _values(modules, with_parameters=not isinstance(target, nn.Module)),
         _attributes([*modules, *scalers]),
-        _histories(),
+        delayed.unchanged(),
     ):
         yield
 
@@ -191,14 +191,3 @@ def _attributes(owners: Iterable[Any]) -> Iterator[None]:
 
 def _shallow(value: Any) -> Any:
     return dict(value) if type(value) is dict else value
-
-
-@contextlib.contextmanager
-def _histories() -> Iterator[None]:
-    before, models = delayed.state_dict(), dict(delayed._models)
-    try:
-        yield
-    finally:
-        delayed.reset()
-        delayed._models.update(models)
-        delayed.load_state_dict(before)

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from fp8compile.errors import Fp8Error
 from fp8compile.insight.isolation import backend_aside, function_aside, recompiling
-from fp8compile.optimizer import prepare
 from fp8compile.optimizer.parameter_groups import group_rows
+from fp8compile.optimizer.prepare import prepare_optimizer
+from fp8compile.optimizer.state_conversion import is_prepared, recipe_of, state_rows
 from fp8compile.options import Options
 from fp8compile.plan import store
 from fp8compile.plan.rows import Lowered, MergedUpdate, Plan
@@ -46,7 +47,7 @@ def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
     if any(group.get("fused") for group in opt.param_groups):
         return uncompiled_calls.plan(f"{type(opt).__name__}.step", opt, ())
     _refuse_arguments(opt)
-    recipe = prepare.recipe_of(opt) if prepare.is_prepared(opt) else Options.parse(options).states
+    recipe = recipe_of(opt) if is_prepared(opt) else Options.parse(options).states
     known = any(opt.state.get(p) for group in opt.param_groups for p in group["params"])
     twin = _without_data(opt)
     try:
@@ -59,9 +60,9 @@ def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
             ) from error
         updates = [_unknown(opt, error)]
     else:
-        prepare.prepare_optimizer(twin, recipe)
+        prepare_optimizer(twin, recipe)
         updates = _updates(twin, options)
-    states = prepare.state_rows(opt if known else twin, recipe)
+    states = state_rows(opt if known else twin, recipe)
     return Plan("optimizer", states=states, groups=group_rows(opt, states), halves={HALF: Lowered(updates=updates)})
 
 

@@ -18,7 +18,7 @@ NO_SETTINGS = ("params", "param_names")  # what a group has beside hyperparamete
 
 
 def group_rows(opt: Optimizer, states: Iterable[State]) -> list[Group]:
-    """A row for each group of `opt`; states: rows of its states (`optim.state_rows`)."""
+    """Return a row for each group of `opt`; states: rows of its states (`state_conversion.state_rows`)."""
     known: defaultdict[int, list[State]] = defaultdict(list)
     for row in states:
         known[row.parameter].append(row)
@@ -47,12 +47,12 @@ def _row(number: int, group: Mapping[str, Any], parameters: list[Tensor], states
 
 
 def plain_bytes(row: State) -> int:
-    """Bytes of a state as the plain tensor with which the optimizer computes."""
+    """Return the bytes of a state as the plain tensor with which the optimizer computes."""
     return math.prod(row.shape) * getattr(torch, row.dtype).itemsize
 
 
 def _why_plain(parameter: Tensor, states: list[State]) -> str:
-    """Why no state of `parameter` is in 8 bits; "" where one is."""
+    """Return the reason why no state of `parameter` is in 8 bits; "" if one is."""
     if any(row.format not in PLAIN for row in states):
         return ""
     if states:
@@ -61,7 +61,7 @@ def _why_plain(parameter: Tensor, states: list[State]) -> str:
 
 
 def _setting(value: Any) -> Any:
-    """A hyperparameter as JSON has it: a number, a flag, or text."""
+    """Return a hyperparameter as JSON has it: a number, a flag, or text."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         return value.item()
     if isinstance(value, (list, tuple)):

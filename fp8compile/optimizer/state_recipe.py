@@ -12,7 +12,7 @@
 state of a parameter carries them, so an optimizer without states cannot have them.
 
 The defaults are what measured best (`benchmarks/optimizer/states.py`): over 2000 steps of real training the mean of
-v̂ / v is 0.9995, and m / √v has 2 % of the error of plain FP8. The rule what is small asks for the size of the global
+v̂ / v is 0.9995, and m / √v has 2 % of the error of plain FP8. What counts as small is decided by the size of the global
 parameter, so sharding changes no format.
 """
 
@@ -41,7 +41,7 @@ ROUNDED = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Decision:
-    """The format of one state, and why; `format` None: it stays the tensor it is."""
+    """The format of one state, and the reason; `format` None: it stays the tensor it is."""
 
     format: StateFormat | None
     reason: str
@@ -49,7 +49,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class StateRecipe:
-    """See the module's table."""
+    """The choices in the module's table."""
 
     first: StateFormat = field(default_factory=lambda: parse_state_format("log"))
     second: StateFormat = field(default_factory=lambda: parse_state_format("log/stochastic"))
@@ -59,7 +59,7 @@ class StateRecipe:
 
     @staticmethod
     def parse(value: StateRecipe | str | Mapping[str, Any] | None) -> StateRecipe:
-        """A recipe from an object, a format for all states, a mapping of fields, or None (the default)."""
+        """Return a recipe from an object, a format for all states, a mapping of fields, or None (the default)."""
         if isinstance(value, StateRecipe):
             return value
         if isinstance(value, str):
@@ -83,7 +83,7 @@ class StateRecipe:
         _field("smallest", self.smallest)
 
     def decide(self, name: str, parameter: Tensor, state: Tensor) -> Decision:
-        """What becomes of the state `name` of `parameter`, by their global shapes and dtypes."""
+        """Decide what becomes of the state `name` of `parameter`, by their global shapes and dtypes."""
         elements = parameter.numel()  # of a DTensor: of all shards
         if state.shape != parameter.shape or not state.is_floating_point():
             return Decision(None, "not one number an element")
@@ -104,12 +104,12 @@ class StateRecipe:
         return Decision(chosen, "8 bits an element")
 
     def rounding(self, parameter: Tensor) -> str:
-        """How `parameter` is rounded when it is stored."""
+        """Return how `parameter` is rounded when it is stored: a name of `PARAMETERS`."""
         return self.parameters if parameter.dtype == torch.bfloat16 else "nearest"
 
 
 def _cut_by_shards(parameter: Tensor) -> str:
-    """Why shards of `parameter` might cut groups; "" if it has none, or they cannot, however many they are."""
+    """Return the reason why shards of `parameter` might cut groups; "" if no number of shards can."""
     if not isinstance(parameter, DTensor):
         return ""
     dims = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
@@ -122,15 +122,15 @@ def _cut_by_shards(parameter: Tensor) -> str:
 
 
 def is_slow(name: str) -> bool:
-    """Whether a state's name is that of a second moment, or of another average that rounding to nearest would hold."""
+    """Return True for names of second moments, and of other averages that rounding to nearest would not let change."""
     return any(word in name for word in SLOW)
 
 
 def is_weight(name: str, parameter: Tensor, state: Tensor) -> bool:
-    """Whether the state `name` is a copy or an average of its parameter, as slow or averaged weights are: 8 bits would
-    round it by percents, and hold it where it is. Moments of gradients have nothing to do with the parameter.
+    """Return True if the state `name` is a copy or an average of its parameter, as slow or averaged weights are.
 
-    Both are the local parts of what is distributed. Looks at some elements, and waits for the device.
+    8 bits would round it by percents, and hold it where it is. Moments of gradients have nothing to do with the
+    parameter. Both are the local parts of what is distributed. Looks at some elements, and waits for the device.
     """
     if name in WEIGHTS:
         return True
@@ -142,7 +142,7 @@ def is_weight(name: str, parameter: Tensor, state: Tensor) -> bool:
 
 
 def salt(index: int, name: str) -> int:
-    """A number for the random bits of the state `name` of parameter `index`, the same in every process."""
+    """Return a number for the random bits of the state `name` of parameter `index`, the same in every process."""
     return zlib.crc32(f"{index} {name}".encode()) % (1 << 30)
 
 

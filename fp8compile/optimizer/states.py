@@ -17,21 +17,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map  # no public name; DTensor and others use the same
 
 from fp8compile.errors import StateError
 from fp8compile.optimizer import state_ops
 from fp8compile.state_formats import GROUP, parse_state_format
+from fp8compile.torch_hooks.tensor_subclasses import (
+    AS_THEY_ARE,
+    no_torch_function,
+    tree_map,
+    without_memory,
+    written_arguments,
+)
 from fp8compile.torch_hooks.untraced import never_compiled
 
 aten = torch.ops.aten
 INNER = ("payload", "side", "counter", "low")
-AS_THEY_ARE = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default}
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default}
 
 
 class FP8State(Tensor):
-    """x ≈ decode(payload, side); see the module. Made with `FP8State.of(x, format)`."""
+    """A state x ≈ decode(payload, side), as the module says. Made with `FP8State.of(x, format)`."""
 
     payload: Tensor
     side: Tensor
@@ -49,9 +54,7 @@ class FP8State(Tensor):
         parameter: str,
         dtype: torch.dtype,
     ) -> FP8State:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, payload.shape, strides=payload.stride(), dtype=dtype, device=payload.device
-        )
+        return without_memory(cls, payload, dtype=dtype)
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class FP8State(Tensor):
     def of(
         x: Tensor, rounding: str = "nearest", *, format: str, salt: int = 0, dtype: torch.dtype | None = None
     ) -> FP8State:
-        """`x` stored in `format`, a state in `dtype` (default: x's) to those who read it.
+        """Return `x` stored in `format`, a state in `dtype` (default: x's) to those who read it.
 
         `rounding` is that of its parameter, whose missing bits or random bits it carries; `salt` sets its random bits
         apart from those of other states.
@@ -94,7 +97,7 @@ class FP8State(Tensor):
         return FP8State(*(inner.get(name) for name in INNER), *context)  # type: ignore[arg-type]
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for torch's caches."""
+        """Return what compiled code depends on, for torch's caches."""
         what = [tuple(self.shape), self.stride(), self.dtype, self.device, [getattr(self, n) is None for n in INNER]]
         return f"FP8State {self.format} {self.parameter} {what}"
 
@@ -106,7 +109,7 @@ class FP8State(Tensor):
 
     @never_compiled
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The state as a plain tensor."""
+        """Return the state as a plain tensor."""
         return state_ops.load_state(self.payload, self.side, self.format, dtype or self.dtype)
 
     @never_compiled
@@ -122,12 +125,12 @@ class FP8State(Tensor):
         return self
 
     def like(self, function: Any) -> FP8State:
-        """The same state with `function` applied to each of its tensors."""
+        """Return the same state with `function` applied to each of its tensors."""
         inner = [None if (x := getattr(self, name)) is None else function(x) for name in INNER]
         return FP8State(*inner, self.format, self.parameter, self.dtype)  # type: ignore[arg-type]
 
     def rows(self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> FP8State | None:
-        """Some rows of the state, sharing its memory; None where they are not whole groups."""
+        """Return some rows of the state, sharing its memory; None where they are not whole groups."""
         count = self.shape[0]
         first, last, _ = slice(start, stop).indices(count)
         row = self.payload[0].numel() if count else 0
@@ -143,7 +146,7 @@ class FP8State(Tensor):
         """Raise `StateError` if this cannot be what `store` left."""
         _check(self)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     @never_compiled
@@ -193,26 +196,15 @@ def _through_plain(func: Any, args: Any, kwargs: Any) -> Any:
         return plain[id(x)][1]
 
     result = func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs))
-    changed = _written(func, args, kwargs)
+    changed = [x for x in written_arguments(func, args, kwargs) if isinstance(x, FP8State)]
     for state in changed:
         state.store(plain[id(state)][1])
     back = {id(x): state for state, x in plain.values() if any(state is c for c in changed)}
     return tree_map(lambda x: back.get(id(x), x), result)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[FP8State]:
-    """The states among those arguments that `func` writes to."""
-    found = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        found += [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, FP8State)]
-    return found
-
-
 def rebuild(*parts: Any) -> FP8State:
-    """A state from a file; raises `StateError` for parts that do not fit together."""
+    """Return a state from a file; raises `StateError` for parts that do not fit together."""
     if len(parts) != 7 or not all(x is None or isinstance(x, Tensor) for x in parts[:4]):
         raise StateError("a stored FP8 optimizer state has other parts than this version of fp8compile writes")
     state = FP8State(*parts)

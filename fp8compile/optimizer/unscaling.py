@@ -13,18 +13,17 @@ and the host reads nothing. The first step, which compiles, is still torch's: un
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from fp8compile.errors import OptionError, StateError
-from fp8compile.passes.optimizer import unscale_gradients
-from fp8compile.passes.optimizer.unscale_gradients import Numbers
+from fp8compile.optimizer.state_conversion import parameters_of
+from fp8compile.passes.core.stages import UnscaledGradients
 
 NAMES = ("grad_scale", "found_inf")
 DTYPES = (torch.float32, torch.bfloat16)  # GradScaler refuses gradients in FP16
@@ -34,12 +33,12 @@ DTYPES = (torch.float32, torch.bfloat16)  # GradScaler refuses gradients in FP16
 class Unscaling:
     """The numbers that compiled steps of an optimizer read, on each device on which one does."""
 
-    numbers: dict[torch.device, Numbers] = field(default_factory=dict)
+    numbers: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
     neutral: bool = True
     given: bool = False  # whether GradScaler told something for this step
 
     def set(self, scale: Tensor | None, found: Tensor | None) -> None:
-        """For the next step: 1/scale as GradScaler has it, computed in FP64 and rounded to FP32."""
+        """Set the numbers for the next step; 1/scale as GradScaler has it, computed in FP64 and rounded to FP32."""
         neutral = scale is None and found is None
         for inverse, overflow in () if neutral and self.neutral else self.numbers.values():
             inverse.fill_(1.0) if scale is None else inverse.copy_(scale.double().reciprocal())
@@ -85,11 +84,11 @@ def _after_step(opt: Any, args: Any, kwargs: Any) -> None:
         vars(opt).update(dict.fromkeys(NAMES))
 
 
-def insert(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Sequence[str]:
-    """Unscale the gradients that Dynamo's graph of a step reads, where `opt` wants that; the names of new buffers."""
+def unscaled_by(opt: Optimizer) -> UnscaledGradients | None:
+    """Return which gradients a compiled step of `opt` unscales, and by which numbers; None where nobody wants that."""
     mine = _unscaling.get(opt)
     if mine is None:
-        return ()
+        return None
     if reason := _refusal(opt):
         raise StateError(f"{reason}, so unscale=True cannot be: prepare the optimizer without it")
     device = _device(opt)
@@ -99,13 +98,13 @@ def insert(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         for new, x in zip(mine.numbers[device], given or (), strict=False):
             new.copy_(x)  # the step under way has been told already
     opt._step_supports_amp_scaling = "step" in vars(opt)  # type: ignore[attr-defined]
-    gradients = {id(p.grad) for p in _parameters(opt) if p.grad is not None}
-    return unscale_gradients.run(gm, example_inputs, gradients, mine.numbers[device])
+    gradients = frozenset(id(p.grad) for p in parameters_of(opt) if p.grad is not None)
+    return UnscaledGradients(gradients, mine.numbers[device])
 
 
 def _refusal(opt: Optimizer) -> str:
-    """Why compiled steps of `opt` cannot unscale its present gradients; empty if they can."""
-    gradients = [p.grad for p in _parameters(opt) if p.grad is not None]
+    """Return the reason why compiled steps of `opt` cannot unscale its gradients; "" if they can."""
+    gradients = [p.grad for p in parameters_of(opt) if p.grad is not None]
     if any(isinstance(g, DTensor) for g in gradients):
         return "gradients are distributed tensors"
     if len({g.device for g in gradients}) > 1:
@@ -116,12 +115,8 @@ def _refusal(opt: Optimizer) -> str:
 
 
 def _device(opt: Optimizer) -> torch.device:
-    """Where step counts are: a step that is not counted must be known there."""
+    """Return the device of the step counts: a step that is not counted must be known there."""
     counts = [
         x for state in opt.state.values() for x in state.values() if isinstance(x, Tensor) and not x.dim() and x.numel()
     ]
-    return next((x.device for x in (*counts, *_parameters(opt))), torch.device("cpu"))
-
-
-def _parameters(opt: Optimizer) -> list[Tensor]:
-    return [p for group in opt.param_groups for p in group["params"]]
+    return next((x.device for x in (*counts, *parameters_of(opt))), torch.device("cpu"))

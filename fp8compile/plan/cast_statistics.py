@@ -38,9 +38,11 @@ from fp8compile.formats import parse_granularity
 from fp8compile.kernels.casts.cast_losses import measure
 from fp8compile.kernels.casts.loss_sums import ALTERNATIVES, LINE, SUMS
 from fp8compile.plan.json_rows import an_object, made, parsed, require
+from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Plan
 
 RUNNABLE = ("e4m3 tensor", "e4m3 row")  # what any operand of a matmul may be, cheapest first
+MEASURED: dict[str, Any] = {"code": Reason.MEASURED, "remarks": (), "left": None, "right": None}  # of a row in BF16
 Operands: TypeAlias = tuple[tuple[str, str, int, str], ...]  # path, role, occurrence, left or right
 
 
@@ -246,10 +248,10 @@ def _improved(row: Matmul, sides: Sequence[Row | None], minimum: float) -> Matmu
         better = [c for c in casts if (measured.what_if.get(c) or -200.0) >= minimum]
         if not better:
             worst = f"{measured.side} operand at {measured.sqnr:.1f} dB"
-            return replace(row, decision=BF16, reason=f"measured: {worst}", left=None, right=None)
+            return replace(row, decision=BF16, reason=f"measured: {worst}", **MEASURED)
         format, granularity = better[0].split(" ")
         operands.append(Operand(format, granularity))
     kinds = {parse_granularity(o.granularity).kind for o in operands if o is not None}
     if kinds <= {"tensor", "row"} or operands == [row.left, row.right]:
         return replace(row, left=operands[0], right=operands[1])
-    return replace(row, decision=BF16, reason="measured: no cast of one operand fits the other", left=None, right=None)
+    return replace(row, decision=BF16, reason="measured: no cast of one operand fits the other", **MEASURED)

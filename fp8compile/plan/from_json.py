@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8compile.errors import OptionError, shown
 from fp8compile.plan.json_rows import an_object, made, parsed, require
+from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import (
     Group,
     Kernel,
@@ -28,6 +29,7 @@ TABLES = {
     "saved": Saved, "restored": Recomputed, "states": State, "groups": Group, "losses": Loss, "masks": Mask,
     "transfers": Transfer,
 }  # fmt: skip
+ADAPTIVE = "schedule: "  # begins the reasons of rows that an automatic schedule moved
 UNSAID = {"node": "", "source": "", "kind": "mm", "m": 0, "n": 0, "k": 0}  # of a matmul's row; a size of 0: any
 UNSAID_SAVED = {"node": "", "bytes": 0, "reason": ""}
 
@@ -75,7 +77,10 @@ def _plan(data: Any, where: str) -> Plan:
     tables: dict[str, Any] = {"matmuls": [_matmul(row, at) for row, at in _listed(data, "matmuls", where)]}
     for name, kind in TABLES.items():
         absent = UNSAID_SAVED if name == "saved" else {}
-        tables[name] = [made(kind, row, at, absent) for row, at in _listed(data, name, where)]
+        tables[name] = [
+            made(kind, _with_code(row) if name == "saved" else row, at, absent)
+            for row, at in _listed(data, name, where)
+        ]
     halves = an_object(data.get("halves", {}), f"{where}: 'halves'")
     tables["halves"] = {n: lowered_from(half, f"{where}: halves[{n!r}]") for n, half in halves.items()}
     return made(Plan, {**data, **tables}, where)
@@ -95,4 +100,14 @@ def _listed(data: Any, table: str, where: str) -> Iterator[tuple[dict[str, Any],
 def _matmul(row: dict[str, Any], where: str) -> Matmul:
     require(row, ("path", "role", "decision"), where)
     sides = {s: made(Operand, row[s], f"{s!r} in {where}") for s in ("left", "right") if row.get(s) is not None}
-    return made(Matmul, {**row, **sides}, where, UNSAID)
+    return made(Matmul, {**_with_code(row), **sides}, where, UNSAID)
+
+
+def _with_code(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the code of its reason, where that matters for what is made of the plan.
+
+    Plans that were written before reasons had codes say by the text alone what has followed the training.
+    """
+    if "code" in row or not str(row.get("reason", "")).startswith(ADAPTIVE):
+        return row
+    return {**row, "code": Reason.ADAPTIVE.value}

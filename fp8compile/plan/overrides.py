@@ -25,12 +25,11 @@ from typing import Any, TypeAlias
 from fp8compile.errors import OptionError, shown, unknown_name
 from fp8compile.formats import parse_format, parse_granularity
 from fp8compile.plan.from_json import read_plans
+from fp8compile.plan.reasons import BY_PLAN, Reason, Why
 from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Plan
 from fp8compile.recipe import Cast, Delayed, Role
 
 FP8_FORMS = ("e4m3", "e5m2")
-REASON = "the plan says so"
-SCHEDULED = "schedule: "  # begins the reasons of rows that an automatic schedule moved; they are kept
 Key: TypeAlias = tuple[str, str, int]  # module path, role, occurrence
 MERGED = {"output": 1, "grad_input": 2, "grad_weight": 0}  # which of m, n, k a merged matmul has the sum of
 SavedKey: TypeAlias = tuple[str, str, str, int | str, int]  # path, source, dtype, last dimension, occurrence
@@ -38,53 +37,56 @@ SavedKey: TypeAlias = tuple[str, str, str, int | str, int]  # path, source, dtyp
 
 @dataclass(frozen=True)
 class Decision:
-    """What a row says of one matmul. role: its casts as a recipe has them, None where it is left or names none."""
+    """The decision of a row on one matmul. role: its casts as a recipe has them, None where it is left or names none.
+
+    why: that the plan says so, or, where precision that follows the training has moved it, the evidence of that.
+    """
 
     decision: str
     role: Role | None
     sizes: tuple[int | str, ...]  # m, n, k of the row; 0: not said
-    reason: str = REASON  # a schedule's evidence, where the row has it
+    why: Why = BY_PLAN
     members: tuple[Key, ...] = ()  # of a merged row: all that it speaks of
 
 
 @dataclass(frozen=True)
-class GraphEdits:
-    """The rows of one graph."""
+class GraphOverrides:
+    """The decisions of the rows of one graph."""
 
     graph: str
     matmuls: tuple[tuple[Key, Decision], ...]
 
 
 @dataclass(frozen=True)
-class Edits:
-    """All that a plan says, in a form that can be hashed and compared. name: where it came from."""
+class Overrides:
+    """All decisions of a plan, in a form that can be hashed and compared. name: where it came from."""
 
     name: str
-    graphs: tuple[GraphEdits, ...]
+    graphs: tuple[GraphOverrides, ...]
     saved: tuple[tuple[SavedKey, str], ...] = ()
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
-def load(value: Any) -> Edits:
-    """`Edits` from a path to JSON, a `Plan`, a list of them, or an `Explanation`. Raises `OptionError`."""
-    if isinstance(value, Edits):
+def load(value: Any) -> Overrides:
+    """Return `Overrides` from a path to JSON, a `Plan`, a list of them, or an `Explanation`. Raises `OptionError`."""
+    if isinstance(value, Overrides):
         return value
     if isinstance(value, (str, Path)):
-        return _edits(f"plan {str(value)!r}", read_plans(value))
+        return _overrides(f"plan {str(value)!r}", read_plans(value))
     plans = [value] if isinstance(value, Plan) else getattr(value, "plans", value)
     if not isinstance(plans, (list, tuple)) or not all(isinstance(p, Plan) for p in plans):
         raise OptionError(f"option 'plan' is a path, a Plan or an Explanation, and not {shown(value)}")
     if not plans:
         raise OptionError(f"option 'plan' holds no plan, and is {shown(value)}: nothing had been compiled")
-    return _edits("the given plan", plans)
+    return _overrides("the given plan", plans)
 
 
-def _edits(name: str, plans: Sequence[Plan]) -> Edits:
+def _overrides(name: str, plans: Sequence[Plan]) -> Overrides:
     plans = [p for p in plans if not p.failure]
-    graphs = tuple(GraphEdits(p.graph, tuple(_decisions(p, name))) for p in plans if p.matmuls)
-    return Edits(name, graphs, tuple(form for p in plans for form in _saved_forms(p, name)))
+    graphs = tuple(GraphOverrides(p.graph, tuple(_decisions(p, name))) for p in plans if p.matmuls)
+    return Overrides(name, graphs, tuple(form for p in plans for form in _saved_forms(p, name)))
 
 
 def _decisions(plan: Plan, name: str) -> Iterable[tuple[Key, Decision]]:
@@ -113,8 +115,8 @@ def _decision(row: Matmul, name: str) -> Decision:
             role = Role(_cast(row.left), _cast(row.right), row.fast_accumulation)
         except OptionError as error:
             raise OptionError(f"{where}: {error}") from error
-    reason = row.reason if row.reason.startswith(SCHEDULED) else REASON
-    return Decision(row.decision, role, (row.m, row.n, row.k), reason)
+    why = Why(Reason.ADAPTIVE, row.reason) if row.code == Reason.ADAPTIVE else BY_PLAN
+    return Decision(row.decision, role, (row.m, row.n, row.k), why)
 
 
 def _cast(operand: Operand) -> Cast:
@@ -127,20 +129,20 @@ def _cast(operand: Operand) -> Cast:
 # ---- matmuls --------------------------------------------------------------------------------------------------------
 
 
-def decisions(edits: Edits | None, rows: Sequence[Matmul], graph: str) -> dict[str, Decision]:
-    """What `edits` say of these matmuls of one graph ("training" or "inference"), by node.
+def decisions(given: Overrides | None, rows: Sequence[Matmul], graph: str) -> list[Decision | None]:
+    """Return for each of these matmuls of one graph ("training" or "inference") what `given` says of it; None: nothing.
 
     Raises `OptionError` where no row is about this graph, a row is about none of its matmuls, or sizes disagree.
     """
     here = _keys(rows)
-    if edits is None or not any(role != "other" for _, role, _ in here):
-        return {}
-    chosen = _choose(edits, here, graph)
+    if given is None or not any(role != "other" for _, role, _ in here):
+        return [None] * len(rows)
+    chosen = _choose(given, here, graph)
     for key, decision in chosen.items():
         if key not in here:
-            raise OptionError(f"{edits.name}: {_unmatched(key, here)}")
-        _check_sizes(edits.name, key, decision, here)
-    return {row.node: chosen[key] for key, row in here.items() if key in chosen}
+            raise OptionError(f"{given.name}: {_unmatched(key, here)}")
+        _check_sizes(given.name, key, decision, here)
+    return [chosen.get(key) for key in here]
 
 
 def _keys(rows: Iterable[Matmul]) -> dict[Key, Matmul]:
@@ -152,11 +154,11 @@ def _keys(rows: Iterable[Matmul]) -> dict[Key, Matmul]:
     return found
 
 
-def _choose(edits: Edits, here: dict[Key, Matmul], graph: str) -> dict[Key, Decision]:
-    """The rows of the graph that has most matmuls in common with this one."""
+def _choose(given: Overrides, here: dict[Key, Matmul], graph: str) -> dict[Key, Decision]:
+    """Return the decisions of the graph that has most matmuls in common with this one."""
     roles = ("output",) if graph == "inference" else ("output", "grad_input", "grad_weight")
     found: list[tuple[int, dict[Key, Decision]]] = []
-    for one in edits.graphs:
+    for one in given.graphs:
         rows = {key: decision for key, decision in one.matmuls if key[1] in roles}
         same = [key for key, decision in rows.items() if key in here and not _disagree(key, decision, here)]
         found.append((len(same) - (len(rows) - len(same)), rows))
@@ -165,12 +167,12 @@ def _choose(edits: Edits, here: dict[Key, Matmul], graph: str) -> dict[Key, Deci
     if not tied or not any(key in here for key in tied[0]):
         mine, theirs = ({key[0] for key in keys} for keys in (here, [k for _, rows in found for k in rows]))
         raise OptionError(
-            f"{edits.name} has no row about this graph. Its paths: {_some(theirs)}. Paths here: {_some(mine)}. "
+            f"{given.name} has no row about this graph. Its paths: {_some(theirs)}. Paths here: {_some(mine)}. "
             "explain(…).to_json() exports the rows of all graphs of a model."
         )
     if any(rows != tied[0] for rows in tied):
         raise OptionError(
-            f"{edits.name} has several graphs with the same modules and different decisions: "
+            f"{given.name} has several graphs with the same modules and different decisions: "
             "which of them is meant cannot be told"
         )
     return tied[0]
@@ -205,7 +207,7 @@ def _check_sizes(name: str, key: Key, decision: Decision, here: dict[Key, Matmul
 
 
 def _disagree(key: Key, decision: Decision, here: dict[Key, Matmul]) -> bool:
-    """Whether sizes of features differ. Those that one side does not know as a number agree with any."""
+    """Return True if sizes of features differ. Those that one side does not know as a number agree with any."""
     if key[1] == "other" or any(member not in here for member in decision.members):  # the latter has its own error
         return False
     pairs = list(zip(decision.sizes, _sizes(key, decision, here), strict=True))
@@ -214,7 +216,7 @@ def _disagree(key: Key, decision: Decision, here: dict[Key, Matmul]) -> bool:
 
 
 def _sizes(key: Key, decision: Decision, here: dict[Key, Matmul]) -> tuple[int | str, ...]:
-    """m, n, k here of what a row speaks of: members of a merged one lie side by side."""
+    """Return m, n, k in this graph of what a row speaks of: members of a merged one lie side by side."""
     rows = [here[member] for member in decision.members or (key,)]
     sizes: list[int | str] = [rows[0].m, rows[0].n, rows[0].k]
     if decision.members:
@@ -225,7 +227,7 @@ def _sizes(key: Key, decision: Decision, here: dict[Key, Matmul]) -> tuple[int |
 
 
 def _tokens(key: Key, here: dict[Key, Matmul]) -> int:
-    """Which of m, n, k counts tokens: what grad_weight contracts; n instead of m where the weight is on the left."""
+    """Return which of m, n, k counts tokens: k of grad_weight, else m, or n where the weight is on the left."""
     path, role, _ = key
     if role == "grad_weight":
         return 2
@@ -237,24 +239,24 @@ def _tokens(key: Key, here: dict[Key, Matmul]) -> int:
 
 
 def saved_key(path: str, source: str, dtype: str, shape: Sequence[int | str], occurrence: int) -> SavedKey:
-    """By what a saved tensor is known. `occurrence` counts, in the graph's order, what is otherwise equal."""
+    """Return the key of a saved tensor. `occurrence` counts, in the graph's order, what is otherwise equal."""
     return path, source, dtype, shape[-1] if len(shape) else 1, occurrence
 
 
-def saved_form(edits: Edits | None, key: SavedKey) -> str | None:
-    """The form that a plan wants for a saved tensor ("bfloat16", "e4m3 group(128)"); None: decide as usual.
+def saved_form(given: Overrides | None, key: SavedKey) -> str | None:
+    """Return the form that a plan wants for a saved tensor ("bfloat16", "e4m3 group(128)"); None: decide as usual.
 
     Raises `OptionError` where several graphs of the plan save such a tensor in different forms.
     """
-    forms = {form for known, form in edits.saved if known == key} if edits is not None else set()
-    if edits is not None and len(forms) > 1:
-        raise OptionError(f"{edits.name}: two graphs save a tensor of {key[0]} in different forms: which is meant?")
+    forms = {form for known, form in given.saved if known == key} if given is not None else set()
+    if given is not None and len(forms) > 1:
+        raise OptionError(f"{given.name}: two graphs save a tensor of {key[0]} in different forms: which is meant?")
     return forms.pop() if forms else None
 
 
-def wants_fp8(edits: Edits | None) -> bool:
-    """Whether a plan wants any saved tensor in FP8."""
-    return edits is not None and any(form.startswith(FP8_FORMS) for _, form in edits.saved)
+def wants_fp8(given: Overrides | None) -> bool:
+    """Return True if a plan wants any saved tensor in FP8."""
+    return given is not None and any(form.startswith(FP8_FORMS) for _, form in given.saved)
 
 
 def _saved_forms(plan: Plan, name: str) -> Iterable[tuple[SavedKey, str]]:
@@ -267,7 +269,7 @@ def _saved_forms(plan: Plan, name: str) -> Iterable[tuple[SavedKey, str]]:
 
 
 def _check_form(form: str, dtype: str, where: str) -> None:
-    """A form is the tensor's own dtype, or an FP8 format and a granularity."""
+    """Raise where a form is neither the tensor's own dtype nor an FP8 format and a granularity."""
     if form == dtype:
         return
     name, _, granularity = form.partition(" ")

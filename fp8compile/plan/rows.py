@@ -13,10 +13,9 @@ from typing import Any
 
 import sympy
 
+from fp8compile.plan.reasons import Reason
+
 FP8, BF16 = "fp8", "bf16"
-# what becomes of a weight that arrived in FP8 where a matmul does not take it so: parts of reasons
-READ_ROUNDED = "its weight was gathered in FP8, and is read rounded (prepare_fsdp(…, skip=…) leaves it out)"
-CAST_AGAIN = "its weight was gathered in FP8 and is cast again"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class Matmul:
 
     path: module path in the user's model; source: the user's line; kind: mm, bmm, grouped, convolution, …
     role: output, grad_input, grad_weight, or other (no weight on either side).
-    decision: "fp8" or "bf16" (left in the precision that the user gave it); reason: why.
+    decision: "fp8" or "bf16" (left in the precision that the user gave it); reason: why, for people; code: the same
+    for programs, remarks: the codes of what the reason adds (`fp8compile.plan.reasons.Reason`; "" in older plans).
     left, right: the casts of an FP8 matmul; merged: paths of the matmuls that this one took in.
     padded: dimensions that were filled up with zeros, as "K 1000→1008".
     m, n, k may be strings where they are symbolic.
@@ -72,6 +72,8 @@ class Matmul:
     milliseconds_bf16: float | None = None
     milliseconds_fp8: float | None = None
     groups: int | str = 1
+    code: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Saved:
     shape, dtype: of the value as the model computes it (sizes may be strings where they are symbolic).
     form: what is kept: the name of `dtype` for the value itself, or payload and granularity, as "e4m3 group(128)".
     bytes: what that form takes, scales included (of a symbolic size: at the sizes seen when it was compiled).
-    reason: why it has this form.
+    reason: why it has this form; code: the same for programs, as of a matmul.
     before: bytes of what it stands for, where that is not the value itself: for an FP8 payload that a matmul of
     backward reads, the tensor that was cast, unless a parameter or another row is that already (then 0, as for amaxes
     and scales, which nothing but FP8 has).
@@ -96,6 +98,7 @@ class Saved:
     bytes: int
     reason: str
     before: int | None = None
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ class Lowered:
     updates: list[MergedUpdate] = field(default_factory=list)
 
     def __add__(self, other: Lowered) -> Lowered:
-        """Of a graph and the regions that it calls together."""
+        """Return what became of a graph and the regions that it calls together."""
         failure, updates = self.failure or other.failure, self.updates + other.updates
         return Lowered(self.kernels + other.kernels, self.left + other.left, failure, updates)
 
@@ -279,17 +282,18 @@ class Plan:
     called: str = field(default="", compare=False)
 
     def row(self, node: str) -> Matmul | None:
-        """The row of the matmul at graph node `node`."""
+        """Return the row of the matmul at graph node `node`."""
         return next((m for m in self.matmuls if m.node == node), None)
 
     def update(self, which: str, /, **changes: Any) -> None:
-        """Replace fields of the row at node `which`."""
+        """Replace fields of the row at node `which`: a way to edit a plan that is to be handed back."""
         self.matmuls = [replace(m, **changes) if m.node == which else m for m in self.matmuls]
 
     def undone(self, failure: str) -> Plan:
-        """This plan where a pass failed, so that none of it is carried out: reasons keep what had been decided."""
+        """Return this plan where a pass failed and none of it is carried out; reasons keep what had been decided."""
+        why = "a pass failed; FP8 was decided: {}"
         rows = [
-            replace(m, decision=BF16, reason=f"a pass failed; FP8 was decided: {m.reason}") if m.decision == FP8 else m
+            replace(m, decision=BF16, reason=why.format(m.reason), code=Reason.FAILED) if m.decision == FP8 else m
             for m in self.matmuls
         ]
         losses = [
@@ -299,7 +303,7 @@ class Plan:
         return replace(self, matmuls=rows, losses=losses, masks=[], failure=failure)
 
     def size(self, size: int | str) -> int:
-        """A size of a row as a number; 0 for a symbolic one of which nothing is known."""
+        """Return a size of a row as a number; 0 for a symbolic one of which nothing is known."""
         if isinstance(size, int) or size in self.hints:
             return size if isinstance(size, int) else self.hints[size]
         known = {name: sympy.Integer(hint) for name, hint in self.hints.items() if name.isidentifier()}
@@ -307,8 +311,10 @@ class Plan:
         return int(number) if number.is_Integer else 0
 
     def line(self, row: Matmul | Saved | Recomputed | Transfer) -> str:
-        """The user's line of a row. The modules of an nn.Sequential that is compiled itself have none, as torch's own
-        code calls them: then the line that called the whole."""
+        """Return the user's line of a row; where it has none, the line that called the whole.
+
+        The modules of an nn.Sequential that is compiled itself have none, as torch's own code calls them.
+        """
         return row.source or (f"called at {self.called}" if row.path and self.called else "")
 
     @property
@@ -337,7 +343,7 @@ class Plan:
         return [m for m in self.matmuls if m.decision != FP8]
 
     def reasons(self) -> Counter[str]:
-        """How many matmuls were left, by reason."""
+        """Return how many matmuls were left, by reason."""
         return Counter(m.reason for m in self.kept)
 
     def __str__(self) -> str:

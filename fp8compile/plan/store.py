@@ -20,19 +20,20 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.runtime.cache_dir_utils import cache_dir  # plans must live and die with Inductor's cache
 
+from fp8compile import process_state
+from fp8compile.cache_folder import cache_folder
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.tables.text import one_line
 from fp8compile.options import Options
-from fp8compile.plan import overrides
 from fp8compile.plan.from_json import lowered_from
-from fp8compile.plan.rows import CAST_AGAIN, READ_ROUNDED, Lowered, Matmul, Plan, Recomputed, Saved
+from fp8compile.plan.reasons import Reason
+from fp8compile.plan.rows import Lowered, Matmul, Plan, Recomputed, Saved
 from fp8compile.torch_hooks.compilations import Compilations, Frame
 from fp8compile.torch_hooks.user_frame import calling_line, warn_user
 
 # Left on purpose: a graph of nothing else is no surprise.
-BY_DEFAULT = ("the output head", "recipe ", "operations=", overrides.REASON, overrides.SCHEDULED)
+BY_DEFAULT = {Reason.HEAD, Reason.RECIPE, Reason.OPERATIONS, Reason.PLAN, Reason.ADAPTIVE, Reason.CHUNKED_LOSS}
 logger = logging.getLogger("fp8compile")  # quiet unless asked: TORCH_LOGS="fp8compile", or logging's own ways
 _compiled = Compilations()
 _matched: set[str] = set()  # skip patterns that have matched, or of which was said that they have not
@@ -78,10 +79,7 @@ def compiles() -> list[Plan]:
 
 def reset() -> None:
     """Forget all plans."""
-    _compiled.plans.clear()
-    _compiled.calls.clear()
-    _compiled.nothing.clear()
-    _matched.clear()
+    process_state.reset_module(__name__)
 
 
 def key(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> str:
@@ -116,7 +114,7 @@ class Record:
         self.options = options
         self._also = also
         self._called = calling_line()
-        self._file = _folder() / f"{key}.json"
+        self._file = cache_folder() / f"{key}.json"
 
     def add(self, plan: Plan) -> None:
         """The plan of a joint or inference graph; what follows belongs to it."""
@@ -162,17 +160,13 @@ class Record:
 
 def remember_half(key: str, lowered: Lowered) -> None:
     """Keep what became of a half, by its graph: a cache may have it when it has not the joint graph."""
-    _write(_folder() / f"half_{key}.json", json.dumps(asdict(lowered)))
+    _write(cache_folder() / f"half_{key}.json", json.dumps(asdict(lowered)))
 
 
 def recall_half(key: str) -> Lowered | None:
     """What `remember_half` kept."""
-    file = _folder() / f"half_{key}.json"
+    file = cache_folder() / f"half_{key}.json"
     return lowered_from(json.loads(file.read_text())) if file.exists() else None
-
-
-def _folder() -> Path:
-    return Path(cache_dir()) / "fp8compile"
 
 
 def _warn_again(plan: Plan) -> None:
@@ -201,8 +195,8 @@ def _warn(plans: list[Plan], options: Options) -> None:
         main = Counter(m.reason for m in candidates).most_common(3)
         listed = "; ".join(f"{count}× {reason}" for reason, count in main)
         warn_user(f"fp8: NOTHING was converted in a graph with {len(candidates)} matmuls: {listed}.{_rounded(plans)}")
-    for text in (READ_ROUNDED, CAST_AGAIN):
-        found = [m for m in matmuls if text in m.reason]
+    for remark in (Reason.READ_ROUNDED, Reason.CAST_AGAIN):
+        found = [m for m in matmuls if remark in m.remarks]
         if found:
             example = f"{found[0].path or 'the model itself'} {found[0].role}: {found[0].reason}"
             warn_user(f"fp8: {len(found)} matmuls do not take a weight as it was gathered. {example}.")
@@ -236,7 +230,7 @@ def _check_patterns(option: str, patterns: Sequence[str], what: str, paths: set[
 
 def _could_be(matmul: Matmul) -> bool:
     """Whether leaving this matmul may surprise its user: attention (bmm) and what everybody's default leaves do not."""
-    return (matmul.role != "other" or matmul.kind in ("mm", "addmm")) and not matmul.reason.startswith(BY_DEFAULT)
+    return (matmul.role != "other" or matmul.kind in ("mm", "addmm")) and matmul.code not in BY_DEFAULT
 
 
 def _names(pattern: str, path: str) -> bool:

@@ -59,7 +59,7 @@ def trace_hooks(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _setup_placed(hooks: Any, tx: Any, name: str, args: Any) -> Any:
-    """Trace hooks on the tensors among several values; of anything but a tuple torch takes no notice either."""
+    """Trace hooks on the tensors among several values. Of values that are no tuple torch takes no notice either."""
     if type(args) is not TupleVariable:
         return args
     places = [i for i, x in enumerate(args.items) if isinstance(x, TensorVariable)]
@@ -103,7 +103,7 @@ def _as_it_is(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _carrying(compiled: Callable[..., Any], index: int) -> Callable[..., Any]:
-    """`compiled`, which gets a tensor that carries the state in the place of the state."""
+    """Return `compiled` with its argument `index`, the state, replaced by a tensor that carries it."""
 
     def run(*args: Any) -> Any:
         carrier = torch.empty(0)
@@ -114,18 +114,18 @@ def _carrying(compiled: Callable[..., Any], index: int) -> Callable[..., Any]:
 
 
 class PlacedHooks(BackwardHook):
-    """torch's own, for the tensors among values of other types."""
+    """torch's `BackwardHook`, for the tensors among values of other types."""
 
     def setup_placed(
         self, name: str, tensors: Sequence[Tensor], places: Sequence[int], length: int
     ) -> tuple[Tensor | None, ...]:
-        """`setup_input_hook` or `setup_output_hook`, by name, of so many values with tensors in these places."""
+        """Call `setup_input_hook` or `setup_output_hook`, by name, for `length` values with tensors in these places."""
         found = getattr(self, name)(_spread(tensors, places, length))
         return tuple(found[i] for i in places)
 
 
 class GraphHooks(PlacedHooks):
-    """Those whose hooks are the operator: it knows which gradients belong to which inputs and outputs."""
+    """Hooks in a graph: the operator calls the user's, and knows which gradients belong to which inputs and outputs."""
 
     def __init__(self, state: Tensor, module: str, hooks: str, pre_hooks: str):
         super().__init__(None, (self._after,), (self._before,))
@@ -133,7 +133,7 @@ class GraphHooks(PlacedHooks):
         self.names = {"module": module, "hooks": hooks, "pre_hooks": pre_hooks}
 
     def _before(self, _: Any, of_outputs: Values) -> Values:
-        """Pre-hooks; and, where no input takes a gradient, the hooks as well: nothing else would keep them."""
+        """Call pre-hooks; and, if no input takes a gradient, the hooks as well: nothing else would call them."""
         alone = self.input_tensors_index is None
         return self._call(ALONE if alone else BEFORE, of_outputs, ())
 
@@ -155,7 +155,7 @@ def _spread(values: Sequence[Tensor], places: Sequence[int], length: int) -> Val
 
 
 def _backward_hooks(state: Tensor, call: str, gradients: list[Tensor], of_outputs: list[Tensor]) -> list[Tensor]:
-    """Call the hooks of one module, as `BackwardHook` does; the gradients that they leave, as new tensors.
+    """Call the hooks of one module, as `BackwardHook` does; return the gradients that they leave, as new tensors.
 
     call: names in the state that `state` carries, and which gradients are not None. Raises what a hook raises, and
     `RuntimeError` for a hook that returns another number of gradients.
@@ -196,7 +196,7 @@ def _call_alone(module: torch.nn.Module, hooks: Sequence[Callable[..., Any]], no
 
 
 def _like(value: Tensor | None, given: Tensor) -> Tensor:
-    """A new tensor of what a hook left, laid out as its gradient was; None stands for zeros."""
+    """Return a new tensor of what a hook left, laid out as its gradient was; None stands for zeros."""
     if value is None:
         return torch.zeros_like(given)
     if value.shape != given.shape:
@@ -211,7 +211,7 @@ def _fake(state: Tensor, call: str, gradients: list[Tensor], of_outputs: list[Te
 
 
 _library = torch.library.Library("fp8", "FRAGMENT")  # lives as long as the process
-_tags = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []  # it calls the user's Python
-_library.define(SCHEMA, tags=_tags)
+_TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []  # it calls the user's Python
+_library.define(SCHEMA, tags=_TAGS)
 _library.impl("backward_hooks", _backward_hooks, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8::backward_hooks", _fake, lib=_library)

@@ -29,7 +29,7 @@ class Frame:
 
 
 def translator() -> InstructionTranslator | None:
-    """What traces the frame whose graph Dynamo is handing over; None outside of Dynamo."""
+    """Return what traces the frame whose graph Dynamo is handing over; None outside of Dynamo."""
     try:
         return InstructionTranslator.current_tx()  # torch 2.12 has None outside, 2.11 and 2.13 raise
     except AttributeError:
@@ -37,7 +37,7 @@ def translator() -> InstructionTranslator | None:
 
 
 def current_frame(inputs: Sequence[Any]) -> Frame | None:
-    """The frame whose graph, with these inputs, Dynamo is handing over; None outside of Dynamo."""
+    """Return the frame whose graph, with these inputs, Dynamo is handing over; None outside of Dynamo."""
     tx = translator()
     if tx is None:
         return None
@@ -53,14 +53,14 @@ class Call:
     frames: list[Frame] = field(default_factory=list)
 
     def takes(self, frame: Frame | None, plans: Sequence[Plan]) -> bool:
-        """Whether a graph of `frame`, with these plans, is of this call; one without matmuls begins none."""
+        """Return True if a graph of `frame`, with these plans, is of this call; one without matmuls begins no call."""
         if frame is None or not self.frames or self.frames[-1].function() is not frame.function():
             return False
         return frame not in self.frames or not any(plan.matmuls for plan in plans)
 
 
-def told(plans: Sequence[Plan]) -> list[Plan]:
-    """Plans with something to tell: matmuls, an optimizer, a failure; where none has, the first."""
+def reportable(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans that have matmuls, an optimizer or a failure; if none has, the first."""
     return [p for p in plans if p.matmuls or p.failure or p.states or p.updates] or list(plans[:1])
 
 
@@ -73,7 +73,7 @@ class Compilations:
     nothing: list[Plan] = field(default_factory=list)  # of calls that compiled nothing, which say why
 
     def add(self, plans: Sequence[Plan], frame: Frame | None) -> None:
-        """The plans of one graph."""
+        """Add the plans of one graph."""
         self.plans.extend(plans)
         if not self.calls or not self.calls[-1].takes(frame, plans):
             self.calls.append(Call())
@@ -81,16 +81,21 @@ class Compilations:
         self.calls[-1].frames += [frame] if frame is not None else []
 
     def add_call(self, plan: Plan) -> None:
-        """A call that compiled nothing; `plan` says why."""
+        """Add a call that compiled nothing; `plan` says why."""
         self.nothing.append(plan)
         self.calls.append(Call([plan]))
 
+    def clear(self) -> None:
+        """Forget all plans and calls."""
+        for kept in (self.plans, self.calls, self.nothing):
+            kept.clear()
+
     def last(self) -> list[Plan]:
-        """Of the last call that compiled matmuls; where none has, of the last of an optimizer, or at all."""
+        """Return the plans of the last call that compiled matmuls; if none did, of an optimizer's last, or the last."""
         for wanted in (_has_matmuls, _has_optimizer, lambda plan: True):
             for call in reversed(self.calls):
                 if any(map(wanted, call.plans)):
-                    return told(call.plans)
+                    return reportable(call.plans)
         return []
 
 

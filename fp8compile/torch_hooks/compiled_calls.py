@@ -28,6 +28,7 @@ from torch._dynamo import (
 from torch._dynamo.utils import counters  # what Dynamo gave up, and why
 from torch.optim import Optimizer
 
+from fp8compile import process_state
 from fp8compile.plan import store
 from fp8compile.plan.rows import Plan
 from fp8compile.torch_hooks import uncompiled_calls
@@ -38,11 +39,15 @@ Compiled = Callable[..., Any]
 
 @dataclass
 class Runs:
-    """Count graphs of this process: those asked for, those that ran, and of these those with matmuls."""
+    """Counts of the graphs of this process: those asked for, those that ran, and of these those with matmuls."""
 
     asked: int = 0
     graphs: int = 0
     matmuls: int = 0
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.asked = self.graphs = self.matmuls = 0
 
 
 _runs = Runs()
@@ -69,29 +74,34 @@ def counted(compiled: Compiled, made: Sequence[Plan]) -> Compiled:
     return run
 
 
-def step_is_told() -> bool:
-    """Return whether a step is running of which it was said already that nothing of it is compiled."""
-    return any(calls.is_told for calls in _steps)
+def step_is_warned_of() -> bool:
+    """Return True if a step is running of which a warning has said that nothing of it is compiled."""
+    return any(calls.is_warned for calls in _steps)
 
 
 def reset() -> None:
     """Forget all plans, and what Dynamo gave up; torch calls it by the backend's `reset` in its own."""
-    store.reset()
-    _given_up.clear()
+    process_state.reset_with_torch()
 
 
 def watch(backend: Callable[..., Any]) -> None:
     """Have torch enter calls of what it compiles with `backend` from now on."""
     backend.reset = reset  # type: ignore[attr-defined]
+
+
+def hand_on_contexts() -> None:
+    """Let torch's wrapper of a backend that is watched hand on a context for its calls."""
     wrapper = getattr(torch, "_TorchCompileWrapper", None)
-    if wrapper is not None and not isinstance(vars(wrapper).get("compiler_fn"), _CompilerFunction):
+    if wrapper is not None:
         wrapper.compiler_fn = _CompilerFunction()
 
 
 class _CompilerFunction:
-    """The attribute `compiler_fn` of torch's wrapper of a backend: where it is one of ours, the wrapper also gets a
-    `backend_ctx_ctor`. As an attribute of the class, since the wrapper that looks the backend up for the first time
-    exists already when this module is imported."""
+    """The attribute `compiler_fn` of torch's wrapper of a backend, which gives it a `backend_ctx_ctor` for ours.
+
+    It is an attribute of the class, since the wrapper that looks the backend up for the first time exists already when
+    this module is imported.
+    """
 
     def __get__(self, wrapper: Any, owner: type) -> Any:
         if wrapper is None or "compiler_fn" not in vars(wrapper):
@@ -106,15 +116,17 @@ class _CompilerFunction:
 
 @dataclass
 class Calls:
-    """Contexts for the calls of what one torch.compile made; once a call has shown whether it reaches a graph, the next
-    ones are let through."""
+    """Contexts for the calls of what one torch.compile made.
+
+    Once a call has shown whether it reaches a graph, the next ones are let through.
+    """
 
     is_known: bool = False
     is_optimizer: bool = False
-    is_told: bool = False  # that it reached none
+    is_warned: bool = False  # that it reached none
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of one call."""
+        """Return the context of one call."""
         return contextlib.nullcontext() if self.is_known and not self.is_optimizer else Call(self)
 
 
@@ -157,12 +169,12 @@ class Call:
         if found is not None:
             store.nothing_compiled(found)
             warn_user(f"fp8: {found.failure}")
-            self.calls.is_told = True
+            self.calls.is_warned = True
         self.calls.is_known = found is not None or _runs != self.before
         self.function = self.optimizer = None
 
     def _verdict(self, why: Sequence[str]) -> Plan | None:
-        """What is to be said of this call; None where it reached a graph, or there was nothing to compile."""
+        """Return a plan that says why nothing was compiled; None if something was, or nothing was to be."""
         if _runs.matmuls > self.before.matmuls:
             return None
         name, code = _name_of(self.function, self.optimizer), _code_of(self.function)
@@ -176,7 +188,7 @@ class Call:
         return uncompiled_calls.plan(name, self.optimizer, why) if why else None
 
     def _untried(self, name: str, code: CodeType | None) -> Plan | None:
-        """What is to be said where Dynamo did not even try."""
+        """Return the plan of a call that Dynamo did not even try to compile."""
         if code is not None and code in _given_up:
             return uncompiled_calls.plan(name, self.optimizer, _given_up[code], is_earlier=True)
         module = getattr(self.function, "__self__", None)
@@ -187,13 +199,13 @@ class Call:
 
 
 class _Reset:
-    """What `torch.compiler.reset()` finds among the backends whose code it forgets."""
+    """An object that `torch.compiler.reset()` finds among the backends whose code it forgets."""
 
     reset = staticmethod(reset)
 
 
 def _reasons() -> dict[str, int]:
-    """Why Dynamo has left code to Python, with counts."""
+    """Return the reasons why Dynamo has left code to Python, with counts."""
     return {**counters["unimplemented"], **counters["graph_break"]}
 
 
@@ -202,12 +214,12 @@ def _is_on() -> bool:
 
 
 def _reading_numbers() -> Callable[[], Any]:
-    """Let Dynamo trace `Tensor.item()`, as its own contexts change a setting for a call; what undoes it."""
+    """Let Dynamo trace `Tensor.item()`, as its own contexts change a setting for a call; return what undoes it."""
     return dynamo_config._make_closure_patcher(capture_scalar_outputs=True)()  # type: ignore[attr-defined]
 
 
 def _called() -> tuple[Any, Optimizer | None]:
-    """The function whose compiled form is called, and the optimizer whose step it is."""
+    """Return the function whose compiled form is called, and the optimizer whose step it is."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == eval_frame.__file__ and "fn" in (names := frame.f_locals) and "args" in names:
@@ -219,7 +231,7 @@ def _called() -> tuple[Any, Optimizer | None]:
 
 
 def _owner(function: Any) -> Any:
-    """The object of a method, also where torch put a function around it."""
+    """Return the object of a method, also where torch put a function around it."""
     while function is not None:
         for owner in (function, getattr(function, "__self__", None)):
             if isinstance(owner, (Optimizer, torch.nn.Module)):
@@ -238,7 +250,7 @@ def _name_of(function: Any, optimizer: Optimizer | None) -> str:
 
 
 def _code_of(function: Any) -> CodeType | None:
-    """The code that Dynamo takes up, or no more: of a module that torch wraps itself, code that all such ones share."""
+    """Return the code that Dynamo compiles or leaves. All modules whose call torch wraps itself share one."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         return getattr(owner.forward, "__code__", None)

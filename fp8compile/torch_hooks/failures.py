@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from fp8compile.errors import first_line as first_line
 from fp8compile.options import Options
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.torch_hooks.user_frame import warn_user
@@ -24,12 +25,6 @@ def warn(
         f"fp8: a pass failed ({first_line(error)}). {consequence}. "
         f"A bug report is ready at {path}; options={{'strict': True}} raises instead."
     )
-
-
-def first_line(error: Exception) -> str:
-    """The error's type and the first line of what it says."""
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _write(error: Exception, graph: fx.Graph, options: Options) -> Path:

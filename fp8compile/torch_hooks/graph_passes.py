@@ -25,12 +25,12 @@ GraphPass = Callable[[fx.Graph], None]
 
 
 def shared(settings: Mapping[str, Any], ours: Mapping[str, CustomGraphPass]) -> dict[str, Any]:
-    """What to set the hooks of `ours` to, so that passes in `settings`, or set for every compilation, run before."""
+    """Return settings for the hooks of `ours` with which passes that a user has set run before."""
     return {name: _after(_theirs(settings, name), own) for name, own in ours.items()}
 
 
 def theirs_uuid(settings: Mapping[str, Any], *names: str) -> str:
-    """Changes with the passes that others have put into the hooks `names`; "" where there are none."""
+    """Return a text that changes with the passes that others have put into the hooks `names`; "" if there are none."""
     return "".join(repr(_uuid(p)) for name in names for p in _listed(_theirs(settings, name)))
 
 
@@ -55,7 +55,7 @@ class _InTurn(CustomGraphPass):
             run(graph)
 
     def uuid(self) -> str | None:
-        """All of theirs; None, which keeps results out of the caches, where one has none."""
+        """Return a digest of theirs; None, which keeps results out of the caches, if one has none."""
         known = [_uuid(p) for p in self.passes]
         return None if None in known else hashlib.sha256(repr(known).encode()).hexdigest()
 
@@ -71,7 +71,7 @@ def _listed(passes: Any) -> tuple[Any, ...]:
 
 
 def _after(theirs: Any, ours: CustomGraphPass) -> Any:
-    """`ours` behind `theirs`, as this torch takes it."""
+    """Return `ours` behind `theirs`, as this torch takes several passes."""
     passes = (*_listed(theirs), ours)
     if len(passes) == 1:
         return ours

@@ -23,7 +23,7 @@ Types = tuple[tuple[str, str], ...]  # dtype and shape of each input
 
 
 def inputs_of_regions(gm: fx.GraphModule, inputs: Sequence[Input]) -> dict[Types, tuple[Input, ...]]:
-    """What the inputs of the regions that a Dynamo graph calls are; `inputs`: those of the graph itself."""
+    """Return what is known of the inputs of the regions that a Dynamo graph calls; `inputs`: of the graph itself."""
     known = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
     found: dict[Types, tuple[Input, ...]] = {}
     for call in gm.graph.find_nodes(op="call_function", target=invoke_subgraph):
@@ -35,7 +35,7 @@ def inputs_of_regions(gm: fx.GraphModule, inputs: Sequence[Input]) -> dict[Types
 
 
 def match_inputs(graph: fx.Graph, regions: Mapping[Types, Sequence[Input]]) -> dict[str, Input]:
-    """The inputs of the joint or inference graph of a region, by name; its parameters are marked `HELD`."""
+    """Return the inputs of the joint or inference graph of a region, by name; mark its parameters `HELD`."""
     placeholders = [n for n in graph.find_nodes(op="placeholder") if "tangents" not in str(n.target)]
     known = regions.get(_types(n.meta.get("val") for n in placeholders), ())
     for node, given in zip(placeholders, known, strict=False):
@@ -44,7 +44,7 @@ def match_inputs(graph: fx.Graph, regions: Mapping[Types, Sequence[Input]]) -> d
 
 
 def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """The graphs that a graph calls: of regions, branches and loops, each once; innermost first, `gm` itself last."""
+    """Return the graphs that a graph calls (of regions, branches and loops), each once, innermost first, `gm` last."""
     found: list[fx.GraphModule] = []
     for node in gm.graph.find_nodes(op="get_attr"):
         body = getattr(gm, str(node.target), None)

@@ -26,18 +26,21 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's 
 from fp8compile import devices, ops
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
-from fp8compile.passes.core.compilation import Compilation, aten, attach_views, device_of, remove_dead
+from fp8compile.passes import pipeline
+from fp8compile.passes.core.compilation import aten, device_of, remove_dead, value
 from fp8compile.passes.core.snapshot import Snapshot
-from fp8compile.passes.core.verify import signature, verify
+from fp8compile.passes.core.verify import signature
 from fp8compile.passes.core.verify_halves import verify_halves
-from fp8compile.passes.lower import describe
 from fp8compile.passes.save.min_cut import Halves, is_object, may_be_computed_again, run_again
-from fp8compile.passes.save.rounding_hazards import find_sensitive
-from fp8compile.passes.save.save_as_fp8 import save_as_fp8
+from fp8compile.passes.save.rounding_hazards import find_hazards
+from fp8compile.passes.save.save_as_fp8 import Cut
 from fp8compile.passes.save.save_budget import plan_within
 from fp8compile.passes.save.saved_forms import Form, Graph, as_it_is, find_forms
-from fp8compile.passes.save.saved_overrides import edit_saved, saved_keys
+from fp8compile.passes.save.saved_overrides import override_saved
+from fp8compile.passes.save.saved_rows import count_recomputed, recomputed_rows, saved_rows
+from fp8compile.passes.save.saved_value import saved_values
 from fp8compile.plan import overrides
+from fp8compile.plan.reasons import Reason, Why
 from fp8compile.plan.rows import Plan
 from fp8compile.plan.store import Record
 from fp8compile.source_digest import source_digest
@@ -57,8 +60,11 @@ class Partitioner(CustomPartitionerFn):
         self.options = options
         self.record = record
 
+    def see_joint(self, graph: fx.Graph) -> None:
+        """See the joint graph before any pass."""
+
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        """(forward, backward) of the joint graph `gm`."""
+        """Return (forward, backward) of the joint graph `gm`."""
         kwargs = with_static_parts(gm, kwargs)
         ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
         backup, forms = Snapshot(gm.graph), {}
@@ -77,7 +83,7 @@ class Partitioner(CustomPartitionerFn):
     def _by_torch(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any], known: dict[str, Form]
     ) -> Any:
-        """torch's own partitioner, and the plan's rows about what it saves."""
+        """Cut by torch's own partitioner, and record what it saves."""
         p = torch_partitioners
         forward, backward = p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if self.record is not None:
@@ -86,21 +92,22 @@ class Partitioner(CustomPartitionerFn):
             outputs: Any = forward.graph.output_node().args[0]
             saved = [n for n in outputs[kwargs["num_fwd_outputs"] :] if isinstance(n, fx.Node)]
             tensors = [n for n in saved if isinstance(n.meta.get("val"), torch.Tensor)]
-            why = {n: known[n.name].reason if n.name in known else "saved by torch's own cut" for n in tensors}
-            forms = {n: as_it_is(n.meta["val"], why[n]) for n in tensors}
-            self.record.add_saved(describe.describe_saved(saved, static, forms), {}, [])
+            by_torch = Why(Reason.TORCH, "saved by torch's own cut")
+            forms = {n: as_it_is(value(n), known[n.name].why if n.name in known else by_torch) for n in tensors}
+            self.record.add_saved(saved_rows(saved_values(saved, forms, static), static), {}, [])
         return forward, backward
 
     def uuid(self) -> str:
-        """The source and the options decide what it does."""
+        """Return a key of the source and the options, which decide what it does."""
         return f"partitioner-{source_digest()}-{self.options!r}"
 
 
 def with_static_parts(gm: fx.GraphModule, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` with the inputs that stay where they are numbered as `gm` has them. Of a nested region torch names none.
+    """Return `kwargs` with the inputs that stay where they are numbered as `gm` has them.
 
-    torch numbers them as the user's function has them, where a tensor subclass is one input; in the graph it is several
-    (the payload and the scale of a weight), and whatever follows would be taken for another input.
+    Of a nested region torch names none. It numbers them as the user's function has them, where a tensor subclass is one
+    input; in the graph it is several (the payload and the scale of a weight), and whatever follows would be taken for
+    another input.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     if held := [i for i, node in enumerate(inputs) if node.meta.get(nested_regions.HELD)]:
@@ -114,7 +121,7 @@ def with_static_parts(gm: fx.GraphModule, kwargs: dict[str, Any]) -> dict[str, A
 
 
 def _outer_index(desc: Any) -> int | None:
-    """Which input of the user's function an input is (a part of); None for what is none of them."""
+    """Return the number of the user's input that an input is (a part of); None for any other."""
     while not hasattr(desc, "idx") and hasattr(desc, "base"):
         desc = desc.base
     return getattr(desc, "idx", None)
@@ -128,6 +135,30 @@ def _partition(
     record: Record | None = None,
 ) -> Any:
     p = torch_partitioners
+    gm, has_checkpointed_random = _made_ready(gm)
+    halves = _halves(gm, kwargs, options)
+    outputs, count = signature(gm.graph), kwargs["num_fwd_outputs"]
+    if not halves.backward:
+        return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    choice = plan_within(gm.graph, halves, options.activation_budget, devices.describe(device_of(gm.graph)))
+    if choice.missed:
+        warn_user(f"fp8: {choice.missed}")
+    sizes = [n for n in choice.saved if p.is_sym_node(n)]
+    objects = [n for n in choice.saved if n not in sizes and is_object(n)]
+    tensors = [n for n in choice.saved if n not in sizes and n not in objects]
+    saved = _save(gm, tensors, halves, options, record)
+    forward, backward = _extract(gm, saved, sizes, objects, halves, count)
+    if has_checkpointed_random:
+        forward, backward = p.functionalize_rng_ops(gm, forward, backward, len(sizes))
+    forward, backward = _finish(forward, backward)
+    if options.verify:
+        verify_halves(forward.graph, backward.graph, outputs[:count])
+    return forward, backward
+
+
+def _made_ready(gm: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
+    """Prepare `gm` for the cut as torch does; return it, and True if something random is checkpointed."""
+    p = torch_partitioners
     remove_dead(gm.graph)
     if functorch_config.cse:
         gm.graph = fx_graph_cse(gm.graph)
@@ -137,46 +168,37 @@ def _partition(
     p.force_save_collectives(gm)
     p.force_save_effectful_ops(gm)
     p.force_save_bw_mutation_src(gm)
-    halves = _halves(gm, kwargs, options)
-    outputs = signature(gm.graph)
-    if not halves.backward:
-        return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-    choice = plan_within(gm.graph, halves, options.activation_budget, devices.describe(device_of(gm.graph)))
-    if choice.missed:
-        warn_user(f"fp8: {choice.missed}")
-    saved = choice.saved
-    sizes = [n for n in saved if p.is_sym_node(n)]
-    objects = [n for n in saved if n not in sizes and is_object(n)]
-    saved = _save(gm, [n for n in saved if n not in sizes and n not in objects], halves, options, record)
-    attach_views(gm.graph)
-    if options.verify:
-        verify(gm.graph, "save_as_fp8", outputs)
+    return gm, checkpointed and random
+
+
+def _extract(
+    gm: fx.GraphModule, saved: list[fx.Node], sizes: list[fx.Node], objects: list[fx.Node], halves: Halves, count: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return forward and backward, with what is saved between them. count: of the model's outputs."""
+    extract: Any = torch_partitioners._extract_fwd_bwd_modules
     extra: dict[str, Any] = {}
-    if _takes(p._extract_fwd_bwd_modules, "saved_opaque_nodes"):
+    if _takes(extract, "saved_opaque_nodes"):
         extra = {"saved_opaque_nodes": objects}
     else:
-        saved += objects
-    forward, backward = p._extract_fwd_bwd_modules(
-        gm,
-        saved,
-        saved_sym_nodes=sizes,
-        num_fwd_outputs=kwargs["num_fwd_outputs"],
-        static_lifetime_input_nodes=halves.static,  # type: ignore[arg-type]
-        **extra,
-    )
-    if checkpointed and random:
-        forward, backward = p.functionalize_rng_ops(gm, forward, backward, len(sizes))
+        saved = [*saved, *objects]
+    static = halves.static
+    return extract(
+        gm, saved, saved_sym_nodes=sizes, num_fwd_outputs=count, static_lifetime_input_nodes=static, **extra
+    )  # fmt: skip
+
+
+def _finish(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the halves in the order that torch gives them, with their random states."""
+    p = torch_partitioners
     backward = p.reordering_to_mimic_autograd_engine(backward)
     forward, backward = p.raise_getitems(forward), p.raise_getitems(backward)
     forward = p.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     backward = p.thread_graphsafe_rng_from_hops(backward, is_backward=True)
-    if options.verify:
-        verify_halves(forward.graph, backward.graph, outputs[: kwargs["num_fwd_outputs"]])
     return forward, backward
 
 
 def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Halves:
-    """What is known of the two halves, with the form of every value."""
+    """Return what is known of the two halves, with the form of every value."""
     p = torch_partitioners
     outputs = kwargs["num_fwd_outputs"]
     info = p.classify_nodes(gm, kwargs.get("static_lifetime_input_indices") or [], outputs)
@@ -202,14 +224,14 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
     device = devices.describe(device_of(gm.graph))
     if (device.has_fp8 or device.emulated) and options.save != KEEP_ALL:
         again = {n for n in gm.graph.nodes if n not in halves.backward and may_be_computed_again(n, recomputable)}
-        sensitive = find_sensitive(gm.graph, again.__contains__, halves.backward.__contains__)
-        halves.exact.update(sensitive)
-        halves.forms.update(find_forms(gm.graph, known, options, sensitive))
+        hazards = find_hazards(gm.graph, again.__contains__, halves.backward.__contains__)
+        halves.exact.update(hazards)
+        halves.forms.update(find_forms(gm.graph, known, options, hazards))
     return halves
 
 
 def _is_in_fp8(gm: fx.GraphModule) -> bool:
-    """Whether any matmul of a graph, or of the regions that it calls, is in FP8."""
+    """Return True if any matmul of a graph, or of the regions that it calls, is in FP8."""
     return any(n.target is ops.scaled_mm for body in nested_regions.bodies(gm) for n in body.graph.nodes)
 
 
@@ -233,22 +255,18 @@ def _but_for_places(is_recomputable: Callable[[fx.Node], bool]) -> Callable[[fx.
 
 
 def _save(
-    gm: fx.GraphModule, saved: list[fx.Node], halves: Halves, options: Options, record: Record | None
+    gm: fx.GraphModule, nodes: list[fx.Node], halves: Halves, options: Options, record: Record | None
 ) -> list[fx.Node]:
-    """What is saved, payloads in place of values; and the plan's rows about it."""
-    again = run_again(gm.graph, saved, halves)
-    c = Compilation(gm.graph, options, devices.describe(device_of(gm.graph)), Plan())
-    restored = describe.describe_restored(again, halves)  # before nodes are doubled
-    keys = saved_keys(saved, halves)
-    edit_saved(keys, halves, options.plan)
-    kept, forms = save_as_fp8(c, saved, halves, keys if options.watch else None)
+    """Return the nodes that are saved, payloads in place of values, and tell the plan."""
+    again = run_again(gm.graph, nodes, halves)
+    restored = recomputed_rows(again, halves)  # before nodes are doubled
+    saved = saved_values(nodes, halves.forms, halves.static)
+    override_saved(saved, options.plan)
+    device = devices.describe(device_of(gm.graph))
+    pipeline.run_stage(c := Cut(gm.graph, options, device, Plan(), halves=halves, saved=saved))
     if record is not None:
-        record.add_saved(
-            describe.describe_saved(saved, halves.static, {**halves.forms, **forms}),
-            describe.describe_recomputed(again, halves),
-            restored,
-        )
-    return kept
+        record.add_saved(saved_rows(saved, halves.static), count_recomputed(again, halves), restored)
+    return c.kept
 
 
 def _takes(function: Any, name: str) -> bool:

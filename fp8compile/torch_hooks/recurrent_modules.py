@@ -41,7 +41,7 @@ def call_between_graphs(is_ours: Callable[[Any], bool]) -> None:
 
 @functools.cache
 def _called_between_graphs(kind: type) -> type:
-    """Dynamo's class for a module, whose calls break the graph."""
+    """Return a class of Dynamo's for a module whose calls break the graph."""
 
     def call_function(self: Any, *_: Any, **__: Any) -> NoReturn:
         unimplemented(

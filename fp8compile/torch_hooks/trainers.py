@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 
 from fp8compile.torch_hooks.user_frame import warn_user
 
-_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def warn_of_fused_optimizer() -> None:
     """Say once where a Trainer steps a fused optimizer, whose states stay plain."""
     opt = _trainers_optimizer()
-    if opt is None or opt in _told or not any(group.get("fused") for group in opt.param_groups):
+    if opt is None or opt in _warned or not any(group.get("fused") for group in opt.param_groups):
         return
-    _told.add(opt)
+    _warned.add(opt)
     warn_user(
         f"fp8: Trainer steps {type(opt).__name__}(fused=True), its default, without compiling it: the model is in FP8, "
         "and the optimizer's states stay as they are. For states in 8 bits give Trainer an optimizer whose step is "
@@ -32,7 +32,7 @@ def warn_of_fused_optimizer() -> None:
 
 
 def _trainers_optimizer() -> Optimizer | None:
-    """The optimizer of the Trainer that is running, without accelerate's wrapper; None where none runs."""
+    """Return the optimizer of the Trainer that is running, without accelerate's wrapper; None if none runs."""
     kind = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     frame = sys._getframe(1) if kind is not None else None
     while frame is not None:

@@ -33,19 +33,21 @@ DISABLED = "torch lets nobody compile this step: leave it uncompiled"
 
 
 def plan(name: str, optimizer: Optimizer | None, why: Sequence[str], is_earlier: bool = False) -> Plan:
-    """The plan of a call of `name` that reached no graph. why: what Dynamo said; is_earlier: in another call, after
-    which it left this code alone."""
+    """Return the plan of a call of `name` that reached no graph.
+
+    why: what Dynamo said; is_earlier: in another call, after which it left this code alone.
+    """
     if optimizer is not None:
         text = f"nothing of {name} was compiled, and its states stay as they are: {_of_step(optimizer, why)}."
         return Plan("optimizer", failure=text)
     earlier = " in an earlier call of the same code, and leaves that alone since" if is_earlier else ""
     cures = [AGAIN] if is_earlier else _cures(why) or [ELSE]
-    text = f"nothing of {name} was compiled, so nothing of it runs in FP8. torch gave up{earlier}: {_told(why)}."
+    text = f"nothing of {name} was compiled, so nothing of it runs in FP8. torch gave up{earlier}: {_shortened(why)}."
     return Plan("none", failure=" ".join([text, *cures]))
 
 
 def in_place(name: str) -> Plan:
-    """The plan of a call of one of torch's own modules after `module.compile()`."""
+    """Return the plan of a call of one of torch's own modules after `module.compile()`."""
     return Plan(
         "none",
         failure=f"nothing of {name} was compiled, so nothing of it runs in FP8: module.compile() takes up modules of "
@@ -54,16 +56,16 @@ def in_place(name: str) -> Plan:
 
 
 def without_matmuls(name: str, why: Sequence[str]) -> Plan | None:
-    """The plan of a call whose graphs have no matmul because of modules that Dynamo is known to leave; or None."""
+    """Return the plan of a call whose graphs lack matmuls because of modules that Dynamo is known to leave; or None."""
     known = [text for text in why if any(text.startswith(start) for start, _ in CURES[:3])]
     if not known:
         return None
-    text = f"no matmul of {name} was compiled, so nothing of it runs in FP8. torch left modules: {_told(known)}."
+    text = f"no matmul of {name} was compiled, so nothing of it runs in FP8. torch left modules: {_shortened(known)}."
     return Plan("none", failure=" ".join([text, *_cures(known)]))
 
 
 def unwanted(why: Sequence[str], optimizer: Optimizer | None) -> list[str]:
-    """What Dynamo gave up without anybody's having asked for that. In a step it is torch that disables functions."""
+    """Return the reasons that nobody has asked for. In a step it is torch, not the user, that disables functions."""
     return [text for text in why if not text.startswith(BY_CHOICE if optimizer is None else BREAK)]
 
 
@@ -72,11 +74,11 @@ def _of_step(optimizer: Optimizer, why: Sequence[str]) -> str:
         return FUSED
     if getattr(type(optimizer).step, "_torchdynamo_disable", False):
         return DISABLED
-    return f"torch gave up: {_told(unwanted(why, None) or why)}. {' '.join(_cures(why) or [ELSE])}".rstrip(".")
+    return f"torch gave up: {_shortened(unwanted(why, None) or why)}. {' '.join(_cures(why) or [ELSE])}".rstrip(".")
 
 
-def _told(why: Sequence[str]) -> str:
-    """What Dynamo says, each in a line: what it met, and its explanation."""
+def _shortened(why: Sequence[str]) -> str:
+    """Return what Dynamo says: of each reason what it met, and its explanation."""
     return "; ".join(dict.fromkeys(_short(text) for text in why[:3]))
 
 

@@ -32,11 +32,11 @@ class _OptionError(OptionError, ShortenTraceback):
         self.message, self.first_useful_frame = message, first_useful_frame
 
     def __str__(self) -> str:
-        """Without the advice for debugging Dynamo that Dynamo appends to whatever is raised under it."""
+        """Return the message without the advice for debugging that Dynamo appends to whatever is raised under it."""
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In another process it is the plain error: frames cannot be sent."""
+        """Return how to make the plain error in another process: frames cannot be sent."""
         return OptionError, (self.message,)
 
 

@@ -24,7 +24,7 @@ MADE = ("<eval_with_key", "<frozen")  # code without a file
 
 
 def user_frame() -> FrameType | None:
-    """The nearest frame that is neither torch's nor ours; None on a thread of autograd's own."""
+    """Return the nearest frame that is neither torch's nor ours; None on a thread of autograd's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -35,7 +35,7 @@ def user_frame() -> FrameType | None:
 
 
 def calling_line() -> str:
-    """ "train.py:12  loss = step(x)": the user's line that is running; "" where there is none."""
+    """Return the user's line that is running, as "train.py:12  loss = step(x)"; "" if there is none."""
     frame = user_frame()
     if frame is None:
         return ""
@@ -45,7 +45,7 @@ def calling_line() -> str:
 
 
 def warn_user(message: str) -> None:
-    """An `Fp8Warning` at the user's line; where there is none, at the caller's."""
+    """Warn with an `Fp8Warning` at the user's line; if there is none, at the caller's."""
     frame = user_frame() or sys._getframe(1)
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import cache_dir  # kernels live and die with the code that calls them
 
+from fp8compile.cache_folder import cache_folder
 from fp8compile.kernels.codegen import emit
 from fp8compile.kernels.codegen import schedule as schedules
 from fp8compile.kernels.codegen import spec as specs
@@ -123,7 +123,7 @@ def module_of(region: Region, schedule: Schedule, target: str) -> ModuleType:
     import triton
 
     key = hashlib.sha256(f"{source}{source_digest()}{triton.__version__}".encode()).hexdigest()[:16]
-    path = Path(cache_dir()) / "fp8compile" / "kernels" / f"{kernel_name(region, schedule)}_{key}.py"
+    path = cache_folder() / "kernels" / f"{kernel_name(region, schedule)}_{key}.py"
     if not path.exists():
         write_atomically(path, source)
     return import_file(path)

@@ -10,13 +10,12 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import cache_dir  # kernels live and die with the code that calls them
 
+from fp8compile.cache_folder import cache_folder
 from fp8compile.formats import ceil_div
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.optimizer.emit_update import ALIGNMENT, UpdateSchedule, columns, update_source
@@ -66,7 +65,7 @@ def kernel_of(update: Update, schedule: UpdateSchedule, target: str) -> Any:
     source = file_source(update, schedule, target)
     key = hashlib.sha256(f"{source}{source_digest()}{triton.__version__}".encode()).hexdigest()[:16]
     name = kernel_name(update, schedule)
-    path = Path(cache_dir()) / "fp8compile" / "kernels" / f"{name}_{key}.py"
+    path = cache_folder() / "kernels" / f"{name}_{key}.py"
     if not path.exists():
         generated.write_atomically(path, source)
     return getattr(generated.import_file(path), name)

@@ -18,7 +18,9 @@ import torch
 from torch import fx
 
 from fp8compile.passes.core import operators
-from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, getitems, is_tensor, update_value, value
+from fp8compile.passes.core.aten_views import Permutation
+from fp8compile.passes.core.compilation import VIEWS, Compilation, getitems, is_tensor, update_value, value
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.replace import copied, restride
 from fp8compile.passes.core.stride_demands import record_node
 
@@ -37,7 +39,8 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _profits(node: fx.Node, out: fx.Node) -> bool:
-    """Whether a kernel makes the queries, and the output has their layout, heads first, and is read tokens first."""
+    """Return True if a kernel makes the queries, and the output has their layout, heads first, and is read tokens
+    first."""
     q = node.args[0]
     if not isinstance(q, fx.Node) or q.target in VIEWS or q.op != "call_function" or value(out).dim() != 4:
         return False
@@ -49,14 +52,12 @@ def _profits(node: fx.Node, out: fx.Node) -> bool:
 
 
 def _puts_tokens_first(node: fx.Node) -> bool:
-    if node.target is aten.permute.default:
-        return [d % 4 for d in node.args[1]] == TOKENS_FIRST  # type: ignore[union-attr]
-    return node.target is aten.transpose.int and {d % 4 for d in node.args[1:]} == {1, 2}  # type: ignore[operator]
+    view = Permutation.of(node)
+    return view is not None and view.dims == TOKENS_FIRST
 
 
 def _change(c: Compilation, node: fx.Node, out: fx.Node) -> None:
-    q = node.args[0]
-    assert isinstance(q, fx.Node)
+    q = first_input(node)
     b, h, s, d = value(q).shape
     tokens_first = torch.empty((b, s, h, d), device="meta").transpose(1, 2).stride()
     first = min(u for u in q.users if _is_attention(u))

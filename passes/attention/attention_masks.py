@@ -26,7 +26,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # passes run u
 from torch.utils._pytree import tree_leaves
 
 from fp8compile.passes.core.compilation import Compilation, aten, value
+from fp8compile.passes.core.node_views import call_of, first_input
 from fp8compile.passes.core.origin import module_path, source_line
+from fp8compile.passes.core.walk import walk
 from fp8compile.plan.rows import Mask
 
 CAUSAL, EVERYTHING = "causal", "everything"
@@ -54,19 +56,20 @@ def run(c: Compilation) -> None:
 
 
 def _constants(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The nodes whose value the graph alone decides → a number; nodes of one number have one value."""
+    """Return the nodes whose value the graph alone decides → a number; nodes of one number have one value."""
     found: dict[fx.Node, int] = {}
-    numbers: dict[tuple[str, ...], int] = {}
+    numbers: dict[tuple[str, str], int] = {}
     for node in graph.nodes:
         if _is_literal(node) or (_is_pure(node) and all(n in found for n in node.all_input_nodes)):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: ("node", found[n]))  # type: ignore[misc]
-            what = (str(node.target), repr(args), repr(kwargs))
+            given = fx.map_arg((node.args, node.kwargs), lambda n: ("node", found[n]))
+            what = (str(node.target), repr(given))
             found[node] = numbers.setdefault(what, len(numbers))
     return found
 
 
 def _is_literal(node: fx.Node) -> bool:
-    """Whether a node is what was written as a number or a list in the program: the -inf of `mask[i < j] = -inf`."""
+    """Return True if a node is what was written as a number or a list in the program: the -inf of `mask[i < j] =
+    -inf`."""
     if node.op != "get_attr" or any(u.target is not aten.lift_fresh_copy.default for u in node.users):
         return False
     return type(_literal(node)) is Tensor  # not a fake one
@@ -78,7 +81,7 @@ def _literal(node: fx.Node) -> Any:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether a node gives tensors of known sizes, the same each time, and changes none."""
+    """Return True if a node gives tensors of known sizes, the same each time, and changes none."""
     if node.op != "call_function":
         return False
     target, results = node.target, tree_leaves(node.meta.get("val"))
@@ -97,12 +100,12 @@ def _has_known_sizes(x: Tensor) -> bool:
 
 
 def _bytes(x: Tensor) -> int:
-    """Bytes in memory: of what is expanded, once."""
+    """Return the bytes in memory: of what is expanded, once."""
     return x.itemsize * math.prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step)
 
 
 def _computed(node: fx.Node) -> Tensor:
-    """The value of a constant node, on its device or, where that is not there, on the CPU."""
+    """Return the value of a constant node, on its device or, where that is not there, on the CPU."""
     wanted = value(node).device
     device = wanted if wanted.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
     order, readers = _ancestors(node)
@@ -111,9 +114,9 @@ def _computed(node: fx.Node) -> Tensor:
         if n.op == "get_attr":
             known[n] = _literal(n)
             continue
-        args, kwargs = fx.map_arg((n.args, n.kwargs), known.__getitem__)  # type: ignore[arg-type]
+        args, kwargs = fx.map_arg((n.args, n.kwargs), known.__getitem__)
         args, kwargs = _on(device, args), {name: _on(device, x) for name, x in kwargs.items()}
-        known[n] = n.target(*args, **kwargs)  # type: ignore[operator]
+        known[n] = call_of(n)(*args, **kwargs)
         for source in n.all_input_nodes:
             readers[source] -= 1
             if not readers[source]:
@@ -122,20 +125,15 @@ def _computed(node: fx.Node) -> Tensor:
 
 
 def _on(device: torch.device, x: Any) -> Any:
-    """`x` with `device` in place of every device in it."""
+    """Return `x` with `device` in place of every device in it."""
     if isinstance(x, (list, tuple)):
         return type(x)(_on(device, y) for y in x)
     return device if isinstance(x, torch.device) and x.type == "cuda" else x
 
 
 def _ancestors(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, int]]:
-    """`node` and all that it needs, in order, and how many of these read each."""
-    needed, todo = {node}, [node]
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in needed:
-                needed.add(source)
-                todo.append(source)
+    """Return `node` and all that it needs, in order, and how many of these read each."""
+    needed = set(walk([node]))
     return sorted(needed), {n: sum(u in needed for u in n.users) for n in needed}
 
 
@@ -143,7 +141,7 @@ def _ancestors(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, int]]:
 
 
 def _kind(mask: fx.Node) -> str | None:
-    """`CAUSAL` or `EVERYTHING`, if the mask is that, in every batch and head."""
+    """Return `CAUSAL` or `EVERYTHING`, if the mask is that, in every batch and head."""
     queries, keys = (1, 1, *value(mask).shape)[-2:]
     with unset_fake_temporarily(), torch.no_grad():
         try:
@@ -159,21 +157,21 @@ def _kind(mask: fx.Node) -> str | None:
 
 
 def _unexpanded(mask: Any) -> Any:
-    """What a mask is expanded from, to batches and heads of any number: that has the same to say."""
+    """Return what a mask is expanded from, to batches and heads of any number: that has the same to say."""
     while isinstance(mask, fx.Node) and mask.target is aten.expand.default:
-        mask = mask.args[0]
+        mask = first_input(mask)
     return mask
 
 
 def _once(mask: Tensor) -> Tensor:
-    """A mask without the batches and heads that lie in memory once."""
+    """Return a mask without the batches and heads that lie in memory once."""
     for dim in range(mask.dim() - 2):
         mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask
     return mask
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
-    """Where a mask lets queries see keys; None if it does more than to let or not to let."""
+    """Return where a mask lets queries see keys; None if it does more than to let or not to let."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -193,8 +191,8 @@ def _takes_mask(node: fx.Node) -> bool:
 
 
 def _fits(node: fx.Node, causal: bool) -> bool:
-    """Whether attention means what the mask says: causal is of as many queries as keys. Who asks for a gradient of the
-    mask needs the mask."""
+    """Return True if attention means what the mask says: causal is of as many queries as keys. Who asks for a gradient
+    of the mask needs the mask."""
     q, k = _argument(node, "query"), _argument(node, "key")
     square = str(value(q).shape[-2]) == str(value(k).shape[-2])
     wants = _argument(node, "grad_input_mask")
@@ -202,12 +200,12 @@ def _fits(node: fx.Node, causal: bool) -> bool:
 
 
 def _position(node: fx.Node, *names: str) -> tuple[int, str]:
-    schema: Any = node.target._schema  # type: ignore[union-attr]
-    return next(((i, a.name) for i, a in enumerate(schema.arguments) if a.name in names), (-1, ""))
+    arguments = call_of(node)._schema.arguments
+    return next(((i, a.name) for i, a in enumerate(arguments) if a.name in names), (-1, ""))
 
 
 def _argument(node: fx.Node, *names: str) -> Any:
-    """The argument with one of these names, wherever it stands; None where it is not given."""
+    """Return the argument with one of these names, wherever it stands; None where it is not given."""
     i, name = _position(node, *names)
     return node.args[i] if 0 <= i < len(node.args) else node.kwargs.get(name)
 

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8compile.passes.core.stages import DynamoGraph
+
 INPUTS = ("query", "key", "value", "attn_mask")
 MASK = INPUTS.index("attn_mask")
 
 
-def run(gm: fx.GraphModule) -> None:
+def run(c: DynamoGraph) -> None:
     """Copy what fused kernels refuse, in a graph and in those that it calls."""
-    for module in gm.modules():
+    for module in c.gm.modules():
         if isinstance(module, fx.GraphModule):
             calls = [n for n in module.graph.nodes if n.target is torch.nn.functional.scaled_dot_product_attention]
             if sum(_make_ready(node) for node in calls):
@@ -32,7 +34,7 @@ def run(gm: fx.GraphModule) -> None:
 
 
 def _make_ready(node: fx.Node) -> bool:
-    """Whether one of the inputs of an attention had to be copied."""
+    """Return True if one of the inputs of an attention had to be copied."""
     ready = False
     for i, name in enumerate(INPUTS):
         given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
@@ -49,12 +51,13 @@ def _make_ready(node: fx.Node) -> bool:
 
 
 def _is_refused(x: Tensor) -> bool:
-    """Whether the last dimension of `x` is not contiguous; a symbolic stride is not, whatever it will be."""
+    """Return True if the last dimension of `x` is not contiguous; a symbolic stride is not, whatever it will be."""
     return not x.is_nested and x.dim() > 0 and not (_is(1, x.stride(-1)) or _is(1, x.shape[-1]))
 
 
 def _copied(node: fx.Node, given: fx.Node, x: Tensor, once: bool) -> fx.Node:
-    """A contiguous copy of `given`, in front of `node`; `once`: of what is expanded over batches and heads, one."""
+    """Return a contiguous copy of `given`, in front of `node`; `once`: of what is expanded over batches and heads,
+    one."""
     with node.graph.inserting_before(node):
         for dim in range(x.dim() - 2) if once else ():
             if _is(0, x.stride(dim)):
@@ -63,12 +66,12 @@ def _copied(node: fx.Node, given: fx.Node, x: Tensor, once: bool) -> fx.Node:
 
 
 def _called(node: fx.Node, method: str, *args: Any) -> fx.Node:
-    """A call of a method, by the line that called `node`."""
+    """Return a call of a method, by the line that called `node`."""
     made = node.graph.call_method(method, args)
     made.meta = {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}
     return made
 
 
 def _is(number: int, size: Any) -> bool:
-    """Whether a size or stride is this number, and no symbol."""
+    """Return True if a size or stride is this number, and no symbol."""
     return isinstance(size, int) and size == number

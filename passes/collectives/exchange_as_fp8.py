@@ -61,7 +61,7 @@ def _exchange(c: Compilation, journey: Journey) -> bool:
 
 
 def _why_unfit(x: torch.Tensor) -> str:
-    """Why the rows of `x` are not to be rounded; "" if they may be."""
+    """Return why the rows of `x` are not to be rounded; "" if they may be."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"{str(x.dtype).removeprefix('torch.')}: the model asks for its precision"
     if x.dim() < 2 or not isinstance(x.shape[-1], int):

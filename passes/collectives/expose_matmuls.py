@@ -14,8 +14,6 @@ feeds a reduce-scatter, nothing changes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config  # whether matmuls are to be pipelined
@@ -23,6 +21,9 @@ from torch._inductor import config as inductor_config  # whether matmuls are to 
 from fp8compile import ops
 from fp8compile.passes.core.collectives import ALL_GATHER, AS_BYTES, CARRIERS
 from fp8compile.passes.core.compilation import aten, update_value
+from fp8compile.passes.core.node_views import ScaledMM, first_input
+from fp8compile.passes.core.stages import HalfGraph
+from fp8compile.passes.core.walk import walk
 from fp8compile.passes.lower.call_matmuls import RESHAPED, call, is_one_call
 from fp8compile.passes.regions.region_graph import GraphEditor
 
@@ -30,25 +31,31 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 STEPS = {*CARRIERS, *RESHAPED, aten.cat.default, aten.permute.default, aten.clone.default}
 
 
-def is_wanted() -> bool:
-    """Whether Inductor is to pipeline matmuls with collectives."""
+def is_wanted(_: HalfGraph) -> bool:
+    """Return True if Inductor is to pipeline matmuls with collectives."""
     return bool(inductor_config._micro_pipeline_tp)  # type: ignore[attr-defined]
+
+
+def run(c: HalfGraph) -> None:
+    """Expose the matmuls of a half that are beside a collective."""
+    expose_matmuls(c.graph)
 
 
 def expose_matmuls(graph: fx.Graph) -> None:
     """Expose the matmuls of `graph` that are beside a collective."""
     editor = GraphEditor(graph)
     for node in list(graph.find_nodes(op="call_function", target=ops.scaled_mm)):
-        gathered = _gathered(node.args[0])  # type: ignore[arg-type]
+        payload = ScaledMM(node).a
+        gathered = _gathered(payload)
         if not is_one_call(node) or not (gathered or _is_scattered(node)):
             continue
         if gathered is not None:
-            _gather_as_it_is(editor, gathered, node.args[0])  # type: ignore[arg-type]
+            _gather_as_it_is(editor, gathered, payload)
         call(editor, node)
 
 
 def _gathered(node: fx.Node) -> fx.Node | None:
-    """The all-gather whose result, in another order or dtype, `node` is."""
+    """Return the all-gather whose result, in another order or dtype, `node` is."""
     while node.op == "call_function" and node.target in STEPS:
         if node.target is ALL_GATHER:
             return node
@@ -60,7 +67,7 @@ def _gathered(node: fx.Node) -> fx.Node | None:
 
 
 def _is_scattered(node: fx.Node) -> bool:
-    """Whether nothing but reduce-scatters read `node`, in another order."""
+    """Return True if nothing but reduce-scatters read `node`, in another order."""
     readers = list(node.users)
     while readers and all(r.target in STEPS or r.target is REDUCE_SCATTER for r in readers):
         steps = [r for r in readers if r.target is not REDUCE_SCATTER]
@@ -72,20 +79,16 @@ def _is_scattered(node: fx.Node) -> bool:
 
 def _gather_as_it_is(editor: GraphEditor, gather: fx.Node, payload: fx.Node) -> None:
     """Let a payload that travels as bytes travel as what it is, if nobody reads the bytes."""
-    sent: Any = gather.args[0]
+    sent = first_input(gather)
     if payload.target is not AS_BYTES or sent.target is not AS_BYTES:
         return
-    way, stack = {gather}, [payload.args[0]]
-    while stack:
-        node: Any = stack.pop()
-        if node not in way:
-            way.add(node)
-            stack += node.all_input_nodes
+    shown = first_input(payload)
+    way = {gather, *walk([shown], through=lambda node: node is not gather)}
     if any(user not in way and user is not payload for node in way for user in node.users):
         return
-    gather.args = (sent.args[0], *gather.args[1:])
+    gather.update_arg(0, first_input(sent))
     for node in editor.graph.nodes:
         if node in way:
             update_value(node)
-    payload.replace_all_uses_with(payload.args[0])  # type: ignore[arg-type]
+    payload.replace_all_uses_with(shown)
     editor.graph.erase_node(payload)

@@ -12,14 +12,13 @@ own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from fp8compile.passes.collectives.quantize_before_collective import Cast, Early, Readers, readers_of
 from fp8compile.passes.core.collectives import ALL_GATHER, NAMES, Journey, erase, journeys
 from fp8compile.passes.core.compilation import Compilation, dependents, is_tangent, sort_topologically, value
+from fp8compile.passes.core.node_views import Quantize, first_input
 from fp8compile.passes.core.origin import module_path, source_line
 from fp8compile.passes.matmul import share_casts
 from fp8compile.passes.save.saved_forms import count, dtype_name
@@ -71,7 +70,7 @@ def _gather(c: Compilation, journey: Journey) -> bool:
 
 
 def why_none(c: Compilation, journey: Journey) -> str:
-    """Why nothing can be cast before this journey; "" if something can."""
+    """Return why nothing can be cast before this journey; "" if something can."""
     x = value(journey.source)
     if c.options.wire == "bf16":
         return "wire='bf16'"
@@ -79,7 +78,7 @@ def why_none(c: Compilation, journey: Journey) -> str:
 
 
 def why_inexact(readers: Readers, x: torch.Tensor) -> str:
-    """Why not every reader can have the same values of fewer bytes; "" if they can."""
+    """Return why not every reader can have the same values of fewer bytes; "" if they can."""
     if readers.late:
         return readers.why_late
     casts = [*readers.early]
@@ -87,7 +86,7 @@ def why_inexact(readers: Readers, x: torch.Tensor) -> str:
 
 
 def _pays(casts: list[Cast], x: torch.Tensor) -> bool:
-    """Whether all payloads together are fewer bytes than the tensor."""
+    """Return True if all payloads together are fewer bytes than the tensor."""
     return sum(cast.bytes_a_row(x.shape[-1]) for cast in casts) < x.shape[-1] * x.element_size()
 
 
@@ -103,7 +102,7 @@ def replace_exactly(early: Early, readers: Readers) -> None:
 def replace_rounded(early: Early, readers: Readers, cast: Cast) -> None:
     """Let the casts like `cast` read what was cast before, and all other readers the rounded values."""
     kept = readers.early.get(cast, [])
-    needed = {node for quantize in kept for node in _amaxes_of(quantize.args[1])}  # type: ignore[arg-type]
+    needed = {node for quantize in kept for node in _amaxes_of(Quantize(quantize).scale)}
     for amax in [node for node in readers.amaxes if node in needed]:
         early.replace_amax(amax)
     for quantize in kept:
@@ -116,13 +115,13 @@ def replace_rounded(early: Early, readers: Readers, cast: Cast) -> None:
 
 
 def _amaxes_of(scale: fx.Node) -> list[fx.Node]:
-    """The amax that a scale is made of, and the one that this is made of."""
-    amax: Any = scale.args[0]
+    """Return the amax that a scale is made of, and the one that this is made of."""
+    amax = first_input(scale)
     return [amax, *(n for n in amax.all_input_nodes if n.target is amax.target)]
 
 
 def why_small(c: Compilation, journey: Journey, casts: list[Cast]) -> str:
-    """Why it would save too little to be worth a collective of amaxes; "" if it saves enough."""
+    """Return why it would save too little to be worth a collective of amaxes; "" if it saves enough."""
     before, after = _bytes(journey, casts)
     if c.options.select == "all" or before - after >= LEAST:
         return ""
@@ -130,14 +129,14 @@ def why_small(c: Compilation, journey: Journey, casts: list[Cast]) -> str:
 
 
 def _bytes(journey: Journey, casts: list[Cast]) -> tuple[int, int]:
-    """What a rank has afterwards, in bytes: as values, and as these payloads with their amaxes."""
+    """Return what a rank has afterwards, in bytes: as values, and as these payloads with their amaxes."""
     x, arrived = value(journey.source), value(journey.arrival)
     rows, cols = count(arrived.shape[:-1]), count(arrived.shape[-1:])
     return rows * cols * x.element_size(), rows * sum(cast.bytes_a_row(cols) for cast in casts)
 
 
 def record(c: Compilation, journey: Journey, casts: list[Cast], reason: str) -> None:
-    """The plan's row for a collective: `casts`: those made before it, none where it moves the values."""
+    """Return the plan's row for a collective: `casts`: those made before it, none where it moves the values."""
     x, arrived = value(journey.source), value(journey.arrival)
     before, after = _bytes(journey, casts)
     backward = journey.collective in dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n)))

@@ -23,6 +23,7 @@ from fp8compile import ops
 from fp8compile.formats import FORMATS, parse_granularity
 from fp8compile.passes.core.collectives import ALL_GATHER, AS_BYTES, Journey, Sent
 from fp8compile.passes.core.compilation import AS_STORED, Compilation, aten, value
+from fp8compile.passes.core.node_views import Amax, Quantize, Scale, cast_marker, first_input, is_amax_of_tensor
 from fp8compile.passes.core.origin import module_path
 from fp8compile.passes.core.replace import replace_value
 
@@ -42,7 +43,7 @@ class Cast:
         return f"{self.format} {self.granularity}"
 
     def bytes_a_row(self, cols: int) -> int:
-        """What a row of so many elements takes, amaxes included."""
+        """Return the bytes of a row of so many elements, its amaxes included."""
         return cols + (
             0 if self.scale else SCALE_BYTES * parse_granularity(self.granularity).scale_shape([1, cols])[-1]
         )
@@ -72,7 +73,7 @@ class Readers:
 
 
 def readers_of(journey: Journey) -> Readers:
-    """The readers, sorted."""
+    """Return the readers, sorted."""
     found = Readers()
     whole = journey.whole
     for shown, reader in journey.readers():
@@ -90,42 +91,42 @@ def _why_late(shown: fx.Node, reader: fx.Node, whole: set[fx.Node], journey: Jou
     if reader.target not in (ops.amax, ops.quantize):
         path = module_path(reader)
         return f"read as it is by {_name(reader)}{f' in {path}' if path else ''}"
-    first = 1 if reader.target is ops.amax else 3
-    granularity, *layout = reader.args[first:]
+    cast, granularity = cast_marker(reader), cast_marker(reader).granularity
     if granularity == "tensor":
         if journey.collective.target is not ALL_GATHER or shown not in whole:
             return "one scale for what comes from several ranks in parts"
         if reader.target is ops.amax:
             return ""
-        if any(n != 1 for n in layout[1:]):
+        if cast.multiples != (1, 1):
             return "its cast is padded"
-        return "" if _is_common(reader.args[1], whole) else "its scale is shared with what does not travel"  # type: ignore[arg-type]
-    if any(layout[:1]) or str(granularity).startswith("block"):
+        own = _is_common(Quantize(reader).scale, whole)
+        return "" if own else "its scale is shared with what does not travel"
+    if cast.transpose or granularity.startswith("block"):
         return f"scales of {granularity} along the tokens of several ranks"
-    if any(n != 1 for n in layout[1:]):
+    if cast.multiples != (1, 1):
         return "its cast is padded"
     if reader.target is ops.amax:
         return ""
-    scale: Any = reader.args[1]
-    own = scale.target is ops.scale and scale.args[0].target is ops.amax and scale.args[0].args[0] is shown
-    return "" if own else "its scale comes from elsewhere"
+    scale = Scale.of(Quantize(reader).scale)
+    amax = Amax.of(scale.amax) if scale and not scale.is_delayed else None
+    return "" if amax and amax.x is shown else "its scale comes from elsewhere"
 
 
 def _is_common(scale: fx.Node, whole: set[fx.Node]) -> bool:
-    """Whether a tensor's scale is made of what travels alone, so that every rank has the same."""
-    amax: Any = scale.args[0] if scale.target in (ops.scale, ops.delayed_scale) else None
-    if amax is None or amax.target is not ops.amax or amax.args[1] != "tensor":
+    """Return True if a tensor's scale is made of what travels alone, so that every rank has the same."""
+    made = Scale.of(scale)
+    if made is None or not is_amax_of_tensor(made.amax):
         return False
-    of = amax.args[0]
-    return of in whole or (of.target is ops.amax and of.args[0] in whole)
+    of = first_input(made.amax)
+    finer = Amax.of(of)
+    return of in whole or (finer is not None and finer.x in whole)
 
 
 def _cast_of(quantize: fx.Node) -> Cast:
-    _, scale, format, granularity = quantize.args[:4]
-    if granularity == "tensor":
-        return Cast(str(format), "tensor", scale=scale)  # type: ignore[arg-type]
-    power_of_two = len(scale.args) > 2 and bool(scale.args[2])  # type: ignore[union-attr]
-    return Cast(str(format), str(granularity), power_of_two)
+    cast = Quantize(quantize)
+    if cast.granularity == "tensor":
+        return Cast(cast.format, "tensor", scale=cast.scale)
+    return Cast(cast.format, cast.granularity, Scale(cast.scale).power_of_two)
 
 
 def _name(node: fx.Node) -> str:
@@ -149,21 +150,22 @@ class Early:
         return self.c.emit(target, *args, like=self.journey.collective)
 
     def _of_source(self, target: Any, *args: Any) -> fx.Node:
-        """A marker that reads what would have travelled: in a kernel that computes it, as it would have been stored."""
+        """Return a marker that reads what would have travelled: in a kernel that computes it, as it would have been
+        stored."""
         node = self._emit(target, self.journey.source, *args)
         node.meta[AS_STORED] = True
         return node
 
     def replace_amax(self, amax: fx.Node) -> None:
         """Let an amax be of what was sent."""
-        shown, granularity = amax.args[:2]
-        new = self._total() if granularity == "tensor" else self._amaxes(str(granularity)).at(shown)  # type: ignore[arg-type]
+        shown, granularity = Amax(amax).x, Amax(amax).granularity
+        new = self._total() if granularity == "tensor" else self._amaxes(granularity).at(shown)
         replace_value(self.c, amax, new)
 
     def replace_cast(self, quantize: fx.Node) -> None:
         """Let a payload be what was sent; its transpose is a copy of bytes."""
-        data = self.data(quantize.args[0], _cast_of(quantize))  # type: ignore[arg-type]
-        if any(quantize.args[4:5]):
+        data = self.data(Quantize(quantize).x, _cast_of(quantize))
+        if Quantize(quantize).transpose:
             turned = [*range(value(data).dim())]
             turned[-2:] = turned[-1], turned[-2]
             permuted = self._emit(aten.permute.default, data, turned)
@@ -171,7 +173,7 @@ class Early:
         replace_value(self.c, quantize, data)
 
     def data(self, shown: fx.Node, cast: Cast) -> fx.Node:
-        """The payload where `shown` shows the values."""
+        """Return the payload where `shown` shows the values."""
         if (shown, cast) not in self.arrived:
             self.arrived[shown, cast] = self._data(shown, cast)
         return self.arrived[shown, cast]
@@ -188,7 +190,7 @@ class Early:
         return self._emit(AS_BYTES, moved, FORMATS[cast.format].dtype)
 
     def values(self, shown: fx.Node, cast: Cast) -> fx.Node:
-        """The rounded values where `shown` shows the exact ones."""
+        """Return the rounded values where `shown` shows the exact ones."""
         scale = cast.scale or self._scale(self._amaxes(cast.granularity).at(shown), cast)
         return self._emit(ops.dequantize, self.data(shown, cast), scale, cast.granularity, value(shown).dtype)
 

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8compile.passes.core.aten_views import Concatenation, Permutation
 from fp8compile.passes.core.compilation import Compilation, aten, getitems, same_sizes, value
+from fp8compile.passes.core.node_views import argument, call_of, first_input
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
@@ -49,25 +51,25 @@ class Journey:
         return {self.arrival, *self.steps} - parts
 
     def readers(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """(what is read, who reads it), for all that computes with what arrived."""
+        """Yield (what is read, who reads it), for all that computes with what arrived."""
         steps = {*self.steps}
         for node in (self.arrival, *self.steps):
             yield from ((node, user) for user in node.users if user not in steps)
 
 
 def journeys(graph: fx.Graph, target: Any) -> list[Journey]:
-    """All tensors that collectives of this kind move."""
+    """Return all tensors that collectives of this kind move."""
     found = []
     for node in graph.find_nodes(op="call_function", target=target):
         if len(node.users) == 1 and next(iter(node.users)).target is WAIT:
-            journey = Journey(node.args[0], node, next(iter(node.users)))
+            journey = Journey(first_input(node), node, next(iter(node.users)))
             journey.steps = _steps(graph, journey.arrival)
             found.append(journey)
     return found
 
 
 def _steps(graph: fx.Graph, arrival: fx.Node) -> list[fx.Node]:
-    """The nodes behind `arrival` that show its rows in another order."""
+    """Return the nodes behind `arrival` that show its rows in another order."""
     found = [arrival]
     seen = {arrival}
     for node in graph.nodes:
@@ -78,15 +80,15 @@ def _steps(graph: fx.Graph, arrival: fx.Node) -> list[fx.Node]:
 
 
 def _data(node: fx.Node) -> list[fx.Node]:
-    """What a step rearranges; its other arguments are sizes and indices."""
+    """Return what a step rearranges; its other arguments are sizes and indices."""
     known = (*VIEWS, *SPLITS, operator.getitem, aten.permute.default, aten.clone.default, aten.index.Tensor)
-    if node.target is aten.cat.default:
-        return list(node.args[0])  # type: ignore[arg-type]
-    return [node.args[0]] if node.target in known else []  # type: ignore[list-item]
+    if cat := Concatenation.of(node):
+        return cat.pieces
+    return [first_input(node)] if node.target in known else []
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """Whether a step leaves every row whole, and shows every row (a split: its pieces together)."""
+    """Return True if a step leaves every row whole, and shows every row (a split: its pieces together)."""
     source = _data(node)[0]
     if node.target is operator.getitem:
         return source.target in SPLITS
@@ -94,24 +96,20 @@ def _keeps_rows(node: fx.Node) -> bool:
     if node.target in VIEWS:
         return value(node).dim() > 1 and rank > 1 and same_sizes(value(node).shape[-1:], value(source).shape[-1:])
     if node.target is aten.permute.default:
-        return bool(node.args[1][-1] % rank == rank - 1)  # type: ignore[index,operator]
+        return Permutation(node).dims[-1] == rank - 1
     if node.target in SPLITS:
-        return _dim(node, 2) % rank != rank - 1
+        return argument(node, "dim") % rank != rank - 1
     if node.target is aten.cat.default:
-        return _dim(node, 1) % rank != rank - 1 and _joins_a_split(node)
+        return argument(node, "dim") % rank != rank - 1 and _joins_a_split(node)
     if node.target is aten.index.Tensor:
-        indices: Any = node.args[1]
+        indices = argument(node, "indices")
         return rank == 2 and len(indices) == 1 and value(indices[0]).dim() == 1 and not _is_mask(indices[0])
     return node.target is aten.clone.default
 
 
-def _dim(node: fx.Node, position: int) -> int:
-    return node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)  # type: ignore[return-value]
-
-
 def _joins_a_split(cat: fx.Node) -> bool:
-    """Whether `cat` has each piece of one split once."""
-    pieces: list[fx.Node] = _data(cat)
+    """Return True if `cat` has each piece of one split once."""
+    pieces = _data(cat)
     split = pieces[0].all_input_nodes[0]
     if split.target not in SPLITS or len(set(pieces)) != len(pieces):
         return False
@@ -133,10 +131,10 @@ class Sent:
     shown: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what shows the journey's -> what shows this one's
 
     def at(self, node: fx.Node) -> fx.Node:
-        """What shows it as `node` shows what the journey moves."""
+        """Return what shows it as `node` shows what the journey moves."""
         if not self.shown:
             origin, c = self.journey.collective, self.c
-            moved = c.emit(origin.target, self.source, *origin.args[1:], like=self.like)  # type: ignore[arg-type]
+            moved = c.emit(call_of(origin), self.source, *origin.args[1:], like=self.like)
             self.shown[self.journey.arrival] = c.emit(WAIT, moved, like=self.like)
         if node not in self.shown:
             self.shown[node] = self._step(node)
@@ -146,9 +144,9 @@ class Sent:
         sources = [self.at(source) for source in _data(node)]
         args: list[Any] = [sources if node.target is aten.cat.default else sources[0], *node.args[1:]]
         if node.target in VIEWS:
-            args[1] = [*node.args[1][:-1], value(sources[0]).shape[-1]]  # type: ignore[index]
+            args[1] = [*argument(node, "size")[:-1], value(sources[0]).shape[-1]]
         copied = node.target is aten.clone.default
-        return self.c.emit(node.target, *args, like=self.like, contiguous=copied)  # type: ignore[arg-type]
+        return self.c.emit(call_of(node), *args, like=self.like, contiguous=copied)
 
 
 def erase(c: Compilation, journey: Journey) -> None:
@@ -159,7 +157,7 @@ def erase(c: Compilation, journey: Journey) -> None:
 
 
 def is_sent(node: fx.Node) -> bool:
-    """Whether `node` shows bytes that came from other ranks: a payload on its way."""
+    """Return True if `node` shows bytes that came from other ranks: a payload on its way."""
     while node.target in (CARRIERS | {aten.cat.default, aten.clone.default, aten.permute.default, *VIEWS}):
         if node.target in NAMES:
             return value(node).dtype == torch.uint8

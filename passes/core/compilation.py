@@ -1,4 +1,4 @@
-"""What passes share: the graph under work with what is known about it, and the few ways in which they edit it."""
+"""The graph under work: what passes know about it, and the few ways in which they edit it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8compile import ops
 from fp8compile.devices import Device
-from fp8compile.options import Options
-from fp8compile.plan.overrides import Decision
+from fp8compile.passes.core.aten_views import Permutation
+from fp8compile.passes.core.matmul_node import Matmuls
+from fp8compile.passes.core.node_views import Getitem, first_input
+from fp8compile.passes.core.stages import Stage, StageGraph
+from fp8compile.passes.core.walk import walk
 from fp8compile.plan.rows import Plan
 
 aten = torch.ops.aten
@@ -46,21 +49,19 @@ class Input:
 
 
 @dataclass
-class Compilation:
-    """One graph on its way through the passes."""
+class Compilation(StageGraph):
+    """One joint or inference graph on its way through the passes."""
 
-    graph: fx.Graph
-    options: Options
     device: Device
     plan: Plan
     inputs: dict[str, Input] = field(default_factory=dict)
     namespace: str = "model0"
-    sites: dict[str, Any] = field(default_factory=dict)  # key of a plan row -> roles.Site, from select_matmuls on
-    edits: dict[str, Decision] = field(default_factory=dict)  # the same keys -> what a given plan says, likewise
+    matmuls: Matmuls = field(default_factory=Matmuls)  # from select_matmuls on
+    stage: Stage = field(default=Stage.JOINT, kw_only=True)
 
     @cached_property
     def is_training(self) -> bool:
-        """Whether the graph holds a backward half."""
+        """True if the graph holds a backward half."""
         return any(is_tangent(n) for n in self.graph.find_nodes(op="placeholder"))
 
     def emit(
@@ -71,7 +72,7 @@ class Compilation:
         before: fx.Node | None = None,
         contiguous: bool = False,
     ) -> fx.Node:
-        """A new call of `target`, placed before `before` (default: `like`), with `like`'s origin and its own value.
+        """Return a new call of `target` before `before` (default: `like`), with the origin of `like` and its own value.
 
         `contiguous` passes memory_format=torch.contiguous_format, as a clone needs to be one.
         """
@@ -89,10 +90,10 @@ class Compilation:
         return node
 
     def transposed(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        """A node whose value is the transpose (last two dimensions) of `node`'s: an existing one where there is one."""
-        for key in (node, *_views_of(node)):
-            if is_transpose_of(key, node):
-                return key
+        """Return a node with the transpose (last two dimensions) of `node`'s value: one that there is, or a new one."""
+        for user in node.users:
+            if is_transpose_of(user, node):
+                return user
         source = node.all_input_nodes[0] if node.target in VIEWS else None
         if source is not None and is_transpose_of(node, source):
             return source
@@ -101,25 +102,22 @@ class Compilation:
         return self.emit(aten.permute.default, node, dims, like=like)
 
 
-def _views_of(node: fx.Node) -> list[fx.Node]:
-    return [u for u in node.users if u.target is aten.permute.default]
-
-
 def is_transpose_of(view: fx.Node, source: fx.Node) -> bool:
-    """Whether `view` is `source` with its last two dimensions swapped."""
-    if view.target is not aten.permute.default or view.args[0] is not source:
+    """Return True if `view` is `source` with its last two dimensions swapped."""
+    if view.target is not aten.permute.default or first_input(view) is not source:
         return False
-    n = value(source).dim()
-    return n >= 2 and [d % n for d in view.args[1]] == [*range(n - 2), n - 1, n - 2]  # type: ignore[union-attr]
+    dims = Permutation(view).dims
+    n = len(dims)
+    return n >= 2 and dims == [*range(n - 2), n - 1, n - 2]
 
 
 def value(node: fx.Node) -> torch.Tensor:
-    """The fake tensor that `node` computes."""
+    """Return the fake tensor that `node` computes."""
     return node.meta["val"]
 
 
 def device_of(graph: fx.Graph) -> torch.device:
-    """The device that `graph` computes on: the first that is not the CPU."""
+    """Return the device that `graph` computes on: the first that is not the CPU."""
     tensors = [v for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
     return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
@@ -139,16 +137,16 @@ def update_value(node: fx.Node) -> None:
 
 
 def shows_memory(node: fx.Node) -> bool:
-    """Return whether the result of `node` may lie in the memory of its first input."""
+    """Return True if the result of `node` may lie in the memory of its first input."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     if node.target is operator.getitem:
-        return shows_memory(node.args[0])  # type: ignore[arg-type]
+        return shows_memory(first_input(node))
     return node.target in VIEWS or node.target is aten.reshape.default or bool(getattr(node.target, "is_view", False))
 
 
 def is_detached(node: fx.Node) -> bool:
-    """Return whether the value of a view has other memory than that of what it is a view of.
+    """Return True if the value of a view has other memory than that of what it is a view of.
 
     torch goes by it: what is saved for backward and shares no memory with an output may be overwritten in backward.
     """
@@ -172,10 +170,9 @@ def attach_views(graph: fx.Graph) -> None:
 
 
 def _attach(node: fx.Node) -> None:
-    """The value of a view anew; parts of what is split are taken from it."""
-    source: fx.Node = node.all_input_nodes[0]
-    if node.target is operator.getitem:
-        node.meta["val"] = source.meta["val"][node.args[1]]  # type: ignore[index]
+    """Compute the value of a view anew; parts of what is split are taken from it."""
+    if (part := Getitem.of(node)) is not None:
+        node.meta["val"] = part.source.meta["val"][part.index]
         return
     try:
         update_value(node)
@@ -197,7 +194,7 @@ def complete_values(graph: fx.Graph) -> None:
 
 
 def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    """Whether two tuples of sizes or strides are known to be equal, however they are written, without adding guards."""
+    """Return True if two tuples of sizes or strides are known to be equal, however written, without adding guards."""
     a, b = tuple(a), tuple(b)
     return len(a) == len(b) and all(map(_same, a, b))
 
@@ -209,31 +206,31 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def hint(size: Any, unknown: int = 4096) -> int:
-    """A size as it was when the graph was traced; `unknown` for one that only the data knows."""
+    """Return a size as it was when the graph was traced; `unknown` for one that only the data knows."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.has_hint() else unknown
     return int(size)
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder is an incoming gradient."""
+    """Return True if a node is an incoming gradient."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether `node` computes one tensor."""
+    """Return True if `node` computes one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def base(node: fx.Node) -> fx.Node:
-    """The node that owns the memory `node` is a view of."""
+    """Return the node that owns the memory `node` is a view of."""
     while node.op == "call_function" and node.target in VIEWS:
         node = node.all_input_nodes[0]
     return node
 
 
 def dependents(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """`roots` and every node computed from one of them."""
+    """Return `roots` and every node computed from one of them."""
     found = set(roots)
     for node in graph.nodes:
         if node not in found and any(i in found for i in node.all_input_nodes):
@@ -242,17 +239,10 @@ def dependents(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def depends_on(inputs: Sequence[fx.Node], targets: set[fx.Node], order: Mapping[fx.Node, float]) -> bool:
-    """Whether one of `inputs` is computed from one of `targets`; `order` numbers the nodes of the graph."""
+    """Return True if one of `inputs` is computed from one of `targets`; `order` numbers the nodes of the graph."""
     earliest = min(order[t] for t in targets)
-    stack, seen = list(inputs), set(inputs)
-    while stack:
-        node = stack.pop()
-        if node in targets:
-            return True
-        fresh = [i for i in node.all_input_nodes if i not in seen and order.get(i, -1) >= earliest]
-        seen.update(fresh)
-        stack += fresh
-    return False
+    reached = walk(inputs, lambda node: (i for i in node.all_input_nodes if order.get(i, -1) >= earliest))
+    return any(node in targets for node in reached)
 
 
 def sort_topologically(graph: fx.Graph) -> None:
@@ -288,24 +278,23 @@ def remove_dead(graph: fx.Graph) -> None:
 
 
 def getitems(node: fx.Node) -> dict[int, fx.Node]:
-    """The nodes that take single results out of a tuple `node`, by index."""
-    return {u.args[1]: u for u in node.users if u.target is operator.getitem}  # type: ignore[misc]
+    """Return the nodes that take single results out of a tuple `node`, by index."""
+    return {part.index: part.node for user in node.users if (part := Getitem.of(user)) is not None}
 
 
 def divides(multiple: int, size: Any) -> bool:
-    """Whether `size` is known to be a multiple of `multiple`, without adding a guard."""
+    """Return True if `size` is known to be a multiple of `multiple`, without adding a guard."""
     if isinstance(size, int):
         return size % multiple == 0
     return statically_known_true(size % multiple == 0)
 
 
 def reshape(c: Compilation, node: fx.Node, shape: Sequence[Any], like: fx.Node) -> fx.Node:
-    """`node` in another shape, of a contiguous copy where no view can do it."""
+    """Return `node` in another shape, of a contiguous copy where no view can do it."""
     if same_sizes(value(node).shape, shape):
         return node
     try:
         return c.emit(aten.view.default, node, list(shape), like=like)
     except (RuntimeError, ValueError):  # a view that cannot be: fake tensors raise either
-        return c.emit(
-            aten.view.default, c.emit(aten.clone.default, node, like=like, contiguous=True), list(shape), like=like
-        )
+        copy = c.emit(aten.clone.default, node, like=like, contiguous=True)
+        return c.emit(aten.view.default, copy, list(shape), like=like)

@@ -38,11 +38,11 @@ class Writer(Protocol):
     """The object with which rules write values."""
 
     def op(self, name: str, *args: int, params: tuple[Any, ...] = ()) -> int:
-        """Return the number of a value computed from others."""
+        """Write a value computed from others, and return its number."""
         ...
 
     def constant(self, x: Any) -> int:
-        """Return the number of a constant."""
+        """Write a number, and return the number of that value."""
         ...
 
 
@@ -75,7 +75,8 @@ def _relu(w: Writer, x: int) -> int:
 
 
 def _sigmoid(w: Writer, x: int) -> int:
-    """Return 1 / (1 + exp(-x)), in the pieces that x · sigmoid(x) has in other decompositions."""
+    """Return 1 / (1 + exp(-x)), in pieces that x · sigmoid(x) as other decompositions write it has in common with
+    it."""
     return w.op("div", w.constant(1.0), w.op("add", w.op("exp", w.op("neg", x)), w.constant(1.0)))
 
 
@@ -134,11 +135,11 @@ def is_pointwise(node: fx.Node) -> bool:
     if node.target in CONVERSIONS:
         return _holds(first_input(node))
     if node.target in CONSTANTS:
-        return isinstance(_fill(node), (int, float, bool))
+        return isinstance(fill_of(node), (int, float, bool))
     if node.target in RANDOM:
         return argument(node, "mode") == "rand"
     if node.target is aten.pow.Tensor_Scalar:
-        return argument(node, "exponent") in POWERS and _holds(node.args[0])
+        return argument(node, "exponent") in POWERS and _holds(argument(node, "self"))
     if node.target in POINTWISE:
         return all(_holds(a) for a in (*node.args, *node.kwargs.values()))
     return False
@@ -151,13 +152,14 @@ def _holds(arg: Any) -> bool:
     return arg is None or isinstance(arg, (int, float, bool))
 
 
-def _fill(node: fx.Node) -> Any:
+def fill_of(node: fx.Node) -> Any:
+    """Return what a constant tensor is filled with: a number, or a node."""
     return argument(node, "s" if node.target is aten.scalar_tensor.default else "fill_value")
 
 
 def constant_of(node: fx.Node) -> float | bool:
     """Return the number that a constant tensor is filled with."""
-    fill = _fill(node)
+    fill = fill_of(node)
     return bool(fill) if value(node).dtype == torch.bool else float(fill)
 
 
@@ -224,8 +226,8 @@ def is_fusible(node: fx.Node) -> bool:
 
 def is_moment(node: fx.Node) -> bool:
     """Return True if `node` takes the variance or the mean out of a var_mean."""
-    getitem = Getitem.of(node)
-    return getitem is not None and getitem.source.target in MOMENTS
+    item = Getitem.of(node)
+    return item is not None and item.source.target in MOMENTS
 
 
 def is_opaque(node: fx.Node) -> bool:

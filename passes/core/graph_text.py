@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from torch import fx
 
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.ops import NAMESPACE
+from fp8compile.passes.core.node_views import Getitem, call_of
 
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int64": "i64", "int32": "i32"}
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """`graph` as text, one line a node, ending in a newline."""
+    """Return `graph` as text, one line a node, ending in a newline."""
     return "".join(_line(node) + "\n" for node in graph.nodes)
 
 
@@ -28,8 +28,8 @@ def _line(node: fx.Node) -> str:
     head = f"%{node.name}: {_type(node.meta.get('val'))}"
     if node.op in ("placeholder", "get_attr"):
         return f"{head} = {node.op}"
-    if node.target is operator.getitem:
-        return f"{head} = {_argument(node.args[0])}[{node.args[1]}]"
+    if item := Getitem.of(node):
+        return f"{head} = {_argument(item.source)}[{item.index}]"
     marker = getattr(node.target, "namespace", "") == NAMESPACE
     args = [_short(a) if marker else _argument(a) for a in _trimmed(node, marker)]
     args += [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
@@ -37,11 +37,12 @@ def _line(node: fx.Node) -> str:
 
 
 def _trimmed(node: fx.Node, marker: bool) -> list[Any]:
-    """Arguments without the defaults of a marker's trailing flags."""
+    """Return arguments without the defaults of a marker's trailing flags."""
     args = list(node.args)
     if marker:
-        defaults = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}  # type: ignore[union-attr]
-        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        arguments = call_of(node)._schema.arguments
+        defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        names = [a.name for a in arguments]
         while args and names[len(args) - 1] in defaults and args[-1] == defaults[names[len(args) - 1]]:
             args.pop()
         for i, (name, arg) in enumerate(zip(names, args, strict=False)):

@@ -26,19 +26,19 @@ class NoAccessError(Exception):
 
 
 def same(a: Size, b: Size) -> bool:
-    """Whether two sizes are known to be equal."""
+    """Return True if two sizes are known to be equal."""
     return a is b or statically_known_true(a == b)
 
 
 def divides(divisor: Size, n: Size) -> bool:
-    """Whether `divisor` is known to divide `n`."""
+    """Return True if `divisor` is known to divide `n`."""
     if isinstance(divisor, int) and isinstance(n, int):
         return divisor != 0 and n % divisor == 0
     return same(n, 0) or statically_known_true(n % divisor == 0)
 
 
 def product(sizes: Sequence[Size]) -> Size:
-    """The product of sizes."""
+    """Return the product of sizes."""
     n: Size = 1
     for size in sizes:
         n = n * size
@@ -46,7 +46,7 @@ def product(sizes: Sequence[Size]) -> Size:
 
 
 def contiguous(shape: Sequence[Size]) -> list[Size]:
-    """Row-major strides."""
+    """Return row-major strides."""
     strides: list[Size] = []
     step: Size = 1
     for size in reversed(shape):
@@ -56,7 +56,7 @@ def contiguous(shape: Sequence[Size]) -> list[Size]:
 
 
 def tidy(access: Access) -> Access:
-    """The same access in as few digits as possible."""
+    """Return the same access in as few digits as possible."""
     out: list[tuple[Size, Size]] = []
     for size, stride in access:
         if same(size, 1):
@@ -69,22 +69,23 @@ def tidy(access: Access) -> Access:
 
 
 def whole(rows: Size, cols: Size) -> Access:
-    """Each iteration has its own element, in order."""
+    """Return the access by which each iteration has its own element, in order."""
     return tidy(((rows * cols, 1),))
 
 
 def of_rows(rows: Size, cols: Size) -> Access:
-    """One element for each row."""
+    """Return one element for each row."""
     return tidy(((rows, 1), (cols, 0)))
 
 
 def equal(a: Access, b: Access) -> bool:
-    """Whether two accesses are the same digit by digit."""
+    """Return True if two accesses are the same digit by digit."""
     return len(a) == len(b) and all(same(m, n) for p, q in zip(a, b, strict=True) for m, n in zip(p, q, strict=True))
 
 
 def by_dimension(access: Access, shape: Sequence[Size]) -> list[tuple[Size, int, Size]]:
-    """The digits taken apart until each moves along one dimension: (size, dimension, step); -1 for those that rest."""
+    """Return the digits taken apart until each moves along one dimension: (size, dimension, step); -1 for those that
+    rest."""
     out: list[tuple[Size, int, Size]] = []
     strides = contiguous(shape)
     for size, stride in access:
@@ -108,7 +109,7 @@ def by_dimension(access: Access, shape: Sequence[Size]) -> list[tuple[Size, int,
 
 
 def _dimension(stride: Size, shape: Sequence[Size], strides: Sequence[Size]) -> int:
-    """The dimension along which a step of `stride` elements goes."""
+    """Return the dimension along which a step of `stride` elements goes."""
     candidates = [d for d in reversed(range(len(shape))) if not same(shape[d], 1)]
     for dim in candidates:
         last = dim == candidates[-1]
@@ -118,7 +119,7 @@ def _dimension(stride: Size, shape: Sequence[Size], strides: Sequence[Size]) -> 
 
 
 def broadcast(access: Access, shape: Sequence[Size], source: Sequence[Size]) -> Access:
-    """The access to a tensor of shape `source` which is broadcast to `shape`."""
+    """Return the access to a tensor of shape `source` which is broadcast to `shape`."""
     if len(shape) == len(source) and all(same(a, b) for a, b in zip(shape, source, strict=True)):
         return access
     strides = contiguous(source)
@@ -131,7 +132,7 @@ def broadcast(access: Access, shape: Sequence[Size], source: Sequence[Size]) -> 
 
 
 def permuted(access: Access, shape: Sequence[Size], dims: Sequence[int]) -> Access:
-    """The access to a tensor whose dimensions, taken in the order `dims`, give one of `shape`."""
+    """Return the access to a tensor whose dimensions, taken in the order `dims`, give one of `shape`."""
     source: list[Size] = [1] * len(dims)
     for out, dim in enumerate(dims):
         source[dim] = shape[out]
@@ -141,7 +142,7 @@ def permuted(access: Access, shape: Sequence[Size], dims: Sequence[int]) -> Acce
 
 
 def in_memory(access: Access, shape: Sequence[Size], strides: Sequence[Size]) -> Access:
-    """The access with strides in memory instead of element numbers."""
+    """Return the access with strides in memory instead of element numbers."""
     if all(same(a, b) or same(n, 1) for a, b, n in zip(strides, contiguous(shape), shape, strict=True)):
         return access
     digits = [(size, 0 if dim < 0 else strides[dim] * step) for size, dim, step in by_dimension(access, shape)]
@@ -149,7 +150,7 @@ def in_memory(access: Access, shape: Sequence[Size], strides: Sequence[Size]) ->
 
 
 def split(access: Access, cols: Size) -> tuple[Access, Access]:
-    """The digits that rows make up, and those that the `cols` columns do."""
+    """Return the digits that rows make up, and those that the `cols` columns do."""
     rest: Size = cols
     inner: list[tuple[Size, Size]] = []
     outer = list(access)

@@ -171,6 +171,11 @@ class Scale(NodeView):
         """True if the scale comes from a history of amaxes."""
         return self.node.target is ops.delayed_scale
 
+    @property
+    def history(self) -> int:
+        """The number of steps whose amaxes a delayed scale is made of; 0 for another scale."""
+        return argument(self.node, "history") if self.is_delayed else 0
+
 
 class ScaledMM(NodeView):
     """`fp8::scaled_mm`: (a · scale_a) @ (b · scale_b)ᵀ + bias."""
@@ -284,3 +289,22 @@ class Copy(NodeView):
     def source(self) -> fx.Node:
         """The tensor that is read."""
         return self._node("src")
+
+
+def cast_marker(node: fx.Node) -> Amax | Quantize:
+    """Return the view of a node that is an amax or a quantize."""
+    found = Amax.of(node) or Quantize.of(node)
+    assert found is not None, f"{node.format_node()} is neither an amax nor a quantize"
+    return found
+
+
+def is_amax_of_tensor(node: object) -> bool:
+    """Return True for the amax of a whole tensor."""
+    amax = Amax.of(node)
+    return amax is not None and amax.granularity == "tensor"
+
+
+def call_of(node: fx.Node) -> Any:
+    """Return what a node calls."""
+    assert callable(node.target), f"{node.format_node()} is no call of a function"
+    return node.target

@@ -10,13 +10,13 @@ from fp8compile.source_digest import HERE
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the module whose forward made `node`, as model.named_modules() spells it; "" if unknown."""
+    """Return the path of the module whose forward made `node`, as model.named_modules() spells it; "" if unknown."""
     stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack")
     return clean_path(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def clean_path(path: str) -> str:
-    """A module path without the compiler's decoration: "L['self'].layers[0].fc" → "layers.0.fc"."""
+    """Return a module path without the compiler's decoration: "L['self'].layers[0].fc" → "layers.0.fc"."""
     path = re.sub(r"""^[LG]\[['"][^\]]*['"]\]""", "", path)
     path = re.sub(r"""\[['"]?([^'"\]]+)['"]?\]""", r".\1", path)
     path = re.sub(r"^.*\.__closure__\.\d+\.cell_contents\b", "", path)  # a model that an inner function holds
@@ -25,7 +25,7 @@ def clean_path(path: str) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line that made `node`, "file:line  code"; "" if unknown."""
+    """Return the user's line that made `node`, "file:line  code"; "" if unknown."""
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*([^\n]+)', trace)
     frames = [frame for frame in frames if not frame[0].startswith(f"{HERE}/insight/")]  # explain's, not the user's

@@ -15,17 +15,16 @@ from torch import fx
 
 from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, is_tensor, same_sizes, update_value, value
 from fp8compile.passes.core.stride_demands import EXACT, demanded, is_met
+from fp8compile.passes.core.walk import users_of, walk
 
 
 def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
     """Let every user of `old` use `new`, which has the same shape and dtype but perhaps other strides; `old` is erased.
 
-    Sites that read `old` read `new` from now on. A view that cannot be taken of the new strides is taken of a copy.
+    A matmul that `old` computed is computed by `new` from now on. A view that cannot be taken of the new strides is
+    taken of a copy.
     """
-    for site in c.sites.values():
-        for operand in ("left", "right", "bias"):
-            if getattr(site, operand) is old:
-                setattr(site, operand, new)
+    c.matmuls.replaced(old, new)
     wanted = value(old).stride()
     users = list(old.users)
     old.replace_all_uses_with(new)
@@ -61,7 +60,7 @@ def restride(c: Compilation, new: fx.Node, wanted: Any, users: list[fx.Node]) ->
 
 
 def _misses_strides(user: fx.Node, x: fx.Node, wanted: Any) -> bool:
-    """Whether `user` must find `x` with these strides, and does not."""
+    """Return True if `user` must find `x` with these strides, and does not."""
     if user.op != "call_function":
         return True
     demands = [demand for demand, given in demanded(user).values() if given is x]
@@ -71,19 +70,13 @@ def _misses_strides(user: fx.Node, x: fx.Node, wanted: Any) -> bool:
 
 
 def _is_restrided(node: fx.Node) -> bool:
-    """Whether some view of `node` is taken by its memory, not by its elements."""
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if user.target is aten.as_strided.default:
-                return True
-            if user.target in VIEWS:
-                stack.append(user)
-    return False
+    """Return True if some view of `node` is taken by its memory, not by its elements."""
+    views = walk([node], users_of, through=lambda n: n is node or n.target in VIEWS)
+    return any(n.target is aten.as_strided.default for n in views if n is not node)
 
 
 def copied(c: Compilation, source: fx.Node, strides: Any, before: fx.Node, exactly: bool = False) -> fx.Node:
-    """A dense copy of `source` that lies in memory in the order of these strides; `exactly`: with these strides.
+    """Return a dense copy of `source` that lies in memory in the order of these strides; `exactly`: with these strides.
 
     A contiguous one where they are unknown or symbolic.
     """
@@ -99,7 +92,7 @@ def copied(c: Compilation, source: fx.Node, strides: Any, before: fx.Node, exact
 
 
 def _steps(shape: Any, strides: list[int]) -> dict[int, int] | None:
-    """How long each dimension must be in memory for these strides, outermost first, where they are not dense.
+    """Return how long each dimension must be in memory for these strides, outermost first, where they are not dense.
 
     None where they are, or are symbolic, or no tensor of whole dimensions has them: a slice of one of them, a copy that
     is expanded. A dimension of length 1 takes part in none of that.
@@ -119,7 +112,8 @@ def _steps(shape: Any, strides: list[int]) -> dict[int, int] | None:
 
 
 def _spread(c: Compilation, source: fx.Node, strides: list[int], lengths: dict[int, int], before: fx.Node) -> fx.Node:
-    """A copy of `source` in part of a larger tensor, or with dimensions that repeat, as `_steps` has found it."""
+    """Return a copy of `source` in part of a larger tensor, or with dimensions that repeat, as `_steps` has found
+    it."""
 
     def emit(target: Any, *args: Any) -> fx.Node:
         return c.emit(target, *args, like=source, before=before)

@@ -17,11 +17,11 @@ class Snapshot:
         self._nodes = [(n, n.op, n.target, n.args, n.kwargs, n.name, n.type, dict(n.meta)) for n in graph.nodes]
 
     def graph(self) -> fx.Graph:
-        """A graph with the same names, metadata and code generator."""
+        """Return a graph with the same names, metadata and code generator."""
         graph = fx.Graph(self._owner)
         copies: dict[fx.Node, fx.Node] = {}
         for node, op, target, args, kwargs, name, kind, meta in self._nodes:
-            args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)  # type: ignore[misc, assignment]
+            args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
             copies[node] = graph.create_node(op, target, args, kwargs, name, kind)
             copies[node].meta = dict(meta)
         graph._codegen = self._codegen
@@ -29,7 +29,7 @@ class Snapshot:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy with the same names, metadata and code generator."""
+    """Return a copy with the same names, metadata and code generator."""
     return Snapshot(graph).graph()
 
 

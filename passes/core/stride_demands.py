@@ -36,7 +36,7 @@ Broken = Collection[tuple[fx.Node, str]]  # operators and arguments whose demand
 
 
 def demanded(node: fx.Node) -> dict[str, tuple[str, fx.Node]]:
-    """The inputs on whose strides `node` makes a demand, by argument: the demand and the input."""
+    """Return the inputs on whose strides `node` makes a demand, by argument: the demand and the input."""
     if node.op != "call_function" or operators.takes_any_strides(node.target):
         return {}
     given = operators.arguments(node) if isinstance(node.target, torch._ops.OpOverload) else [node.args, node.kwargs]
@@ -70,13 +70,13 @@ def record(graph: fx.Graph) -> None:
 
 
 def record_node(node: fx.Node) -> None:
-    """The same for one node, perhaps anew."""
+    """Write it into the metadata of one node, perhaps anew."""
     if found := demanded(node):
         node.meta[RECORDED] = {name: (demand, tuple(value(x).stride())) for name, (demand, x) in found.items()}
 
 
 def is_met(demand: str, x: torch.Tensor, strides: Collection[Any]) -> bool:
-    """Whether `x` lies in memory as an operator demands that found these strides."""
+    """Return True if `x` lies in memory as an operator demands that found these strides."""
     if not x.dim() or len(strides) != x.dim():
         return True
     wanted = tuple(strides)
@@ -93,7 +93,7 @@ def is_met(demand: str, x: torch.Tensor, strides: Collection[Any]) -> bool:
 
 
 def broken_strides(graph: fx.Graph) -> dict[tuple[fx.Node, str], str]:
-    """The recorded demands of `graph` that do not hold: operator and argument, and what is wrong."""
+    """Return the recorded demands of `graph` that do not hold: operator and argument, and what is wrong."""
     broken = {}
     for node in graph.nodes:
         recorded = node.meta.get(RECORDED)

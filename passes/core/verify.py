@@ -34,6 +34,9 @@ from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
 from fp8compile.passes.core.collectives import AS_BYTES, CARRIERS
 from fp8compile.passes.core.compilation import VIEWS, aten, divides, is_detached, same_sizes, value
 from fp8compile.passes.core.graph_text import graph_text
+from fp8compile.passes.core.node_views import Dequantize, Quantize, ScaledMM, call_of, first_input
+from fp8compile.passes.core.run_passes import Check
+from fp8compile.passes.core.stages import StageGraph
 from fp8compile.passes.core.stride_demands import Broken, check_strides
 
 TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default, aten.reshape.default}
@@ -47,7 +50,7 @@ Signature = list[tuple[str, list[str]] | None]
 
 
 def signature(graph: fx.Graph) -> Signature:
-    """Dtypes and shapes of the graph's outputs."""
+    """Return dtypes and shapes of the graph's outputs."""
     outputs = graph.output_node().args[0]
     return [_type(a) for a in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
 
@@ -57,21 +60,48 @@ def _type(node: Any) -> tuple[str, list[str]] | None:
     return (str(val.dtype), [str(s) for s in val.shape]) if isinstance(val, torch.Tensor) else None
 
 
+def graph_verifier(c: StageGraph) -> Check:
+    """Return the check of a joint graph: all rules of this module, and the outputs that it has now."""
+    outputs = signature(c.graph)
+    return lambda step: verify(c.graph, step, outputs)
+
+
+def form_verifier(c: StageGraph) -> Check:
+    """Return the check of a half in Inductor's hands: the form of its graph, and the outputs that it has now."""
+    outputs = signature(c.graph)
+
+    def check(step: str) -> None:
+        verify_form(c.graph, step)
+        _verify_outputs(c.graph, step, outputs)
+
+    return check
+
+
+def verify_form(graph: fx.Graph, stage: str) -> None:
+    """Raise `VerificationError` if `graph` is not well-formed after `stage`."""
+    try:
+        graph.lint()
+    except (RuntimeError, ValueError) as error:
+        raise VerificationError(f"after {stage}: malformed graph: {error}") from error
+
+
+def _verify_outputs(graph: fx.Graph, stage: str, outputs: Signature) -> None:
+    if signature(graph) != outputs:
+        raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
+
+
 def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None, broken: Broken = ()) -> None:
     """Check all rules of this module after `stage`; raises `VerificationError`. `broken`: demands of strides that were
     not met before."""
-    try:
-        graph.lint()
-    except RuntimeError as error:
-        raise VerificationError(f"after {stage}: malformed graph: {error}") from error
+    verify_form(graph, stage)
     expected: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
         why = _broken_rule(node, expected)
         if why:
             raise VerificationError(f"after {stage}: %{node.name}: {why}\n{excerpt(graph, node)}")
     check_strides(graph, stage, broken)
-    if outputs is not None and signature(graph) != outputs:
-        raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
+    if outputs is not None:
+        _verify_outputs(graph, stage, outputs)
 
 
 def _broken_rule(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
@@ -99,14 +129,14 @@ def _holds_raw_size(arg: Any) -> bool:
 
 
 def _returns(node: fx.Node) -> bool:
-    """Whether an operator has a result with a value (an assertion has none, nor what keeps a generator's state)."""
+    """Return True if an operator has a result with a value: assertions and what keeps a generator's state have none."""
     if node.target in (run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state):
         return False
     return not (isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns)
 
 
 def _is_ours(node: fx.Node) -> bool:
-    """Whether FP8 data comes from our quantize; a user's own FP8 tensors are none of our business."""
+    """Return True if FP8 data comes from our quantize; a user's own FP8 tensors are none of our business."""
     while node.target in TRANSPARENT | CARRIERS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.target is ops.quantize
@@ -137,35 +167,38 @@ def _wrong_marker(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
         return f"has value {_describe(actual)}, its arguments give {_describe(wanted)}"
     if node.target is ops.scaled_mm:
         return _wrong_scaled_mm(node)
-    if node.target is ops.dequantize:
-        return _wrong_operand(node.args[0], node.args[1], node.args[2])  # type: ignore[arg-type]
-    if node.target is ops.quantize:
-        scale, granularity = node.args[1], parse_granularity(node.args[3])  # type: ignore[arg-type]
-        wanted = granularity.scale_shape(value(node).shape)
-        if not same_sizes(value(scale).shape, wanted):  # type: ignore[arg-type]
-            return f"its scale has shape {list(value(scale).shape)}, {granularity} needs {wanted}"  # type: ignore[arg-type]
-        if value(scale).dtype != torch.float32:  # type: ignore[arg-type]
-            return "its scale is not FP32"
-    return ""
+    if restored := Dequantize.of(node):
+        return _wrong_operand(restored.data, restored.scale, restored.granularity)
+    cast = Quantize.of(node)
+    return _wrong_quantize(cast) if cast else ""
+
+
+def _wrong_quantize(cast: Quantize) -> str:
+    scale, granularity = value(cast.scale), parse_granularity(cast.granularity)
+    wanted = granularity.scale_shape(value(cast.node).shape)
+    if not same_sizes(scale.shape, wanted):
+        return f"its scale has shape {list(scale.shape)}, {granularity} needs {wanted}"
+    return "" if scale.dtype == torch.float32 else "its scale is not FP32"
 
 
 def _evaluate(node: fx.Node) -> torch.Tensor:
-    args = fx.map_arg(node.args, lambda n: n.meta["val"])
-    return ops.FAKES[node.target](*args)  # type: ignore[index]  # takes values of several fake modes, as backward has
+    args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+    fake: Any = ops.FAKES[call_of(node)]
+    return fake(*args)  # takes values of several fake modes, as backward has
 
 
 def _wrong_scaled_mm(node: fx.Node) -> str:
-    a, scale_a, how_a, b, scale_b, how_b, *rest = node.args
-    why = _wrong_operand(a, scale_a, how_a) or _wrong_operand(b, scale_b, how_b)  # type: ignore[arg-type]
+    mm = ScaledMM(node)
+    why = _wrong_operand(mm.a, mm.scale_a, mm.granularity_a) or _wrong_operand(mm.b, mm.scale_b, mm.granularity_b)
     if why:
         return why
-    k_a, k_b = value(a).shape[-1], value(b).shape[-1]  # type: ignore[arg-type]
+    a, b = value(mm.a), value(mm.b)
+    k_a, k_b = a.shape[-1], b.shape[-1]
     if not same_sizes([k_a], [k_b]):
         return f"contracts {k_a} with {k_b} elements"
-    if not divides(ALIGNMENT, k_a) or not divides(ALIGNMENT, value(b).shape[-2]):  # type: ignore[arg-type]
-        return f"K {k_a} or N {value(b).shape[-2]} is not a multiple of {ALIGNMENT}"  # type: ignore[arg-type]
-    offs = rest[3] if len(rest) > 3 else None
-    return "" if offs is None else _wrong_groups(value(a), value(b), value(offs), {how_a, how_b})  # type: ignore[arg-type]
+    if not divides(ALIGNMENT, k_a) or not divides(ALIGNMENT, b.shape[-2]):
+        return f"K {k_a} or N {b.shape[-2]} is not a multiple of {ALIGNMENT}"
+    return "" if mm.offs is None else _wrong_groups(a, b, value(mm.offs), {mm.granularity_a, mm.granularity_b})
 
 
 def _wrong_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, how: set[str]) -> str:
@@ -177,7 +210,7 @@ def _wrong_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, how: set
 
 
 def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:
-    """Why `data` and `scale` do not belong together; "" if they do."""
+    """Return why `data` and `scale` do not belong together; "" if they do."""
     v = value(data)
     if v.dtype not in FP8_DTYPES:
         return f"%{data.name} is {v.dtype}, not FP8"
@@ -185,11 +218,11 @@ def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:
     if str(v.stride(-1)) != "1" and not arrived and not any(str(s) == "0" for s in v.shape):
         return f"%{data.name} is not contiguous along its contracted dimension"
     for made in quantizes(data):
-        if made.args[3] != granularity:
-            return f"%{data.name} was cast by {made.args[3]} and is read as {granularity}"
-        own: fx.Node = made.args[1]  # type: ignore[assignment]
+        if made.granularity != granularity:
+            return f"%{data.name} was cast by {made.granularity} and is read as {granularity}"
+        own = made.scale
         if own is not scale and own not in scale.all_input_nodes and made_of(own) != made_of(scale):
-            return f"%{data.name} was made with %{made.args[1]} and is read with %{scale.name}"
+            return f"%{data.name} was made with %{own} and is read with %{scale.name}"
     if _arrived_with(data) != _arrived_with(scale):
         return f"%{data.name} did not arrive with %{scale.name}"
     wanted = parse_granularity(granularity).scale_shape(v.shape)
@@ -198,10 +231,10 @@ def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:
     return ""
 
 
-def quantizes(data: fx.Node) -> list[fx.Node]:
+def quantizes(data: fx.Node) -> list[Quantize]:
     """Return the casts whose results `data` shows or concatenates."""
-    if data.target is ops.quantize:
-        return [data]
+    if cast := Quantize.of(data):
+        return [cast]
     shows = data.target in TRANSPARENT | CARRIERS
     return [q for i in data.all_input_nodes for q in quantizes(i)] if shows else []
 
@@ -210,7 +243,7 @@ def made_of(scale: fx.Node) -> object:
     """Return the amax that `scale` is made of, before it has travelled, and how; `scale` itself where it is made
     otherwise."""
     while scale.target is ops.observe:
-        scale = scale.args[0]  # type: ignore[assignment]
+        scale = first_input(scale)
     if scale.target is not ops.scale:
         return scale
     amax = scale.all_input_nodes[0]
@@ -220,7 +253,7 @@ def made_of(scale: fx.Node) -> object:
 
 
 def _arrived_with(node: fx.Node) -> object:
-    """The input of the user's function that an input of the graph is a part of, seen through views and copies."""
+    """Return the input of the user's function of which an input of the graph is a part, through views and copies."""
     while node.target in TRANSPARENT and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return getattr(node.meta.get("desc"), "base", None) if node.op == "placeholder" else None

@@ -7,15 +7,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from fp8compile import ops
 from fp8compile.errors import VerificationError
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.passes.core.compilation import is_tensor, value
+from fp8compile.passes.core.node_views import Dequantize, ScaledMM
 from fp8compile.passes.core.verify import TRANSPARENT, Signature, excerpt, made_of, quantizes, signature, verify
 
 NOT_SAVED = (
@@ -45,12 +43,11 @@ def verify_halves(forward: fx.Graph, backward: fx.Graph, outputs: Signature) -> 
 def _broken_rule(node: fx.Node, returned: dict[str, fx.Node]) -> str:
     if node.op == "placeholder" and is_tensor(node) and not _is_from_outside(node):
         return "" if node.name in returned else "forward does not return it"
-    if node.target is ops.dequantize:
-        data, scale, granularity = node.args[:3]
-        return _unpaired(data, scale, granularity, returned)  # type: ignore[arg-type]
-    if node.target is ops.scaled_mm:
-        a, scale_a, how_a, b, scale_b, how_b = node.args[:6]
-        return _unpaired(a, scale_a, how_a, returned) or _unpaired(b, scale_b, how_b, returned)  # type: ignore[arg-type]
+    if restored := Dequantize.of(node):
+        return _unpaired(restored.data, restored.scale, restored.granularity, returned)
+    if mm := ScaledMM.of(node):
+        left = _unpaired(mm.a, mm.scale_a, mm.granularity_a, returned)
+        return left or _unpaired(mm.b, mm.scale_b, mm.granularity_b, returned)
     return ""
 
 
@@ -58,29 +55,29 @@ def _is_from_outside(node: fx.Node) -> bool:
     return any(word in str(node.target) for word in NOT_SAVED)
 
 
-def _unpaired(data: fx.Node, scale: fx.Node, granularity: Any, returned: dict[str, fx.Node]) -> str:
-    """Why FP8 data that forward has made meets another scale than its own; "" if it meets its own."""
+def _unpaired(data: fx.Node, scale: fx.Node, granularity: str, returned: dict[str, fx.Node]) -> str:
+    """Return why FP8 data that forward has made meets another scale than its own; "" if it meets its own."""
     saved, kept = _saved(data, returned), _saved(scale, returned)
     if saved is None or value(saved).dtype not in FP8_DTYPES:
         return ""
     for made in quantizes(saved):
-        if made.args[3] != granularity:
-            return f"%{saved.name} was cast by {made.args[3]} and is read as {granularity}"
-        own: fx.Node = made.args[1]  # type: ignore[assignment]
+        if made.granularity != granularity:
+            return f"%{saved.name} was cast by {made.granularity} and is read as {granularity}"
+        own = made.scale
         if kept is None or (own not in (kept, *kept.all_input_nodes) and made_of(own) != made_of(_plain(kept))):
             return f"%{saved.name} was made with %{own.name} and is read with %{scale.name}"
     return ""
 
 
 def _plain(node: fx.Node) -> fx.Node:
-    """What `node` is a view or a copy of."""
+    """Return what `node` is a view or a copy of."""
     while node.op == "call_function" and node.target in TRANSPARENT and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
 
 
 def _saved(node: fx.Node, returned: dict[str, fx.Node]) -> fx.Node | None:
-    """The node of forward whose value `node` of backward shows; None if backward made it."""
+    """Return the node of forward whose value `node` of backward shows; None if backward made it."""
     node = _plain(node)
     found = returned.get(node.name) if node.op == "placeholder" else None
     return found if found is not None and isinstance(found.meta.get("val"), torch.Tensor) else None

@@ -32,6 +32,7 @@ from fp8compile import ops
 from fp8compile.kernels.loss.chunked_loss import rows_of_chunk
 from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Gather
 from fp8compile.passes.core.compilation import (
     Compilation,
     aten,
@@ -41,16 +42,18 @@ from fp8compile.passes.core.compilation import (
     sort_topologically,
     value,
 )
+from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.replace import replace_value
-from fp8compile.passes.loss import label_indexing
 from fp8compile.passes.loss.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.loss.find_loss import Found, find_loss
+from fp8compile.passes.loss.label_indexing import gather_labels
 from fp8compile.passes.loss.loss_equivalence import SCATTERS
 from fp8compile.passes.loss.loss_parts import NotFoundError
 from fp8compile.passes.loss.loss_weights import known_in_backward, known_in_forward, weighted_sum
-from fp8compile.passes.matmul.roles import Site
-from fp8compile.passes.save.saved_forms import as_it_is, count
-from fp8compile.plan.rows import BF16, FP8, Loss
+from fp8compile.passes.save.saved_forms import bytes_of, count
+from fp8compile.plan.reasons import Reason, Why
+from fp8compile.plan.rows import BF16, Loss
 
 LEAST_BYTES = 256 * 2**20
 ROLES = ("grad_input", "grad_weight", "grad_bias")
@@ -61,65 +64,65 @@ def run(c: Compilation) -> None:
     """Rewrite the heads that qualify; a row of the plan for each that was looked at."""
     if c.options.chunk_loss is False:
         return
-    heads = [s for s in c.sites.values() if s.role == "output" and s.kind in ("mm", "addmm") and not s.weight_on_left]
+    heads = [m for m in c.matmuls if m.role == "output" and m.is_plain and not m.weight_on_left]
     if c.options.chunk_loss == "auto":
         heads = [s for s in heads if _bytes(s) >= LEAST_BYTES]
     for classes in {s.n for s in heads}:
-        label_indexing.run(c, classes)
+        gather_labels(c, classes)
     heads = [s for s in heads if _has_labels(s)]
     for site in heads:  # one changes what the next is read by
         _run_on(c, site, dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n))))
         sort_topologically(c.graph)
 
 
-def _has_labels(site: Site) -> bool:
-    """Whether something like a cross-entropy may read what `site` computes: labels choose classes, or a softmax is
-    taken, not far away."""
+def _has_labels(site: MatmulNode) -> bool:
+    """Return True if something like a cross-entropy may read what `site` computes: labels choose classes, or a softmax
+    is taken, not far away."""
     frontier, seen = [site.node], {site.node}
     for _ in range(16):
         frontier = [u for n in frontier for u in n.users if u not in seen and not fusible.is_library_kernel(u)]
         seen.update(frontier)
     near = seen.union(*(n.all_input_nodes for n in seen))
-    lines = [n.args[0] for n in near if n.target in SCATTERS or n.target in (aten.gather.default, aten.amax.default)]
-    return any(str(value(x).shape[-1]) == str(site.n) for x in lines)  # type: ignore[arg-type]
+    read = (*SCATTERS, aten.gather.default, aten.amax.default)
+    lines = [first_input(n) for n in near if n.target in read]
+    return any(str(value(x).shape[-1]) == str(site.n) for x in lines)
 
 
-def _run_on(c: Compilation, site: Site, backward: set[fx.Node]) -> None:
+def _run_on(c: Compilation, site: MatmulNode, backward: set[fx.Node]) -> None:
     wanted, size = c.options.chunk_loss, _bytes(site)
     rows = rows_of_chunk(site.k) if isinstance(wanted, (bool, str)) else wanted
     try:
         if wanted == "auto":
-            _refuse(c, site, rows)
+            _refuse(site, rows)
         found = find_loss(site, backward)
         said = _rewrite(c, found, rows, backward, again=wanted != "auto")
     except NotFoundError as why:
         _describe(c, site, size, 0, str(why))
         return
     _describe(c, site, size, rows, said)
-    reason = f"the output head and its loss run in chunks of {rows} rows"
+    why = Why(Reason.CHUNKED_LOSS, f"the output head and its loss run in chunks of {rows} rows")
     for gone in (site, *site.grads):
-        c.plan.update(gone.key, decision=BF16, reason=reason, milliseconds_fp8=None, milliseconds_bf16=None)
-        del c.sites[gone.key]
+        gone.decide(BF16, why)
+        gone.milliseconds_bf16 = gone.milliseconds_fp8 = None
 
 
-def _bytes(site: Site) -> int:
-    """What whole logits take."""
-    return as_it_is(value(site.node), "").bytes
+def _bytes(site: MatmulNode) -> int:
+    """Return what whole logits take."""
+    return bytes_of(value(site.node))
 
 
-def _refuse(c: Compilation, site: Site, rows: int) -> None:
+def _refuse(site: MatmulNode, rows: int) -> None:
     """Raise what "auto" has against it."""
-    row = c.plan.row(site.key)
-    if row is not None and row.decision == FP8:
+    if site.is_fp8:
         raise NotFoundError("its matmul runs in FP8; chunk_loss=True would leave it in BF16, in chunks")
     if count([site.m]) < 2 * rows:
         raise NotFoundError(f"fewer than two chunks of {rows} rows: the weight's gradient would take as much")
 
 
-def _describe(c: Compilation, site: Site, size: int, chunk: int, reason: str) -> None:
+def _describe(c: Compilation, site: MatmulNode, size: int, chunk: int, reason: str) -> None:
     m, n = (x if isinstance(x, int) else str(x) for x in (site.m, site.n))
     dtype = str(value(site.node).dtype).removeprefix("torch.")
-    c.plan.losses.append(Loss(site.key, site.path, site.source, m, n, dtype, size, chunk, reason))
+    c.plan.losses.append(Loss(site.name, site.path, site.source, m, n, dtype, size, chunk, reason))
 
 
 def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], again: bool) -> str:
@@ -153,8 +156,8 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], ag
 
 
 def _index(c: Compilation, found: Found) -> fx.Node:
-    """The labels of all rows."""
-    index = reshape(c, found.labelled.args[2], [-1], found.labelled)  # type: ignore[arg-type]
+    """Return the labels of all rows."""
+    index = reshape(c, Gather(found.labelled).index, [-1], found.labelled)
     return index if found.cut is None else with_dropped(c, index, found.cut, found.labelled, DROPPED)
 
 
@@ -167,11 +170,10 @@ def _call(
     wanted: list[bool],
     like: fx.Node,
 ) -> list[fx.Node]:
-    """A call of the operator: its terms, and the gradients that are wanted."""
+    """Return a call of the operator: its terms, and the gradients that are wanted."""
     site, curve = found.site, found.curve
-    assert site.left is not None
-    assert site.right is not None
-    given = (site.left, c.transposed(site.right, like), site.bias, index, weights)
+    left, right = site.pair
+    given = (left, c.transposed(right, like), site.bias, index, weights)
     loss = c.emit(ops.chunked_loss, *given, rows, curve.inner, curve.outer, wanted, found.every_term, like=like)
     results = _results(c, loss)
     for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
@@ -198,7 +200,7 @@ def _results(c: Compilation, loss: fx.Node) -> list[fx.Node]:
 
 
 def _narrowed(c: Compilation, node: fx.Node, like: fx.Node) -> fx.Node:
-    """`node`, which is FP32, in the dtype of `like`."""
+    """Return `node`, which is FP32, in the dtype of `like`."""
     dtype = value(like).dtype
     return node if dtype is torch.float32 else c.emit(prims.convert_element_type.default, node, dtype, like=like)
 

@@ -24,10 +24,14 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from fp8compile.errors import first_line
 from fp8compile.kernels.loss.softmax_step import Curve
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Gather, Sum
 from fp8compile.passes.core.compilation import aten, base, dependents, is_tensor, same_sizes, value
 from fp8compile.passes.core.fusible import CONVERSIONS
+from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.passes.core.node_views import node_argument
 from fp8compile.passes.core.origin import source_line
 from fp8compile.passes.loss.dropped_rows import find_cut, undoes
 from fp8compile.passes.loss.loss_equivalence import (
@@ -41,8 +45,6 @@ from fp8compile.passes.loss.loss_equivalence import (
     factors_of_terms,
 )
 from fp8compile.passes.loss.loss_parts import Closure, NotFoundError, Parts, is_float
-from fp8compile.passes.matmul.roles import Site
-from fp8compile.torch_hooks.failures import first_line
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Found:
     slice that drops rows before the softmax.
     """
 
-    site: Site
+    site: MatmulNode
     labelled: fx.Node
     curve: Curve
     ends: dict[fx.Node, Factors]
@@ -69,15 +71,15 @@ class Found:
         return any(any(factors[1:]) for factors in (*self.ends.values(), *self.cotangents.values()))
 
 
-def find_loss(site: Site, backward: set[fx.Node]) -> Found:
-    """The cross-entropy of `site`, an output matmul. Raises `NotFoundError`."""
+def find_loss(site: MatmulNode, backward: set[fx.Node]) -> Found:
+    """Return the cross-entropy of `site`, an output matmul. Raises `NotFoundError`."""
     return _Search(site, backward).found()
 
 
 class _Search:
     """One head: the nodes between its ends, in the order of the graph."""
 
-    def __init__(self, site: Site, backward: set[fx.Node]):
+    def __init__(self, site: MatmulNode, backward: set[fx.Node]):
         self.site, self.backward = site, backward
         self.cut = find_cut(site.node, backward)
         self.logits = self.cut or site.node
@@ -101,7 +103,7 @@ class _Search:
         return Found(self.site, labelled, curve, ends, cotangents, gradients, self.cut)
 
     def _check_operands(self) -> None:
-        """Rows and classes must be told apart; matmuls of backward must read what forward reads."""
+        """Refuse rows that cannot be told from classes, and matmuls of backward that read what forward does not."""
         site, rows, classes = self.site, self.parts.rows, self.parts.classes
         if value(site.node).dtype not in fusible.FLOATS:
             raise NotFoundError(f"its logits are {value(site.node).dtype}, and gradients of chunks FP32")
@@ -137,21 +139,21 @@ class _Search:
         return self.parts.can_run(node) and all(i in formed or self.parts.is_fill(i) for i in sources)
 
     def _labelled(self) -> fx.Node:
-        """What reads one class a row, or marks it: it has the labels."""
+        """Return what reads one class a row, or marks it: it has the labels."""
         fills = [i for n in self.formed for i in n.all_input_nodes if i.target in SCATTERS and self.parts.is_fill(i)]
         found = [n for n in self.formed if n.target is aten.gather.default] + fills
         if not found:
             self._read({}, set())  # which says what reads them instead
             raise NotFoundError("nothing reads one class a row of what is computed of its logits alone")
-        if found[0].args[2] in self.depending:
+        if Gather(found[0]).index in self.depending:
             raise NotFoundError("its labels depend on its logits")
         return found[0]
 
     def _terms(self, labelled: fx.Node, curve: Curve) -> dict[fx.Node, Factors]:
-        """The values of rows, with their factors if they are sums of terms."""
+        """Return the values of rows, with their factors if they are sums of terms."""
         rows = [n for n in self.formed if self.parts.kind(n) == "row" and is_float(n)]
         trials = self._trials(Closure(self.parts, [labelled, *rows]))
-        index: fx.Node = labelled.args[2]  # type: ignore[assignment]
+        index = Gather(labelled).index
         return {n: factors_of_terms(trials, n, self.logits, index, curve) for n in rows}
 
     def _trials(self, closure: Closure, only: fx.Node | None = None) -> list[Values]:
@@ -163,8 +165,8 @@ class _Search:
     def _read(
         self, known: dict[fx.Node, Factors], gradients: set[fx.Node], cotangents: Iterable[fx.Node] = ()
     ) -> dict[fx.Node, Factors]:
-        """Those of `known` that are read from outside, or by what comes back. Raises where something else is, with rows
-        and classes."""
+        """Return those of `known` that are read from outside, or by what comes back. Raises where something else is,
+        with rows and classes."""
         ends: dict[fx.Node, Factors] = {}
         sinks = [*(n for n in self.logits.graph.nodes if not n.users), *cotangents]
         stack: list[tuple[fx.Node, tuple[fx.Node, fx.Node] | None]] = [(n, None) for n in sinks]
@@ -185,13 +187,13 @@ class _Search:
         return ends
 
     def _sums_rows(self, node: fx.Node) -> bool:
-        source = node.args[0] if node.target is aten.sum.dim_IntList else None
-        if not isinstance(source, fx.Node) or str(value(source).shape[-1]) != str(self.parts.classes):
+        sums = Sum.of(node)
+        if sums is None or str(value(sums.x).shape[-1]) != str(self.parts.classes):
             return False
-        return value(source).dim() == 2 and node.args[1] == [0]
+        return value(sums.x).dim() == 2 and sums.dims == [0]
 
     def _before_zeros(self, node: fx.Node) -> fx.Node:
-        return base(node.args[1]) if self.cut is not None and undoes(node, self.cut) else node  # type: ignore[arg-type]
+        return base(node_argument(node, "src")) if self.cut is not None and undoes(node, self.cut) else node
 
     def _reader(self, node: fx.Node, user: fx.Node) -> str:
         what = "a value of rows is" if self.parts.kind(node) == "row" else "its logits are"
@@ -205,8 +207,9 @@ class _Search:
     # ---- what comes back -----------------------------------------------------------------------------------------
 
     def _cotangents(self, slope: fx.Node, labelled: fx.Node, curve: Curve) -> dict[fx.Node, Factors]:
-        """The leaves that come from backward, with what their gradients of logits are. Besides them there may be labels
-        and masks. At best they are what is known without logits; else the last numbers of rows before the softmax."""
+        """Return the leaves that come from backward, with what their gradients of logits are. Besides them there may be
+        labels and masks. At best they are what is known without logits; else the last numbers of rows before the
+        softmax."""
         try:
             return self._factors_of(slope, labelled, curve, Closure(self.parts, [labelled, slope]))
         except NotFoundError:
@@ -217,7 +220,7 @@ class _Search:
         strange = [n for n in floats if n not in self.backward]
         if strange:
             raise NotFoundError(f"%{strange[0].name} takes part in it: class weights, a temperature that is a tensor?")
-        index: fx.Node = labelled.args[2]  # type: ignore[assignment]
+        index = Gather(labelled).index
         found = {}
         for leaf in floats:
             found[leaf] = factors_of_gradient(self._trials(closure, leaf), slope, leaf, self.logits, index, curve)
@@ -240,7 +243,7 @@ class _Search:
         return next(i for i in node.all_input_nodes if i in self.backward)
 
     def _curve(self) -> Curve:
-        """What is made of the logits before the softmax, whose maximum is taken first."""
+        """Return what is made of the logits before the softmax, whose maximum is taken first."""
         maxima = [n for n in self.formed if n.target is aten.amax.default]
         curves = {self._curve_to(n.all_input_nodes[0]) for n in maxima}
         if not curves:
@@ -269,7 +272,7 @@ class _Search:
 
 
 def _shows(view: fx.Node | None, x: fx.Node | None, transposed: bool) -> bool:
-    """Whether a matrix is `x`, or its transpose: the same elements of the same memory."""
+    """Return True if a matrix is `x`, or its transpose: the same elements of the same memory."""
     if view is None or x is None or base(view) is not base(x):
         return False
     a, b = value(view), value(x).t() if transposed else value(x)

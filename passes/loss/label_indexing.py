@@ -16,35 +16,33 @@ import torch
 from torch import fx
 
 from fp8compile.passes.core.compilation import Compilation, aten, value
+from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.loss.dropped_rows import is_zero
 
 prims = torch.ops.prims
 
 
-def run(c: Compilation, classes: Any) -> None:
+def gather_labels(c: Compilation, classes: Any) -> None:
     """Rewrite what indexes matrices of so many `classes`."""
     if not isinstance(classes, int):
         return
     for node in list(c.graph.nodes):
         if node.target is aten.index.Tensor and _is_of_labels(node, classes):
-            chosen = c.emit(aten.gather.default, node.args[0], 1, _index(c, node, classes), like=node)
+            chosen = c.emit(aten.gather.default, first_input(node), 1, _index(c, node, classes), like=node)
             replace_value(c, node, c.emit(aten.squeeze.dim, chosen, 1, like=node))
-        elif node.target is aten.index_put.default and _is_of_labels(node, classes) and is_zero(node.args[0]):
-            zeros, _, added, *_ = node.args
-            given = c.emit(aten.unsqueeze.default, added, 1, like=node)
-            replace_value(
-                c, node, c.emit(aten.scatter_add.default, zeros, 1, _index(c, node, classes), given, like=node)
-            )
+        elif node.target is aten.index_put.default and _is_of_labels(node, classes) and is_zero(first_input(node)):
+            zeros, index = first_input(node), _index(c, node, classes)
+            given = c.emit(aten.unsqueeze.default, argument(node, "values"), 1, like=node)
+            replace_value(c, node, c.emit(aten.scatter_add.default, zeros, 1, index, given, like=node))
 
 
 def _is_of_labels(node: fx.Node, classes: int) -> bool:
-    """Whether `node` takes one class of every row of a matrix, or puts one there."""
-    args: Any = node.args
-    x, indices = value(args[0]), args[1]
+    """Return True if `node` takes one class of every row of a matrix, or puts one there."""
+    x, indices = value(first_input(node)), argument(node, "indices")
     if x.dim() != 2 or x.shape[1] != classes or len(indices) != 2 or None in indices:
         return False
-    if node.target is aten.index_put.default and value(args[2]).dim() != 1:
+    if node.target is aten.index_put.default and value(node_argument(node, "values")).dim() != 1:
         return False
     rows, labels = indices
     return (
@@ -56,8 +54,7 @@ def _is_of_labels(node: fx.Node, classes: int) -> bool:
 
 
 def _index(c: Compilation, node: fx.Node, classes: int) -> fx.Node:
-    args: Any = node.args
-    _, labels = args[1]
+    _, labels = argument(node, "indices")
     from_the_end = c.emit(aten.add.Tensor, labels, classes, like=node)
     below = c.emit(aten.lt.Scalar, labels, 0, like=node)
     return c.emit(aten.unsqueeze.default, c.emit(aten.where.self, below, from_the_end, labels, like=node), 1, like=node)

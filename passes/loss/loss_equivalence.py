@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily  # passes run u
 from fp8compile.kernels.loss.softmax_step import TERMS, Curve
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import aten, value
+from fp8compile.passes.core.node_views import first_input
 
 ROWS, CLASSES = 9, (11, 7)
 SAME_ELEMENTS = fusible.RESHAPES | {aten.expand.default}
@@ -45,8 +46,8 @@ class Leaf:
 def execute(
     inside: Sequence[tuple[fx.Node, str]], logits: fx.Node, leaves: Mapping[fx.Node, Leaf], only: fx.Node | None = None
 ) -> list[Values]:
-    """The values of the nodes `inside`, each with its kind, in order, for each number of `CLASSES`; of random `logits`
-    and leaves. only: the one floating-point leaf that is not zero."""
+    """Return the values of the nodes `inside`, each with its kind, in order, for each number of `CLASSES`; of random
+    `logits` and leaves. only: the one floating-point leaf that is not zero."""
     with unset_fake_temporarily():
         found = []
         for classes in CLASSES:
@@ -72,7 +73,7 @@ def _drawn_logits(random: torch.Generator, classes: int) -> Tensor:
 
 
 def _drawn(what: str, random: torch.Generator, classes: int) -> Tensor:
-    """One a row."""
+    """Return a random number, label or mask for each row: [rows, 1]."""
     if what == "float":
         return torch.randn(ROWS, 1, generator=random, dtype=torch.float64)
     drawn = torch.randint(0, classes, (ROWS, 1), generator=random)
@@ -80,7 +81,8 @@ def _drawn(what: str, random: torch.Generator, classes: int) -> Tensor:
 
 
 def factors_of_terms(trials: list[Values], node: fx.Node, logits: fx.Node, index: fx.Node, curve: Curve) -> Factors:
-    """`node`, a value of rows, as a sum of terms of `logits` (through `curve`), labels `index`; () if it is none."""
+    """Return `node`, a value of rows, as a sum of terms of `logits` (through `curve`), labels `index`; () if it is
+    none."""
     with unset_fake_temporarily():
         return _factors([env[node] for env in trials], [_terms(env[logits], env[index], curve) for env in trials])
 
@@ -88,7 +90,7 @@ def factors_of_terms(trials: list[Values], node: fx.Node, logits: fx.Node, index
 def factors_of_gradient(
     trials: list[Values], slope: fx.Node, cotangent: fx.Node, logits: fx.Node, index: fx.Node, curve: Curve
 ) -> Factors:
-    """`slope` as a sum of the gradients of the terms for `logits`, each times `cotangent`; () if it is none."""
+    """Return `slope` as a sum of the gradients of the terms for `logits`, each times `cotangent`; () if it is none."""
     with unset_fake_temporarily(), torch.enable_grad():
         known = []
         for env in trials:
@@ -100,7 +102,7 @@ def factors_of_gradient(
 
 
 def _terms(logits: Tensor, index: Tensor, curve: Curve) -> Tensor:
-    """[rows, len(TERMS)]."""
+    """Return the terms of each row: [rows, len(TERMS)]."""
     scores = curve.scores(logits)
     log_probabilities, normaliser = scores.log_softmax(-1), scores.logsumexp(-1, keepdim=True)
     chosen = log_probabilities.gather(-1, index)
@@ -108,7 +110,7 @@ def _terms(logits: Tensor, index: Tensor, curve: Curve) -> Tensor:
 
 
 def _factors(wanted: list[Tensor], known: list[Tensor]) -> Factors:
-    """The numbers that make `wanted` of the last dimension of `known`, the same for all of both."""
+    """Return the numbers that make `wanted` of the last dimension of `known`, the same for all of both."""
     b = torch.cat([x.reshape(-1) for x in wanted])
     a = torch.cat([x.reshape(-1, len(TERMS)) for x in known])
     if len(a) != len(b) or not b.isfinite().all():
@@ -132,7 +134,7 @@ def _value_of(node: fx.Node, kind: str, env: Values, classes: int) -> Any:
     if node.target in REDUCTIONS:
         return REDUCTIONS[node.target](args[0], -1, keepdim=True)
     if node.target in MEANS:  # of as many classes as there are: what comes back of it is divided by that number
-        return args[0].sum(-1, keepdim=True) / value(node.args[0]).shape[-1]  # type: ignore[arg-type]
+        return args[0].sum(-1, keepdim=True) / value(first_input(node)).shape[-1]
     if node.target is aten.scalar_tensor.default:
         return torch.tensor(args[0], dtype=dtype)
     if node.target in (aten.full.default, aten.full_like.default):

@@ -16,8 +16,10 @@ import torch
 from torch import fx
 
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Gather
 from fp8compile.passes.core.compilation import aten, is_tensor, value
 from fp8compile.passes.core.fusible import CONVERSIONS
+from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.loss.loss_equivalence import MEANS, REDUCTIONS, SAME_ELEMENTS, SCATTERS, Leaf
 
 ARITHMETIC = {
@@ -34,7 +36,7 @@ class NotFoundError(Exception):
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether `node` is a tensor of floating-point numbers."""
+    """Return True if `node` is a tensor of floating-point numbers."""
     return is_tensor(node) and value(node).is_floating_point()
 
 
@@ -47,7 +49,8 @@ class Parts:
         self.rows, self.classes = math.prod(rows), classes
 
     def kind(self, node: fx.Node) -> str:
-        """What a tensor has elements for: "logits" (rows and classes), "row", "number", or "" (something else)."""
+        """Return what a tensor has elements for: "logits" (rows and classes), "row", "number", or "" (something
+        else)."""
         if not is_tensor(node):
             return ""
         shape = value(node).shape
@@ -59,7 +62,7 @@ class Parts:
         return "row" if count == str(self.rows) else ""
 
     def can_run(self, node: fx.Node) -> bool:
-        """Whether `node` does the same to every row, as far as its operator and its own shapes tell."""
+        """Return True if `node` does the same to every row, as far as its operator and its own shapes tell."""
         if not self.kind(node) or node.op != "call_function":
             return False
         if node.target is aten.gather.default:
@@ -67,12 +70,12 @@ class Parts:
         if node.target in SCATTERS:
             return self.kind(node) == "logits" and self._chooses(node)
         if node.target in fusible.CONSTANTS:
-            filled = node.args[0 if node.target is aten.scalar_tensor.default else 1]
+            filled = fusible.fill_of(node)
             return isinstance(filled, (int, float))
         if node.target in REDUCTIONS or node.target in MEANS:
-            source = node.args[0]
-            dims = [d % value(source).dim() for d in node.args[1]]  # type: ignore[arg-type, union-attr]
-            return self.kind(source) == "logits" and dims == [value(source).dim() - 1]  # type: ignore[arg-type]
+            source = first_input(node)
+            dims = [d % value(source).dim() for d in argument(node, "dim")]
+            return self.kind(source) == "logits" and dims == [value(source).dim() - 1]
         if node.target in SAME_ELEMENTS:  # an expansion repeats rows over classes, not over other rows
             return self.kind(node) in ("logits", self.kind(node.all_input_nodes[0]))
         if not all(map(is_tensor, node.all_input_nodes)):
@@ -80,11 +83,13 @@ class Parts:
         if self.kind(node) == "logits" and any(self._lies_across(i) for i in node.all_input_nodes):
             return False
         if node.target is aten.eq.Scalar:
-            return self.kind(node) == "row" and is_float(node.all_input_nodes[0]) and math.isinf(node.args[1])  # type: ignore[arg-type]
+            return (
+                self.kind(node) == "row" and is_float(node.all_input_nodes[0]) and math.isinf(argument(node, "other"))
+            )
         return node.target in CONVERSIONS or node.target in ARITHMETIC or node.target is aten.where.self
 
     def is_fill(self, node: fx.Node) -> bool:
-        """Whether `node` is made of constants, and of labels."""
+        """Return True if `node` is made of constants, and of labels."""
         if node.target in fusible.CONSTANTS:
             return self.can_run(node)
         if node.target not in SCATTERS and node.target not in SAME_ELEMENTS:
@@ -93,17 +98,18 @@ class Parts:
         return bool(sources) and self.can_run(node) and all(map(self.is_fill, sources))
 
     def _chooses(self, node: fx.Node) -> bool:
-        """Whether a gather or scatter takes one class of every row."""
-        x, dim, index = value(node.args[0]), node.args[1], value(node.args[2])  # type: ignore[arg-type]
+        """Return True if a gather or scatter takes one class of every row."""
+        call = Gather(node)
+        x, index = value(call.x), value(call.index)
         wanted = [*x.shape[:-1], 1]
         return (
-            self.kind(node.args[0]) == "logits"  # type: ignore[arg-type]
-            and dim % x.dim() == x.dim() - 1  # type: ignore[operator]
+            self.kind(call.x) == "logits"
+            and call.dim % x.dim() == x.dim() - 1
             and [str(n) for n in index.shape] == [str(n) for n in wanted]
         )
 
     def _lies_across(self, node: fx.Node) -> bool:
-        """Whether as many numbers as there are rows lie along the classes (of which there are then as many)."""
+        """Return True if as many numbers as there are rows lie along the classes (of which there are then as many)."""
         return self.kind(node) == "row" and str(value(node).shape[-1]) != "1"
 
 
@@ -147,7 +153,7 @@ class Closure:
         return self.parts.kind(node) == "logits" or self._is_of_logits(node)
 
     def _is_of_logits(self, node: fx.Node) -> bool:
-        """Whether one number a row is made of classes, or by arithmetic with such."""
+        """Return True if one number a row is made of classes, or by arithmetic with such."""
         if node not in self._of_logits:
             ends = node.target in REDUCTIONS or node.target in MEANS or node.target is aten.gather.default
             sources = [i for i in node.all_input_nodes if is_float(i)]
@@ -158,7 +164,8 @@ class Closure:
 
 
 def _leaf(node: fx.Node) -> Leaf:
-    """What is drawn for `node`: the same for all that are computed alike, and the opposite for a mask's opposite."""
+    """Return what is drawn for `node`: the same for all that are computed alike, and the opposite for a mask's
+    opposite."""
     if is_float(node):
         return Leaf(node, "float")
     if value(node).dtype is not torch.bool:
@@ -177,7 +184,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _formula(arg: object) -> Hashable:
-    """How `arg` is computed, views apart."""
+    """Return how `arg` is computed, views apart."""
     if isinstance(arg, (list, tuple)):
         return tuple(map(_formula, arg))
     if not isinstance(arg, fx.Node):

@@ -22,6 +22,7 @@ from torch import fx
 from fp8compile.kernels.loss.softmax_step import TERMS
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import Compilation, aten, dependents, is_tensor, reshape, value
+from fp8compile.passes.core.node_views import call_of
 from fp8compile.passes.loss.dropped_rows import constant, is_zero, with_dropped
 from fp8compile.passes.loss.find_loss import Found
 from fp8compile.passes.loss.loss_parts import NotFoundError
@@ -45,7 +46,7 @@ class Weights:
 
 
 def known_in_forward(c: Compilation, found: Found, backward: set[fx.Node]) -> Weights:
-    """The weights with 1 for the incoming number. Raises `NotFoundError` where they are not known in forward."""
+    """Return the weights with 1 for the incoming number. Raises `NotFoundError` where they are not known in forward."""
     like, losses = found.labelled, dependents(c.graph, [found.site.node])
     parts = {g: split(g, backward, losses) for g in found.cotangents}
     numbers = {p.number for p in parts.values()}
@@ -60,13 +61,14 @@ def known_in_forward(c: Compilation, found: Found, backward: set[fx.Node]) -> We
 
 
 def known_in_backward(c: Compilation, found: Found, like: fx.Node) -> Weights:
-    """The weights as they come back, before `like`."""
+    """Return the weights as they come back, before `like`."""
     wide = [c.emit(prims.convert_element_type.default, g, torch.float32, like=like) for g in found.cotangents]
     return Weights(*_of_terms(c, found, [reshape(c, g, [-1], like) for g in wide], like))
 
 
 def _of_terms(c: Compilation, found: Found, each: list[fx.Node], like: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """The weights of terms of what comes back to rows; and for FP16 the number that they have been divided by."""
+    """Return the weights of terms of what comes back to rows; and for FP16 the number that they have been divided
+    by."""
     if found.cut is not None:
         each = [with_dropped(c, weights, found.cut, like, 0) for weights in each]
     factors = list(zip(*found.cotangents.values(), strict=True))[: len(TERMS) if found.every_term else 1]
@@ -85,7 +87,7 @@ def _of_terms(c: Compilation, found: Found, each: list[fx.Node], like: fx.Node) 
 
 
 def weighted_sum(c: Compilation, factors: Sequence[float], terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:
-    """Σ factors · terms, as many as there are terms."""
+    """Return Σ factors · terms, as many as there are terms."""
     taken = [(factor, term) for factor, term in zip(factors, terms, strict=False) if factor] or [(0.0, terms[0])]
     parts = [term if factor == 1 else c.emit(aten.mul.Tensor, term, factor, like=like) for factor, term in taken]
     return functools.reduce(lambda a, b: c.emit(aten.add.Tensor, a, b, like=like), parts)
@@ -115,7 +117,7 @@ def split(g: fx.Node, backward: set[fx.Node], losses: set[fx.Node]) -> Split:
 
 
 def _source(node: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
-    """The one input of `node` that comes from backward, where `node` is linear in it; None at the end."""
+    """Return the one input of `node` that comes from backward, where `node` is linear in it; None at the end."""
     sources = [i for i in node.all_input_nodes if i in backward]
     if len(sources) != 1 or not is_tensor(sources[0]):
         return None
@@ -132,7 +134,7 @@ def _source(node: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
 
 
 def emit_weights(c: Compilation, parts: Split, like: fx.Node) -> fx.Node:
-    """The nodes of `parts` once more, FP32, with 1 for the number: FP32 [rows]."""
+    """Return the nodes of `parts` once more, FP32, with 1 for the number: FP32 [rows]."""
     replaced, new = parts.number, constant(c, list(value(parts.number).shape), 1.0, torch.float32, like)
     for node in parts.path:
         given = [new if a is replaced else a for a in node.args]
@@ -141,5 +143,5 @@ def emit_weights(c: Compilation, parts: Split, like: fx.Node) -> fx.Node:
             given = [given[0], *(a if a is new else zero for a in given[1:])]
         replaced = node
         if node.target not in fusible.CONVERSIONS:
-            new = c.emit(node.target, *given, like=like)  # type: ignore[arg-type]
+            new = c.emit(call_of(node), *given, like=like)
     return reshape(c, new, [-1], like)

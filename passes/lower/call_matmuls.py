@@ -13,27 +13,30 @@ matmuls, whose own kernels need not round as these do.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config  # whether matmuls are to be tuned
-from torch._inductor.inductor_prims import force_stride_order  # as its own passes keep strides
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from fp8compile import ops
-from fp8compile.passes.core import operators
 from fp8compile.passes.core.collectives import SPLITS, VIEWS
 from fp8compile.passes.core.compilation import aten, value
 from fp8compile.passes.core.iteration import same
-from fp8compile.passes.core.stride_demands import demanded
+from fp8compile.passes.core.node_views import Getitem, ScaledMM, first_input
+from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.region_graph import GraphEditor
 
 RESHAPED = (*VIEWS, aten.reshape.default)  # which Inductor turns views into first
 PARTS = (aten.select.int, aten.slice.Tensor, aten.unbind.int, *SPLITS)
 CALLED = "fp8_called"  # in the metadata of a matmul
 IN_ONE_CALL = ("tensor", "row")  # granularities that aten._scaled_mm takes
+
+
+def run(c: HalfGraph) -> None:
+    """Make calls of the matmuls of a half."""
+    call_matmuls(c.graph)
 
 
 def call_matmuls(graph: fx.Graph) -> None:
@@ -47,91 +50,60 @@ def call_matmuls(graph: fx.Graph) -> None:
 
 
 def is_one_call(node: fx.Node) -> bool:
-    """Whether aten._scaled_mm does it all: two matrices, their scales, an addition at most, and BF16; and no sizes that
-    only the data knows, nor symbolic numbers of rows where a scale is repeated for each."""
-    a, _, granularity_a, b, _, granularity_b, bias, dtype, *rest = node.args
+    """Return True if aten._scaled_mm does it all: two matrices, their scales, an addition at most, and BF16.
+
+    It takes no sizes that only the data knows, nor symbolic numbers of rows where a scale is repeated for each.
+    """
+    mm = ScaledMM(node)
     return (
-        granularity_a in IN_ONE_CALL
-        and granularity_b in IN_ONE_CALL
-        and value(a).dim() == 2  # type: ignore[arg-type]
-        and not any(has_free_unbacked_symbols(value(x)) for x in (a, b))  # type: ignore[arg-type]
-        and dtype == torch.bfloat16
-        and (bias is None or value(bias).dtype == torch.bfloat16)  # type: ignore[arg-type]
-        and not any(x is not None for x in rest[1:])  # no groups
-        and (granularity_a == granularity_b or all(_has_known_rows(x) for x in (a, b)))
+        mm.granularity_a in IN_ONE_CALL
+        and mm.granularity_b in IN_ONE_CALL
+        and value(mm.a).dim() == 2
+        and not any(has_free_unbacked_symbols(value(x)) for x in (mm.a, mm.b))
+        and mm.out_dtype == torch.bfloat16
+        and (mm.bias is None or value(mm.bias).dtype == torch.bfloat16)
+        and mm.offs is None
+        and (mm.granularity_a == mm.granularity_b or all(_has_known_rows(x) for x in (mm.a, mm.b)))
     )
 
 
-def _has_known_rows(node: Any) -> bool:
+def _has_known_rows(node: fx.Node) -> bool:
     return isinstance(value(node).shape[0], int)
 
 
 def call(editor: GraphEditor, node: fx.Node) -> None:
     """Make `node`, which is one call, that call."""
-    a, scale_a, granularity_a, b, scale_b, granularity_b, bias, dtype, *rest = node.args
+    mm = ScaledMM(node)
 
     def emit(target: Any, *args: Any) -> fx.Node:
         return editor.emit(target, *args, before=node, like=node)
 
-    def of_rows(scale: Any, rows: int) -> fx.Node:
+    def of_rows(scale: fx.Node, rows: int) -> fx.Node:
         flat = emit(aten.view.default, scale, [-1, 1])
         if same(value(flat).shape[0], rows):
             as_it_lies = same(value(flat).stride(0), 1) and not _is_part(scale)
             return flat if as_it_lies else emit(aten.clone.default, flat)
         return emit(aten.clone.default, emit(aten.expand.default, flat, [rows, 1]))
 
-    if granularity_a == granularity_b == "tensor":
-        scale_a, scale_b = (emit(aten.clone.default, s) if _is_part(s) else s for s in (scale_a, scale_b))
+    if mm.granularity_a == mm.granularity_b == "tensor":
+        scale_a, scale_b = (emit(aten.clone.default, s) if _is_part(s) else s for s in (mm.scale_a, mm.scale_b))
     else:
-        scale_a = of_rows(scale_a, value(a).shape[0])  # type: ignore[arg-type]
-        scale_b = emit(aten.permute.default, of_rows(scale_b, value(b).shape[0]), [1, 0])  # type: ignore[arg-type]
-    columns = emit(aten.permute.default, b, [1, 0])
-    fast = bool(rest and rest[0])
-    product = emit(aten._scaled_mm.default, a, columns, scale_a, scale_b, bias, None, dtype, fast)
+        scale_a = of_rows(mm.scale_a, value(mm.a).shape[0])
+        scale_b = emit(aten.permute.default, of_rows(mm.scale_b, value(mm.b).shape[0]), [1, 0])
+    columns = emit(aten.permute.default, mm.b, [1, 0])
+    how = (mm.bias, None, mm.out_dtype, mm.fast_accumulation)
+    product = emit(aten._scaled_mm.default, mm.a, columns, scale_a, scale_b, *how)
     product.meta[CALLED] = True
     node.replace_all_uses_with(product)
     editor.graph.erase_node(node)
 
 
-def _is_part(scale: Any) -> bool:
-    """Whether a scale is one of several in memory: cuBLAS wants it to begin at a multiple of 16 bytes."""
+def _is_part(scale: fx.Node) -> bool:
+    """Return True if a scale is one of several in memory: cuBLAS wants it to begin at a multiple of 16 bytes."""
     while scale.target in RESHAPED:
-        scale = scale.args[0]
+        scale = first_input(scale)
     if scale.op == "placeholder":  # of backward: what forward has saved may be one of several
         x = value(scale)
         return x.storage_offset() * x.itemsize % 16 != 0
-    return scale.target in PARTS or (scale.target is operator.getitem and scale.args[0].target in PARTS)
-
-
-def keep_strides(graph: fx.Graph) -> None:
-    """Have these matmuls, and attention, read what they were given: Inductor may lay out what it computes otherwise.
-
-    cuBLAS takes rows, columns, and their scales in one way only. Of attention's inputs Inductor looks at the strides
-    that a buffer would have if it were laid out there and then, and, where those will do, leaves it open: what is
-    fused later with others that lie across (a position bias with the table that it is looked up in) then does so, too.
-    """
-    for node in list(graph.nodes):
-        if node.target is aten._scaled_mm.default and node.meta.get(CALLED):
-            kept = [a for a in node.args[:4] if value(a).dim() == 2]  # type: ignore[arg-type]
-        elif operators.name_of(node.target) in operators.SCALED_DOT_PRODUCT:
-            inputs = [x for _, x in demanded(node).values() if value(x).dim() > 2 and x.op == "call_function"]
-            kept = [x for x in inputs if not has_free_unbacked_symbols(value(x))]
-        else:
-            continue
-        for given in dict.fromkeys(kept):
-            _keep(graph, node, given)  # type: ignore[arg-type]
-
-
-def _keep(graph: fx.Graph, node: fx.Node, given: fx.Node) -> None:
-    """Have `node` read `given` with the strides that it has here; of what is expanded, what lies beneath keeps its own,
-    as no memory can be written through a stride of 0."""
-    if any(
-        same(stride, 0) and not same(n, 1) for stride, n in zip(value(given).stride(), value(given).shape, strict=True)
-    ):
-        if given.target is aten.expand.default and given.args[0].op == "call_function":  # type: ignore[union-attr]
-            _keep(graph, given, given.args[0])  # type: ignore[arg-type]
-        return
-    with graph.inserting_before(node):
-        kept = graph.call_function(force_stride_order, (given, value(given).stride()))
-    kept.meta = dict(given.meta)
-    node.replace_input_with(given, kept)
+    item = Getitem.of(scale)
+    return scale.target in PARTS or (item is not None and item.source.target in PARTS)

@@ -21,14 +21,18 @@ _ours: dict[int, Any] = {}  # by identity, and kept alive for that
 def analyse_once(kernel: Any) -> None:
     """Let torch remember what it finds out about `kernel`, a Triton function."""
     _ours[id(kernel)] = kernel
+
+
+def analyse_kernels_once() -> None:
+    """Replace torch's analysis by one that remembers what it found out about our kernels."""
     for name in ANALYSES:
         analysis = getattr(triton_kernel_wrap, name, None)
-        if analysis is not None and not hasattr(analysis, "answers"):
+        if analysis is not None:
             setattr(triton_kernel_wrap, name, remembering(analysis))
 
 
 def remembering(analysis: Callable[..., Any]) -> Callable[..., Any]:
-    """`analysis`, a function of a kernel and its arguments, done once for each of our kernels."""
+    """Return `analysis`, a function of a kernel and its arguments, done once for each of our kernels."""
     answers: dict[int, Any] = {}
 
     @functools.wraps(analysis)
@@ -40,5 +44,4 @@ def remembering(analysis: Callable[..., Any]) -> Callable[..., Any]:
             answers[key] = analysis(kernel, *args, **kwargs)
         return answers[key]
 
-    remembered.answers = answers  # type: ignore[attr-defined]
     return remembered

@@ -23,6 +23,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import ops
 from fp8compile.passes.core.compilation import AS_STORED, aten, value
+from fp8compile.passes.core.node_views import call_of, first_input
+from fp8compile.passes.core.stages import HalfGraph
+
+
+def run(c: HalfGraph) -> None:
+    """Replace the cast markers of a half."""
+    lower_markers(c.graph)
 
 
 def lower_markers(graph: fx.Graph) -> None:
@@ -33,8 +40,8 @@ def lower_markers(graph: fx.Graph) -> None:
 
 
 def _trace(node: fx.Node) -> fx.GraphModule:
-    """The reference of `node` as a graph of aten operators over its tensor arguments."""
-    reference = ops.CASTS[node.target]  # type: ignore[index]
+    """Return the reference of `node` as a graph of aten operators over its tensor arguments."""
+    reference = ops.CASTS[call_of(node)]
     tensors = node.all_input_nodes
 
     def call(*values: Any) -> torch.Tensor:
@@ -62,14 +69,14 @@ def _inline(graph: fx.Graph, node: fx.Node, traced: fx.GraphModule) -> None:
                 argument = next(arguments)
                 env[inner] = env.get(argument, argument)
             elif inner.op == "output":
-                node.replace_all_uses_with(env[inner.args[0]])
+                node.replace_all_uses_with(env[first_input(inner)])
             else:
                 env[inner] = graph.node_copy(inner, env.__getitem__)
     graph.erase_node(node)
 
 
 def _as_stored(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`node` with the bits that it has in memory."""
+    """Return `node` with the bits that it has in memory."""
     for dtype in (torch.int16, torch.bfloat16):
         x = value(node).view(dtype)
         node = graph.call_function(aten.view.dtype, (node, dtype))

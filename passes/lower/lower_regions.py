@@ -26,10 +26,18 @@ from fp8compile.kernels.codegen import emit, generated
 from fp8compile.kernels.codegen.schedule import Schedule
 from fp8compile.kernels.codegen.spec import Region
 from fp8compile.passes.core.compilation import aten, getitems
+from fp8compile.passes.core.stages import HalfGraph
+from fp8compile.passes.lower.kernel_rows import kernel_rows
 from fp8compile.passes.lower.known_accesses import analyse_once
-from fp8compile.passes.regions.region_graph import GraphEditor, regions_of, spec_of
+from fp8compile.passes.regions.region_graph import GraphEditor, regions_of, sizes_of, spec_of, tensors_of
 
 LAUNCH = "fp8_launch"  # in the metadata of a region that has become a launch
+
+
+def run(c: HalfGraph) -> None:
+    """Replace the regions of a half by launches, and note the kernels: the graph says no more of them afterwards."""
+    c.lowered.kernels = kernel_rows(c.graph, c.half)
+    lower_regions(c.graph)
 
 
 def lower_regions(graph: fx.Graph) -> None:
@@ -43,13 +51,12 @@ def lower_regions(graph: fx.Graph) -> None:
 
 def _lower(graph: fx.Graph, node: fx.Node, shapes: list[list[Any]]) -> None:
     region, schedule = spec_of(node)
-    tensors, sizes = node.args[:2]
     fakes: list[torch.Tensor] = node.meta["val"]
     names = emit.arguments(region)
     outputs = [name for name in names if name.startswith("y")]
     with graph.inserting_before(node):
         empties = [_empty(graph, fake, shape) for fake, shape in zip(fakes, shapes, strict=True)]
-        kwargs = dict(zip(names, [*tensors, *empties, *sizes], strict=True))  # type: ignore[misc]
+        kwargs = dict(zip(names, [*tensors_of(node), *empties, *sizes_of(node)], strict=True))
         launch: dict[str, Any] = {
             "kernel_idx": kernel_side_table.add_kernel(_kernel(region, schedule)),
             "constant_args_idx": kernel_side_table.add_constant_args({}),
@@ -77,7 +84,7 @@ def _empty(graph: fx.Graph, fake: torch.Tensor, shape: list[Any]) -> fx.Node:
 
 @functools.lru_cache(maxsize=4096)
 def _kernel(region: Region, schedule: Schedule) -> Any:
-    """The kernel with its number of warps: Inductor takes that from an autotuner with a single configuration."""
+    """Return the kernel with its number of warps: Inductor takes that from an autotuner with a single configuration."""
     import triton  # here, so that a machine without a GPU does not need it
 
     kernel = generated.kernel_of(region, schedule, "cuda")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -23,7 +23,10 @@ from fp8compile.errors import VerificationError
 from fp8compile.kernels.check.coverage import unwritten
 from fp8compile.kernels.codegen.spec import Part, Region, number_of
 from fp8compile.passes.core.compilation import VIEWS, aten, hint, is_tensor, value
-from fp8compile.passes.core.stride_demands import Broken
+from fp8compile.passes.core.node_views import Copy, RegionCall
+from fp8compile.passes.core.run_passes import Check
+from fp8compile.passes.core.stages import HalfGraph
+from fp8compile.passes.core.stride_demands import Broken, broken_strides
 from fp8compile.passes.core.verify import excerpt, verify
 from fp8compile.passes.lower.lower_regions import LAUNCH
 from fp8compile.passes.regions.region_graph import spec_of
@@ -48,10 +51,19 @@ def _described(node: Any) -> tuple[Any, ...] | None:
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` shows."""
+    """Return the node whose memory `node` shows."""
     while node.op == "call_function" and node.target in SHOWS and is_tensor(node.all_input_nodes[0]):
         node = node.all_input_nodes[0]
     return node
+
+
+def half_verifier(c: HalfGraph) -> Check:
+    """Return the check of a half that becomes kernels: all rules of this module, against the graph as it is now.
+
+    What a compiler has laid out otherwise by now it brings in order itself.
+    """
+    outputs, broken = outputs_of(c.graph), broken_strides(c.graph)
+    return lambda step: verify_kernels(c.graph, step, outputs, broken)
 
 
 def verify_kernels(graph: fx.Graph, stage: str, outputs: Outputs, broken: Broken = ()) -> None:
@@ -65,7 +77,10 @@ def verify_kernels(graph: fx.Graph, stage: str, outputs: Outputs, broken: Broken
         why = _broken_rule(node, tried)
         if why:
             raise VerificationError(f"after {stage}: %{node.name}: {why}\n{excerpt(graph, node)}")
-    for n, (before, after) in enumerate(zip(outputs, outputs_of(graph), strict=True)):
+    now = outputs_of(graph)
+    if len(now) != len(outputs):
+        raise VerificationError(f"after {stage}: outputs changed in number, from {len(outputs)} to {len(now)}")
+    for n, (before, after) in enumerate(zip(outputs, now, strict=True)):
         if before is not None and after is not None and not _agrees(before, after):
             raise VerificationError(f"after {stage}: output {n} changed from {before} to {after}")
     why = late_read(graph)
@@ -89,13 +104,14 @@ def _broken_rule(node: fx.Node, tried: dict[Any, str]) -> str:
 
 
 def _wrong_region(node: fx.Node, tried: dict[Any, str]) -> str:
-    tensors, sizes, *texts = node.args
+    call = RegionCall(node)
+    tensors, sizes = call.inputs, call.sizes
     region, schedule = spec_of(node)
-    if len(tensors) != region.tensors or len(sizes) != len(region.sizes):  # type: ignore[arg-type]
-        return f"reads {len(tensors)} tensors and {len(sizes)} sizes, its spec {region.tensors} and {len(region.sizes)}"  # type: ignore[arg-type]
-    names = {name: _hint(size) for name, size in zip(region.sizes, sizes, strict=True)}  # type: ignore[arg-type]
-    inputs = [(value(t).dtype, tuple(map(hint, value(t).shape)), tuple(map(hint, value(t).stride()))) for t in tensors]  # type: ignore[arg-type, union-attr]
-    key = (*texts, tuple(names.values()), tuple(inputs))
+    if len(tensors) != region.tensors or len(sizes) != len(region.sizes):
+        return f"reads {len(tensors)} tensors and {len(sizes)} sizes, its spec {region.tensors} and {len(region.sizes)}"
+    names = {name: _hint(size) for name, size in zip(region.sizes, sizes, strict=True)}
+    inputs = [(value(t).dtype, tuple(map(hint, value(t).shape)), tuple(map(hint, value(t).stride()))) for t in tensors]
+    key = (call.spec, call.schedule, tuple(names.values()), tuple(inputs))
     if key not in tried:  # layers are alike
         tried[key] = wrong_reads(region, inputs, names) or unwritten(region, schedule, names)
     return tried[key]
@@ -125,7 +141,7 @@ def wrong_reads(region: Region, inputs: Sequence[tuple[Any, ...]], sizes: Mappin
 
 
 def _is_scaled(part: Part, read: int) -> bool:
-    """Whether all that is done with what input `read` loads is to multiply it."""
+    """Return True if all that is done with what input `read` loads is to multiply it."""
     loads = {i for i, v in enumerate(part.values) if v.op == "load" and v.params[0] == read}
     return all(v.op == "mul" for v in part.values if loads & set(v.args))
 
@@ -134,9 +150,9 @@ def _is_scaled(part: Part, read: int) -> bool:
 
 
 def _shared_buffer(launch: fx.Node) -> str:
-    """Why the buffers of a launch are not its own; "" if they are."""
+    """Return why the buffers of a launch are not its own; "" if they are."""
     kwargs: Any = launch.kwargs["kwargs"]
-    for name in launch.kwargs["tensors_to_clone"]:  # type: ignore[union-attr]
+    for name in cast("list[str]", launch.kwargs["tensors_to_clone"]):
         buffer = kwargs[name]
         if buffer.target is not aten.empty.memory_format:
             return f"writes into %{buffer.name}, which is no buffer of its own"
@@ -151,11 +167,11 @@ def late_read(graph: fx.Graph) -> str:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not aten.copy_.default and is_computed(node):
             for read in node.all_input_nodes:
-                copy = written.get(_owner(read) if is_tensor(read) else read)
-                if copy is not None and read is not copy:
-                    return f"%{node.name} reads %{read.name} after %{copy.name} has overwritten it"
-        elif node.target is aten.copy_.default and _owner(node.args[0]).op == "placeholder":
-            written[_owner(node.args[0])] = node
+                writer = written.get(_owner(read) if is_tensor(read) else read)
+                if writer is not None and read is not writer:
+                    return f"%{node.name} reads %{read.name} after %{writer.name} has overwritten it"
+        elif (copy := Copy.of(node)) and (owner := _owner(copy.written)).op == "placeholder":
+            written[owner] = node
     return ""
 
 

@@ -30,6 +30,7 @@ from fp8compile.passes.core.compilation import (
     sort_topologically,
     value,
 )
+from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.matmul import gathered_weights
 
@@ -75,29 +76,30 @@ def _merge_equal_views(c: Compilation) -> None:
 
 
 def _split_baddbmm(c: Compilation, node: fx.Node) -> None:
-    bias, a, b = node.args
+    bias, a, b = (node_argument(node, name) for name in ("self", "batch1", "batch2"))
     product = c.emit(aten.bmm.default, a, b, like=node)
     replace_value(c, node, c.emit(aten.add.Tensor, product, bias, like=node))
 
 
 def _drop_batch(c: Compilation, node: fx.Node) -> None:
-    a, b = node.args
-    batch = value(a).shape[0]  # type: ignore[arg-type]
+    a, b = first_input(node), node_argument(node, "mat2")
+    batch = value(a).shape[0]
     if isinstance(batch, int) and batch == 1:
         product = c.emit(aten.mm.default, *(c.emit(aten.squeeze.dim, x, 0, like=node) for x in (a, b)), like=node)
         replace_value(c, node, c.emit(aten.unsqueeze.default, product, 0, like=node))
     elif _is_broadcast(b) and _rows_collapse(a):
-        _one_matmul(c, node, a, b)  # type: ignore[arg-type]
-    elif _is_broadcast(a) and _rows_collapse(_mirrored := c.transposed(b, like=node)):  # type: ignore[arg-type]
+        _one_matmul(c, node, a, b)
+    elif _is_broadcast(a) and _rows_collapse(rows := c.transposed(b, like=node)):
         # (W xᵀ)[i] = (x[i] Wᵀ)ᵀ: one matmul over all batches, whose result is read transposed
-        mirror = c.emit(aten.bmm.default, _mirrored, c.transposed(a, like=node), like=node)  # type: ignore[arg-type]
+        columns = c.transposed(a, like=node)
+        mirror = c.emit(aten.bmm.default, rows, columns, like=node)
         back = c.transposed(mirror, like=node)
         replace_value(c, node, back)
-        _one_matmul(c, mirror, *mirror.args)  # type: ignore[arg-type]
+        _one_matmul(c, mirror, rows, columns)
 
 
 def _one_matmul(c: Compilation, node: fx.Node, a: fx.Node, b: fx.Node) -> None:
-    """bmm(a, broadcast b) as one mm over the collapsed rows of `a`."""
+    """Replace bmm(a, broadcast b) by one mm over the collapsed rows of `a`."""
     batch, m, k = value(a).shape
     n = value(b).shape[-1]
     if not all(isinstance(s, int) for s in (batch, m, k, n)):
@@ -107,29 +109,29 @@ def _one_matmul(c: Compilation, node: fx.Node, a: fx.Node, b: fx.Node) -> None:
     replace_value(c, node, c.emit(aten.view.default, product, [batch, m, n], like=node))
 
 
-def _is_broadcast(node: object) -> bool:
-    v = value(node)  # type: ignore[arg-type]
+def _is_broadcast(node: fx.Node) -> bool:
+    v = value(node)
     return isinstance(v.shape[0], int) and v.shape[0] > 1 and v.stride(0) == 0
 
 
-def _rows_collapse(node: object) -> bool:
-    """Whether [B, M, K] can be viewed as [B·M, K]."""
-    v = value(node)  # type: ignore[arg-type]
+def _rows_collapse(node: fx.Node) -> bool:
+    """Return True if [B, M, K] can be viewed as [B·M, K]."""
+    v = value(node)
     return same_sizes([v.stride(0)], [v.shape[1] * v.stride(1)])
 
 
 def _fold_batch_of_gradient(c: Compilation, node: fx.Node) -> None:
-    """sum over the batch of bmm(xᵀ, dy), the gradient of a broadcast weight, as one mm."""
-    product, dims = node.args[0], list(node.args[1] or [])  # type: ignore[arg-type]  # None: over all
-    keep = len(node.args) > 2 and bool(node.args[2])
-    if not isinstance(product, fx.Node) or product.target is not aten.bmm.default or len(product.users) != 1:
+    """Replace the sum over the batch of bmm(xᵀ, dy), the gradient of a broadcast weight, by one mm."""
+    product, dims = first_input(node), list(argument(node, "dim") or [])  # None: over all
+    keep = bool(argument(node, "keepdim"))
+    if product.target is not aten.bmm.default or len(product.users) != 1:
         return
-    left, right = product.args
-    sizes = (*value(left).shape, value(right).shape[-1])  # type: ignore[arg-type]
+    left, right = first_input(product), node_argument(product, "mat2")
+    sizes = (*value(left).shape, value(right).shape[-1])
     if dims != [0] or node.kwargs or not all(isinstance(s, int) for s in sizes):
         return
     batch, k, m, n = sizes
-    x = c.transposed(left, like=node)  # type: ignore[arg-type]
+    x = c.transposed(left, like=node)
     if not (_rows_collapse(x) and _rows_collapse(right)):
         return
     rows = c.emit(aten.view.default, x, [batch * m, k], like=product)

@@ -11,36 +11,30 @@ gradient takes that along as a plain matmul, for both come from one node.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import fx
 
 from fp8compile.passes.core.compilation import Compilation, aten, getitems, reshape, value
+from fp8compile.passes.core.matmul_node import GRAD_INPUT, MatmulNode
+from fp8compile.passes.core.matmul_views import Convolution, ConvolutionBackward
 from fp8compile.passes.core.replace import replace_value
-from fp8compile.passes.matmul.roles import Site
 
 
 def run(c: Compilation) -> None:
     """Rewrite the convolutions that the plan converts."""
-    chosen = {row.node for row in c.plan.converted if row.kind == "convolution"}
-    done: set[fx.Node] = set()
-    for key in list(c.sites):
-        site = c.sites.get(key)  # None: it was renamed with the rewrite of another site of its node
-        if site is None or key not in chosen or site.node in done:
-            continue
-        done.add(site.node)
-        if site.node.target is aten.convolution.default:
-            _forward(c, site)
-        else:
-            _backward(c, site.node)
+    for matmul in c.matmuls.converted:
+        if (convolution := Convolution.of(matmul.node)) is not None:
+            _forward(c, matmul, convolution)
+        elif (backward := ConvolutionBackward.of(matmul.node)) is not None:
+            _backward(c, backward)
 
 
-def _forward(c: Compilation, site: Site) -> None:
-    node = site.node
-    x, weight, bias = node.args[:3]
-    kernel = list(value(weight).shape[2:])  # type: ignore[arg-type]
-    rows = _patches(c, x, kernel, node)  # type: ignore[arg-type]
-    columns = c.transposed(_flat_weight(c, weight, node), like=node)  # type: ignore[arg-type]
+def _forward(c: Compilation, matmul: MatmulNode, convolution: Convolution) -> None:
+    node, weight, bias = convolution.node, convolution.weight, convolution.bias
+    rows = _patches(c, convolution.input, list(value(weight).shape[2:]), node)
+    columns = c.transposed(_flat_weight(c, weight, node), like=node)
     if bias is None:
         product = c.emit(aten.mm.default, rows, columns, like=node)
     else:
@@ -50,48 +44,42 @@ def _forward(c: Compilation, site: Site) -> None:
     folded = c.emit(aten.view.default, product, [out.shape[0], *grid, out.shape[1]], like=node)
     order = [0, len(grid) + 1, *range(1, len(grid) + 1)]
     result = c.emit(aten.permute.default, folded, order, like=node)
-    _move(c, site, product, rows, columns, bias)
+    _move(c, matmul, product)
     replace_value(c, node, result)
 
 
-def _backward(c: Compilation, node: fx.Node) -> None:
-    grad, x, weight = node.args[:3]
-    dims = value(grad).dim()  # type: ignore[arg-type]
-    channels = value(grad).shape[1]  # type: ignore[arg-type]
-    last = c.emit(aten.permute.default, grad, [0, *range(2, dims), 1], like=node)
-    rows = reshape(c, last, [_product(value(last).shape[:-1]), channels], node)
+def _backward(c: Compilation, backward: ConvolutionBackward) -> None:
+    node, weight, gradient = backward.node, backward.weight, value(backward.gradient)
+    last = c.emit(aten.permute.default, backward.gradient, [0, *range(2, gradient.dim()), 1], like=node)
+    rows = reshape(c, last, [math.prod(value(last).shape[:-1]), gradient.shape[1]], node)
     results = getitems(node)
-    for site in [s for s in c.sites.values() if s.node is node]:
-        if site.key.endswith(".grad_input"):
-            flat = _flat_weight(c, weight, node)  # type: ignore[arg-type]
-            product = c.emit(aten.mm.default, rows, flat, like=node)
-            _move(c, site, product, rows, flat, None)
-            replace_value(c, results[0], _unpatched(c, product, value(x), value(weight), node))  # type: ignore[arg-type]
+    for matmul in c.matmuls.at(node):
+        if matmul.result == GRAD_INPUT:
+            product = c.emit(aten.mm.default, rows, _flat_weight(c, weight, node), like=node)
+            new = _unpatched(c, product, value(backward.input), value(weight), node)
         else:
-            columns, left = _patches(c, x, list(value(weight).shape[2:]), node), c.transposed(rows, like=node)  # type: ignore[arg-type]
-            product = c.emit(aten.mm.default, left, columns, like=node)
-            _move(c, site, product, left, columns, None)
-            replace_value(c, results[1], c.emit(aten.view.default, product, list(value(weight).shape), like=node))  # type: ignore[arg-type]
+            columns = _patches(c, backward.input, list(value(weight).shape[2:]), node)
+            product = c.emit(aten.mm.default, c.transposed(rows, like=node), columns, like=node)
+            new = c.emit(aten.view.default, product, list(value(weight).shape), like=node)
+        _move(c, matmul, product)
+        replace_value(c, results[matmul.result], new)
     if 2 in results:
         replace_value(c, results[2], c.emit(aten.sum.dim_IntList, rows, [0], like=node))
 
 
-def _move(c: Compilation, site: Site, node: fx.Node, left: fx.Node, right: fx.Node, bias: Any) -> None:
-    """Let the site and its plan row speak of the matmul `node`."""
-    old = site.key
-    site.node, site.key, site.left, site.right, site.bias = node, node.name, left, right, bias
-    site.kind, site.weight_on_left = "addmm" if bias is not None else "mm", False
-    c.sites[node.name] = c.sites.pop(old)
-    c.plan.update(old, node=node.name)
+def _move(c: Compilation, matmul: MatmulNode, product: fx.Node) -> None:
+    """Let `product` compute the matmul."""
+    c.matmuls.move(matmul, product)
+    matmul.weight_on_left = False
 
 
 def _flat_weight(c: Compilation, weight: fx.Node, like: fx.Node) -> fx.Node:
     w = value(weight)
-    return reshape(c, weight, [w.shape[0], _product(w.shape[1:])], like)
+    return reshape(c, weight, [w.shape[0], math.prod(w.shape[1:])], like)
 
 
 def _patches(c: Compilation, x: fx.Node, kernel: list[int], like: fx.Node) -> fx.Node:
-    """x [B, C, S…] as rows of patches [B·G…, C·P…]."""
+    """Return x [B, C, S…] as rows of patches [B·G…, C·P…]."""
     batch, channels, *sizes = value(x).shape
     n = len(kernel)
     grid = [s // p for s, p in zip(sizes, kernel, strict=True)]
@@ -99,11 +87,11 @@ def _patches(c: Compilation, x: fx.Node, kernel: list[int], like: fx.Node) -> fx
     cut = reshape(c, x, [batch, channels, *split], like)
     order = [0, *range(2, 2 + 2 * n, 2), 1, *range(3, 3 + 2 * n, 2)]
     moved = c.emit(aten.permute.default, cut, order, like=like)
-    return reshape(c, moved, [batch * _product(grid), channels * _product(kernel)], like)
+    return reshape(c, moved, [batch * math.prod(grid), channels * math.prod(kernel)], like)
 
 
 def _unpatched(c: Compilation, rows: fx.Node, x: Any, weight: Any, like: fx.Node) -> fx.Node:
-    """The inverse of `_patches`: rows [B·G…, C·P…] back in the shape of x."""
+    """Return rows [B·G…, C·P…] in the shape of x again: the inverse of `_patches`."""
     batch, channels, *sizes = x.shape
     kernel = list(weight.shape[2:])
     n = len(kernel)
@@ -112,10 +100,3 @@ def _unpatched(c: Compilation, rows: fx.Node, x: Any, weight: Any, like: fx.Node
     order = [0, n + 1, *(d for i in range(n) for d in (1 + i, n + 2 + i))]
     moved = c.emit(aten.permute.default, cut, order, like=like)
     return reshape(c, moved, list(x.shape), like)
-
-
-def _product(sizes: Any) -> Any:
-    total: Any = 1
-    for s in sizes:
-        total = total * s
-    return total

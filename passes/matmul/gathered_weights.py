@@ -1,4 +1,4 @@
-"""Gathered weights: a weight that arrives as FP8 payload and scale is multiplied with as it is.
+"""Gathered weights: take a weight that arrives as FP8 payload and scale as it is.
 
 Before      %t = permute(%payload)   %w = fp8.dequantize(%t, %scale, tensor, bf16)   %y = mm(%x, %w)
 After       %w = fp8.dequantize(%payload, %scale, tensor, bf16)   %wt = permute(%w)   %y = mm(%x, %wt)     (normalize)
@@ -18,7 +18,17 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
-from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, divides, is_transpose_of, same_sizes, value
+from fp8compile.passes.core.compilation import (
+    VIEWS,
+    Compilation,
+    aten,
+    base,
+    divides,
+    is_transpose_of,
+    same_sizes,
+    value,
+)
+from fp8compile.passes.core.node_views import Dequantize
 from fp8compile.passes.core.replace import replace_value
 
 
@@ -37,35 +47,31 @@ class Gathered:
 
 
 def gathered(node: fx.Node | None) -> Gathered | None:
-    """The payload and scale of which `node`, or what it is a view of, is made; None for any other node."""
-    while node is not None and node.op == "call_function" and node.target in VIEWS:
-        node = node.all_input_nodes[0]
-    if node is None or node.target is not ops.dequantize:
+    """Return the weight that arrived in FP8 of which `node` is a view; None for any other node."""
+    weight = Dequantize.of(base(node)) if node is not None else None
+    if weight is None or weight.data.op != "placeholder":
         return None
-    payload, scale, granularity, _ = node.args
-    if not (isinstance(payload, fx.Node) and isinstance(scale, fx.Node)) or payload.op != "placeholder":
-        return None
-    return Gathered(payload, scale, str(granularity))
+    return Gathered(weight.data, weight.scale, weight.granularity)
 
 
 def normalize(c: Compilation) -> None:
-    """One dequantize for each weight that arrived in FP8 and each dtype, of the payload as it arrived."""
+    """Keep one dequantize for each weight that arrived in FP8 and each dtype, of the payload as it arrived."""
     known: dict[tuple[object, ...], fx.Node] = {}
     start = next((n for n in c.graph.nodes if n.op != "placeholder"), None)
     for node in list(c.graph.find_nodes(op="call_function", target=ops.dequantize)):
-        payload, scale, granularity, dtype = node.args
-        (root, turned), (factor, _) = _unturned(payload), _unturned(scale)  # type: ignore[arg-type]
+        weight = Dequantize(node)
+        (root, turned), (factor, _) = _unturned(weight.data), _unturned(weight.scale)
         if root is None or factor is None or start is None:
             continue
-        key = (root, factor, granularity, dtype)
+        key = (root, factor, weight.granularity, weight.dtype)
         if key not in known:
-            known[key] = c.emit(ops.dequantize, root, factor, granularity, dtype, like=node, before=start)
+            known[key] = c.emit(ops.dequantize, *key, like=node, before=start)
         whole = known[key]
         replace_value(c, node, c.transposed(whole, like=node) if turned else whole)
 
 
 def _unturned(node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """The input that `node` is, and whether it is seen transposed; None for what is no input, or seen otherwise."""
+    """Return the input that `node` is a view of, and True if it is seen transposed; None for any other view or node."""
     turned = False
     while node.op == "call_function" and node.target in VIEWS:
         source = node.all_input_nodes[0]
@@ -78,7 +84,7 @@ def _unturned(node: fx.Node) -> tuple[fx.Node | None, bool]:
 
 
 def why_not_taken(weight: Gathered, partner: str, format: str) -> str:
-    """Why a matmul cannot take the payload of `weight` beside an operand with these casts; "" if it can."""
+    """Return why a matmul cannot take the payload of `weight` beside an operand with these casts; "" if it can."""
     mine, other = parse_granularity(weight.granularity).kind, parse_granularity(partner).kind
     if (mine == "block") != (other == "group"):
         return f"scales of {weight.granularity} do not go with {partner}"

@@ -25,18 +25,19 @@ from fp8compile.devices import Device
 from fp8compile.formats import ROW
 from fp8compile.kernels.matmul.check_grouped import why_it_fails
 from fp8compile.passes.core.compilation import value
-from fp8compile.passes.matmul.roles import Site
+from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.plan.reasons import Reason, Why
 from fp8compile.recipe import Cast, Recipe, Role
 
-GROUPED = "grouped"  # the kind of such a site
+GROUPED = "grouped"  # the kind of such a matmul
 MOST_GROUPS = 1023  # torch's kernel has one thread a group to prepare them
 RAGGED = "contracts groups of tokens: FP8 needs multiples of 16, and only the data knows"
 
 
-def role_of(site: Site, recipe: Recipe) -> Role | None:
-    """How `recipe` runs the matmul; None: in its precision. A grouped one by rows, in what else the recipe says."""
-    role = recipe.role(site.role) if site.role != "other" else None
-    if role is None or site.kind != GROUPED:
+def casts_of(matmul: MatmulNode, recipe: Recipe) -> Role | None:
+    """Return how `recipe` runs the matmul; None: in its own precision. A grouped one takes scales of rows."""
+    role = recipe.role(matmul.role) if matmul.role != "other" else None
+    if role is None or matmul.kind != GROUPED:
         return role
     return replace(role, left=_by_rows(role.left), right=_by_rows(role.right))
 
@@ -45,21 +46,27 @@ def _by_rows(cast: Cast) -> Cast:
     return Cast(ROW, power_of_two=cast.power_of_two)
 
 
-def why_not_grouped(site: Site, role: Role | None, device: Device) -> str:
-    """Why FP8 units cannot run a grouped matmul with these casts; "" if they can."""
-    if value(site.right).dim() != 3:  # type: ignore[arg-type]
+def takes_rows_alone(matmul: MatmulNode, recipe: Recipe) -> bool:
+    """Return True if the casts of a matmul are not the recipe's own."""
+    return recipe.role(matmul.role) != casts_of(matmul, recipe)
+
+
+def why_not_grouped(matmul: MatmulNode, role: Role | None, device: Device) -> Why | None:
+    """Return why FP8 units cannot run a grouped matmul with these casts; None if they can."""
+    text = _why_not_grouped(matmul, role)
+    if text:
+        return Why(Reason.GROUPED, text)
+    if device.emulated:
+        return None
+    text = why_it_fails(value(matmul.pair[0]).device) if device.grouped else f"{device.name} has no grouped FP8 matmul"
+    return Why(Reason.DEVICE, text) if text else None
+
+
+def _why_not_grouped(matmul: MatmulNode, role: Role | None) -> str:
+    if value(matmul.pair[1]).dim() != 3:
         return RAGGED
     if role is not None and {(c.granularity, c.format) for c in (role.left, role.right)} != {(ROW, Cast().format)}:
         return f"grouped FP8 units take E4M3 by rows, not {role.left} × {role.right}"
-    if isinstance(site.groups, int) and site.groups > MOST_GROUPS:
-        return f"{site.groups} groups: grouped FP8 units take {MOST_GROUPS}"
-    if device.emulated:
-        return ""
-    if not device.grouped:
-        return f"{device.name} has no grouped FP8 matmul"
-    return why_it_fails(value(site.left).device)  # type: ignore[arg-type]
-
-
-def remark(site: Site, recipe: Recipe) -> str:
-    """What a reason adds where the casts are not the recipe's own."""
-    return "" if recipe.role(site.role) == role_of(site, recipe) else "; grouped FP8 takes rows alone"
+    if isinstance(matmul.groups, int) and matmul.groups > MOST_GROUPS:
+        return f"{matmul.groups} groups: grouped FP8 units take {MOST_GROUPS}"
+    return ""

@@ -1,4 +1,4 @@
-"""What a matmul takes in BF16 and in FP8, casts included: the model behind select="profitable".
+"""Matmul costs: the milliseconds of a matmul in BF16 and in FP8, casts included: the model behind select="profitable".
 
     BF16   2·M·N·K / bf16 rate + start + sum                                         (grouped: as if all were one)
     FP8    2·M·N'·K' / (fp8 rate · filled) + start / merged + casts + kernels · launch    (both operands; N', K' padded)
@@ -33,137 +33,138 @@ from fp8compile.devices import Device
 from fp8compile.formats import ALIGNMENT, Granularity, round_up
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import base, hint, value
+from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.matmul.grouped_matmuls import GROUPED
-from fp8compile.passes.matmul.roles import Site
 from fp8compile.recipe import Role
 
-Timed = tuple[Site, Role]
+Timed = tuple[MatmulNode, Role]
 TILE = 128  # rows and columns of an output that one multiprocessor computes at a time
 
 
 class Costs:
-    """The costs of matmuls beside those that are in FP8 already (`sites`)."""
+    """The costs of a matmul beside those that are in FP8 already (`matmuls`)."""
 
-    def __init__(self, device: Device, sites: Iterable[Site]):
+    def __init__(self, device: Device, matmuls: Iterable[MatmulNode]):
         self.device = device
-        self.keys: set[str] = set()
+        self.in_fp8: set[MatmulNode] = set()
         self.readers: Counter[fx.Node] = Counter()
         self.of_role: Counter[tuple[fx.Node, str]] = Counter()
         self.merged: Counter[tuple[fx.Node, str]] = Counter()
         self.tiles: Counter[tuple[fx.Node, str]] = Counter()
-        for site in sites:
-            self._count(site, 1)
+        for matmul in matmuls:
+            self._count(matmul, 1)
 
-    def _count(self, site: Site, by: int) -> None:
-        (self.keys.add if by > 0 else self.keys.remove)(site.key)
-        for operand in _operands(site):
+    def _count(self, matmul: MatmulNode, by: int) -> None:
+        (self.in_fp8.add if by > 0 else self.in_fp8.remove)(matmul)
+        for operand in _operands(matmul):
             self.readers[operand] += by
-            self.of_role[operand, site.role] += by
-        if merged := merged_as(site):
+            self.of_role[operand, matmul.role] += by
+        if merged := merged_as(matmul):
             self.merged[merged] += by
-            self.tiles[merged] += by * _tiles(site)
+            self.tiles[merged] += by * _tiles(matmul)
 
-    def remove(self, sites: Iterable[Site]) -> None:
-        """These are in BF16 from now on."""
-        for site in sites:
-            self._count(site, -1)
+    def remove(self, matmuls: Iterable[MatmulNode]) -> None:
+        """Count these as BF16 from now on."""
+        for matmul in matmuls:
+            self._count(matmul, -1)
 
     def added(self, leaving: Sequence[Timed], others: Sequence[Timed]) -> float:
-        """Milliseconds that all takes longer when `leaving` run in BF16, and `others` have casts for themselves that
-        they shared with them; less than 0 if it is faster."""
-        times = [self.milliseconds(site, role) for site, role in leaving]
-        before = sum(self.milliseconds(site, role)[1] for site, role in others)
-        self.remove(site for site, _ in leaving)
-        after = sum(self.milliseconds(site, role)[1] for site, role in others)
-        for site, _ in leaving:
-            self._count(site, 1)
+        """Return how many milliseconds longer everything takes when `leaving` run in BF16, and `others` have casts for
+        themselves that they shared with them; less than 0 if it is faster."""
+        times = [self.milliseconds(matmul, role) for matmul, role in leaving]
+        before = sum(self.milliseconds(matmul, role)[1] for matmul, role in others)
+        self.remove(matmul for matmul, _ in leaving)
+        after = sum(self.milliseconds(matmul, role)[1] for matmul, role in others)
+        for matmul, _ in leaving:
+            self._count(matmul, 1)
         return sum(bf16 - fp8 for bf16, fp8 in times) + after - before
 
-    def milliseconds(self, site: Site, role: Role) -> tuple[float, float]:
-        """Of this matmul in BF16, and in FP8 as `role` of the recipe says."""
-        m, n, k, batch = (hint(s) for s in (site.m, site.n, site.k, site.batch))
+    def milliseconds(self, matmul: MatmulNode, role: Role) -> tuple[float, float]:
+        """Return the times of this matmul in BF16, and in FP8 as `role` of the recipe says."""
+        m, n, k, batch = (hint(s) for s in (matmul.m, matmul.n, matmul.k, matmul.batch))
+        left, right = matmul.pair
         kp, np_ = round_up(k, ALIGNMENT), round_up(n, ALIGNMENT)
         d, work = self.device, 2 * batch * 1e-9  # FLOPs / TFLOP/s = 1e-12 s = 1e-9 ms
         rate = d.rate(kind := _kind(role))
         if kind != "tensor":
-            rate *= d.filled(self._merged_tiles(site))
-        weights = hint(site.groups) if value(site.right).dim() == 3 and site.kind == GROUPED else 1  # type: ignore[arg-type]
+            rate *= d.filled(self._merged_tiles(matmul))
+        weights = hint(matmul.groups) if value(right).dim() == 3 and matmul.kind == GROUPED else 1
         moved = kernels = 0.0
-        sides = (site.left, role.left.granularity, m), (site.right, role.right.granularity, np_ * weights)
+        sides = (left, role.left.granularity, m), (right, role.right.granularity, np_ * weights)
         for operand, granularity, rows in sides:
-            node = base(operand)  # type: ignore[arg-type]
-            itself = site.key not in self.keys
-            readers, of_role = self.readers[node] + itself, self.of_role[node, site.role] + itself
+            node = base(operand)
+            itself = matmul not in self.in_fp8
+            readers, of_role = self.readers[node] + itself, self.of_role[node, matmul.role] + itself
             reads = _reads(node, granularity) / readers
             moved += batch * rows * kp * (reads * value(node).element_size() + 1 / of_role)
             kernels += reads
         alone = work * m * n * k / d.bf16
-        merged, start = self._merged(site), min(d.start * 1e-3, alone)
-        sums = site.role == "grad_input" and merged > 1  # alone it is added to nothing; a convolution's has no tensor
-        summed = (1 - 1 / merged) * m * n * value(site.node).element_size() if sums else 0.0
+        merged, start = self._merged(matmul), min(d.start * 1e-3, alone)
+        sums = matmul.role == "grad_input" and merged > 1  # alone it is added to nothing; a convolution's has no tensor
+        summed = (1 - 1 / merged) * m * n * value(matmul.node).element_size() if sums else 0.0
         bf16 = alone + start + summed / (d.casts * 1e9)
-        casts = moved / (d.casts * 1e9) + kernels / self._siblings(site) * d.launch * 1e-3
+        casts = moved / (d.casts * 1e9) + kernels / self._siblings(matmul) * d.launch * 1e-3
         return bf16, work * m * np_ * kp / rate + start / merged + casts
 
-    def pays(self, site: Site, role: Role) -> bool:
-        """Whether a matmul is faster in FP8 by itself."""
-        bf16, fp8 = self.milliseconds(site, role)
+    def pays(self, matmul: MatmulNode, role: Role) -> bool:
+        """Return True if a matmul is faster in FP8 by itself."""
+        bf16, fp8 = self.milliseconds(matmul, role)
         return fp8 < bf16
 
-    def _merged(self, site: Site) -> int:
-        """How many matmuls become one with this (`passes/matmul/merge_matmuls.py`), itself among them."""
-        merged = merged_as(site)
-        return 1 if merged is None else self.merged[merged] + (site.key not in self.keys)
+    def _merged(self, matmul: MatmulNode) -> int:
+        """Return how many matmuls become one with this (`passes/matmul/merge_matmuls.py`), itself among them."""
+        merged = merged_as(matmul)
+        return 1 if merged is None else self.merged[merged] + (matmul not in self.in_fp8)
 
-    def _merged_tiles(self, site: Site) -> int:
-        """How many tiles the output has of the matmul that this one becomes a part of
+    def _merged_tiles(self, matmul: MatmulNode) -> int:
+        """Return how many tiles the output of the matmul has that this one becomes a part of
         (`passes/matmul/merge_matmuls.py`)."""
-        merged, own = merged_as(site), _tiles(site)
-        if merged is None or site.role == "grad_input":  # of which a sum is made: one output
+        merged, own = merged_as(matmul), _tiles(matmul)
+        if merged is None or matmul.role == "grad_input":  # of which a sum is made: one output
             return own
-        return self.tiles[merged] + (own if site.key not in self.keys else 0)
+        return self.tiles[merged] + (own if matmul not in self.in_fp8 else 0)
 
-    def _siblings(self, site: Site) -> int:
-        """How many layers read what this one's layer reads: their casts are launched together."""
-        forward = site.forward or site
-        return max(1, self.of_role[base(forward.left), forward.role]) if forward.left is not None else 1
-
-
-def shared_by(site: Site) -> set[object]:
-    """Names for all that the costs of a matmul have in common with those of others: tensors, and what is merged."""
-    forward = site.forward or site
-    layer = [("layers", base(forward.left))] if forward.left is not None else []
-    return {*_operands(site), *layer}
+    def _siblings(self, matmul: MatmulNode) -> int:
+        """Return how many layers read what this one's layer reads: their casts are launched together."""
+        layer, left = matmul.layer, matmul.layer.left
+        return max(1, self.of_role[base(left), layer.role]) if left is not None else 1
 
 
-def merged_as(site: Site) -> tuple[fx.Node, str] | None:
-    """What matmuls have in common that may become one (`passes/matmul/merge_matmuls.py`): what their layers read, and
-    the role. None for what is never merged."""
-    forward = site.forward or site
-    if site.kind not in ("mm", "addmm") or forward.kind not in ("mm", "addmm") or forward.left is None:
+def shared_by(matmul: MatmulNode) -> set[object]:
+    """Return names for all that the costs of a matmul have in common with those of others: tensors, merged matmuls."""
+    left = matmul.layer.left
+    layer = [("layers", base(left))] if left is not None else []
+    return {*_operands(matmul), *layer}
+
+
+def merged_as(matmul: MatmulNode) -> tuple[fx.Node, str] | None:
+    """Return what matmuls have in common that may become one (`passes/matmul/merge_matmuls.py`): the tensor that their
+    layers read, and the role. None for a matmul that is never merged."""
+    layer, left = matmul.layer, matmul.layer.left
+    if not (matmul.is_plain and layer.is_plain) or left is None:
         return None
-    aligned = isinstance(forward.n, int) and forward.n % ALIGNMENT == 0
-    return (base(forward.left), site.role) if aligned else None
+    aligned = isinstance(layer.n, int) and layer.n % ALIGNMENT == 0
+    return (base(left), matmul.role) if aligned else None
 
 
-def _tiles(site: Site) -> int:
-    """Of its output."""
-    return hint(site.batch) * ceil(hint(site.m) / TILE) * ceil(round_up(hint(site.n), ALIGNMENT) / TILE)
+def _tiles(matmul: MatmulNode) -> int:
+    """Return how many tiles its output has."""
+    return hint(matmul.batch) * ceil(hint(matmul.m) / TILE) * ceil(round_up(hint(matmul.n), ALIGNMENT) / TILE)
 
 
 def _kind(role: Role) -> str:
-    """Which rate of the device is this role's."""
+    """Return the name of the device's rate that holds for this role."""
     kinds = {role.left.granularity.kind, role.right.granularity.kind}
     if role.left.granularity.size:
         return "block" if "block" in kinds else "group"
     return "row" if "row" in kinds else "tensor"
 
 
-def _operands(site: Site) -> list[fx.Node]:
-    return [base(operand) for operand in (site.left, site.right) if operand is not None]
+def _operands(matmul: MatmulNode) -> list[fx.Node]:
+    return [base(operand) for operand in (matmul.left, matmul.right) if operand is not None]
 
 
 def _reads(node: fx.Node, granularity: Granularity) -> int:
-    """How often a cast reads a tensor that it alone needs."""
+    """Return how often a cast reads a tensor that it alone needs."""
     fused = node.op == "call_function" and fusible.is_fusible(node)
     return (2 if granularity.kind == "tensor" else 1) - fused

@@ -1,4 +1,4 @@
-"""Observe casts: with options={"watch": name}, every scale passes an operator that measures what is cast with it.
+"""Observe casts: with options={"watch": name}, every scale passes an operator that measures its cast.
 
 Before      %s = fp8.scale(%a, e4m3)                                    After  %s = fp8.scale(%a, e4m3)
             %q = fp8.quantize(%x, %s, e4m3, row)                               %o = fp8.observe(%s, [%x], "e4m3 row", …)
@@ -7,13 +7,14 @@ Before      %s = fp8.scale(%a, e4m3)                                    After  %
 The operator returns the scale as it is, so no number changes. It stands for a border of generated kernels: while
 watching, less is fused. A scale that serves two layouts is observed in each, for rows and groups lie differently there.
 
-Operands of matmuls that a schedule has moved to BF16 have no cast; they pass `fp8::probe`, which measures what casts
-would lose, so that there is evidence for a way back.
+Operands of matmuls that precision following the training has moved to BF16 have no cast; they pass
+`fp8::probe`, which measures what casts would lose, so that there is evidence for a way back.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,14 +24,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8compile import ops
 from fp8compile.passes.core.collectives import CARRIERS
 from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, sort_topologically
-from fp8compile.passes.matmul.roles import MATMULS
-from fp8compile.plan import overrides
-from fp8compile.plan.rows import BF16, FP8
+from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.passes.core.node_views import Quantize, Scale, ScaledMM, first_input
+from fp8compile.passes.core.walk import walk
+from fp8compile.passes.matmul.find_matmuls import CONVOLUTIONS, MATMULS
+from fp8compile.plan.reasons import Reason
 
 FOLLOWED = {*VIEWS, *CARRIERS, aten.cat.default, aten.clone.default}  # from a payload to the matmul that reads it
 CONVERSIONS = {torch.ops.prims.convert_element_type.default, aten.clone.default, *VIEWS}
 PROBED = "e4m3 tensor"
 DEPTH = 64  # nodes between a product and the matmuls that it is made of; more is no SwiGLU
+Reader = tuple[str, str, int]  # path, role and occurrence of a row
 
 
 def run(c: Compilation) -> None:
@@ -38,10 +42,10 @@ def run(c: Compilation) -> None:
     if c.options.watch is None:
         return
     readers = _readers(c)
-    casts: dict[fx.Node, list[fx.Node]] = {}
+    casts: dict[fx.Node, list[Quantize]] = {}
     for node in c.graph.nodes:
-        if node.target is ops.quantize:
-            casts.setdefault(node.args[1], []).append(node)
+        if (cast := Quantize.of(node)) is not None:
+            casts.setdefault(cast.scale, []).append(cast)
     order = {n: i for i, n in enumerate(c.graph.nodes)}
     for scale, quantizes in casts.items():
         _observe(c, scale, quantizes, readers, order)
@@ -52,15 +56,15 @@ def run(c: Compilation) -> None:
 def _observe(
     c: Compilation,
     scale: fx.Node,
-    quantizes: list[fx.Node],
-    readers: dict[fx.Node, list[Any]],
+    quantizes: list[Quantize],
+    readers: dict[fx.Node, Reader],
     order: dict[fx.Node, int],
 ) -> None:
     users = list(scale.users)
-    last = max([scale, *(q.all_input_nodes[0] for q in quantizes)], key=order.__getitem__)
+    last = max([scale, *(q.x for q in quantizes)], key=order.__getitem__)
     seen = scale
-    for transpose in dict.fromkeys(map(_is_transposed, quantizes)):
-        mine = [q for q in quantizes if _is_transposed(q) == transpose]
+    for transpose in dict.fromkeys(q.transpose for q in quantizes):
+        mine = [q for q in quantizes if q.transpose == transpose]
         seen = _emit(c, seen, mine, transpose, readers, last.next)
     for user in users:
         user.replace_input_with(scale, seen)
@@ -69,36 +73,41 @@ def _observe(
 def _emit(
     c: Compilation,
     scale: fx.Node,
-    quantizes: list[fx.Node],
+    quantizes: list[Quantize],
     transpose: bool,
-    readers: dict[fx.Node, list[Any]],
+    readers: dict[fx.Node, Reader],
     place: fx.Node,
 ) -> fx.Node:
-    operands = list(dict.fromkeys(o for q in quantizes for o in _operands(q, readers)))
-    cast = f"{quantizes[0].args[2]} {quantizes[0].args[3]}"
-    tensors = list(dict.fromkeys(q.args[0] for q in quantizes))
+    operands = list(dict.fromkeys(o for q in quantizes for o in _operands(q.node, readers)))
+    cast = f"{quantizes[0].format} {quantizes[0].granularity}"
+    tensors = list(dict.fromkeys(q.x for q in quantizes))
     rest = (tensors, cast, transpose, c.options.watch, _key(f"{cast}{_delay(quantizes[0])}", operands, tensors))
-    node = c.emit(ops.observe, scale, *rest, like=scale, before=place)
-    if "recompute" in node.meta:  # in a checkpointed region: computed again, it would be measured again
+    return _saved(c.emit(ops.observe, scale, *rest, like=scale, before=place))
+
+
+def _saved(node: fx.Node) -> fx.Node:
+    """Return `node`, saved in a checkpointed region: computed again, it would measure again."""
+    if "recompute" in node.meta:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return node
 
 
-def _delay(quantize: fx.Node) -> str:
-    """ " delayed(16)" for a cast whose scale comes from a history; its rows say so."""
-    scale: Any = quantize.args[1]
-    while scale.target is ops.observe:
-        scale = scale.args[0]
-    return f" delayed({scale.args[3]})" if scale.target is ops.delayed_scale else ""
+def _delay(quantize: Quantize) -> str:
+    """Return " delayed(16)" for a cast whose scale comes from a history, else ""; its rows say so."""
+    node = quantize.scale
+    while node.target is ops.observe:
+        node = first_input(node)
+    scale = Scale.of(node)
+    return f" delayed({scale.history})" if scale is not None and scale.history else ""
 
 
-def _key(cast: str, operands: Any, tensors: list[Any]) -> str:
+def _key(cast: str, operands: Any, tensors: list[fx.Node]) -> str:
     trait = ["product"] if any(is_product(t) for t in tensors) else []
     return json.dumps([cast, operands, *trait])
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether `node` is the product of two tensors that come from different matmuls, as SwiGLU's is."""
+    """Return True if `node` is the product of two tensors that come from different matmuls, as SwiGLU's is."""
     while node.target in CONVERSIONS:
         node = node.all_input_nodes[0]
     if node.target is not aten.mul.Tensor or len(node.all_input_nodes) != 2:
@@ -108,7 +117,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def _matmuls_above(node: fx.Node) -> set[fx.Node]:
-    """The nearest matmuls that `node` is computed from element by element."""
+    """Return the nearest matmuls that `node` is computed from element by element."""
     found, stack, seen = set(), [node], {node}
     while stack and len(seen) < DEPTH:
         node = stack.pop()
@@ -121,53 +130,45 @@ def _matmuls_above(node: fx.Node) -> set[fx.Node]:
     return found
 
 
+def _occurrences(matmuls: Iterable[MatmulNode]) -> Iterator[tuple[MatmulNode, Reader]]:
+    """Yield each matmul with path, role, and how many matmuls before it have the same."""
+    seen: dict[tuple[str, str], int] = {}
+    for matmul in matmuls:
+        occurrence = seen[matmul.path, matmul.role] = seen.get((matmul.path, matmul.role), -1) + 1
+        yield matmul, (matmul.path, matmul.role, occurrence)
+
+
 def _probe_moved(c: Compilation) -> None:
-    """Let the matmuls that a schedule moved to BF16 read their operands through a probe."""
-    seen: dict[tuple[str, str], int] = {}
-    for row in c.plan.matmuls:
-        occurrence = seen[row.path, row.role] = seen.get((row.path, row.role), -1) + 1
-        site = c.sites.get(row.node)
-        moved = row.decision == BF16 and row.reason.startswith(overrides.SCHEDULED)
-        if not moved or site is None or site.kind == "convolution":
+    """Let the matmuls that were moved to BF16 in the course of the training read their operands through a probe."""
+    for matmul, reader in _occurrences(c.matmuls):
+        moved = not matmul.is_fp8 and matmul.why is not None and matmul.why.code == Reason.ADAPTIVE
+        if not moved or matmul.node.target in CONVOLUTIONS:
             continue
-        for side, operand, transpose in (("left", site.left, False), ("right", site.right, True)):
-            assert operand is not None
-            key = _key(PROBED, [(row.path, row.role, occurrence, side)], [operand])
-            node = c.emit(ops.probe, operand, transpose, c.options.watch, key, like=site.node)
-            if "recompute" in node.meta:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            first = 1 if site.kind == "addmm" else 0  # behind its bias
-            site.node.update_arg(first + (side == "right"), node)
+        first = 0 if matmul.bias is None else 1  # operands stand behind a bias
+        for position, side, transpose in ((first, "left", False), (first + 1, "right", True)):
+            operand = matmul.pair[position - first]
+            key = _key(PROBED, [(*reader, side)], [operand])
+            node = c.emit(ops.probe, operand, transpose, c.options.watch, key, like=matmul.node)
+            matmul.node.update_arg(position, _saved(node))
 
 
-def _is_transposed(quantize: fx.Node) -> bool:
-    return len(quantize.args) > 4 and bool(quantize.args[4])
-
-
-def _readers(c: Compilation) -> dict[fx.Node, list[Any]]:
-    """FP8 matmul node -> (path, role, occurrence) of its plan row."""
-    named = {n.name: n for n in c.graph.nodes}
-    seen: dict[tuple[str, str], int] = {}
-    found: dict[fx.Node, list[Any]] = {}
-    for row in c.plan.matmuls:
-        occurrence = seen[row.path, row.role] = seen.get((row.path, row.role), -1) + 1
-        node = named.get(row.node) if row.decision == FP8 else None
-        while node is not None and node.target is not ops.scaled_mm and node.all_input_nodes:
+def _readers(c: Compilation) -> dict[fx.Node, Reader]:
+    """Return for each FP8 matmul of the graph the path, role and occurrence of its row."""
+    found: dict[fx.Node, Reader] = {}
+    for matmul, reader in _occurrences(c.matmuls):
+        node = matmul.node
+        while matmul.is_fp8 and node.target is not ops.scaled_mm and node.all_input_nodes:
             node = node.all_input_nodes[0]  # a padded result is cut, a wide bias added
-        if node is not None and node.target is ops.scaled_mm:
-            found[node] = [row.path, row.role, occurrence]
+        if matmul.is_fp8 and node.target is ops.scaled_mm:
+            found[node] = reader
     return found
 
 
-def _operands(quantize: fx.Node, readers: dict[fx.Node, list[Any]]) -> list[tuple[Any, ...]]:
-    """(path, role, occurrence, side) of every matmul that reads this data."""
-    found, stack = [], [quantize]
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user.target is ops.scaled_mm and user in readers:
-                sides = [side for side, index in (("left", 0), ("right", 3)) if user.args[index] is node]
-                found += [(*readers[user], side) for side in sides]
-            elif user.target in FOLLOWED:
-                stack.append(user)
-    return found
+def _operands(quantize: fx.Node, readers: dict[fx.Node, Reader]) -> Iterator[tuple[str, str, int, str]]:
+    """Yield path, role, occurrence and side of every matmul that reads this data."""
+    for data in walk([quantize], lambda node: [user for user in node.users if user.target in FOLLOWED]):
+        for user in data.users:
+            matmul = ScaledMM.of(user)
+            if matmul is not None and user in readers:
+                sides = {"left": matmul.a, "right": matmul.b}
+                yield from ((*readers[user], side) for side, operand in sides.items() if operand is data)

@@ -1,10 +1,10 @@
-"""What pays: which of several matmuls that share casts, or become one, are faster in FP8.
+"""Profitability: select the set of matmuls for which FP8 is faster, counting casts that several share once.
 
-Each has a time in BF16 and in FP8 that depends on the others (`passes/matmul/matmul_costs.py`): left out, it leaves the
-reads of its operands to those that share them. So all are in FP8 first, and where one does not pay by itself, what
-makes the sum of all times least is done with it and its neighbours: all stay, or some leave. Sets that may leave are
-the matmul alone, a layer's two gradients, its three matmuls, and the same of all layers that read one activation (q, k
-and v).
+Each has a time in BF16 and in FP8 that depends on the others (`passes/matmul/matmul_costs.py`): a matmul that leaves
+FP8 leaves the reads of its operands to those that share them. So all are in FP8 first. Where one is slower so by
+itself, the set around it is looked for without which the sum of all times is least: it leaves, or, if no set makes the
+sum less, all stay. Sets that may leave are the matmul alone, a layer's two gradients, its three matmuls, and the same
+of all layers that read one activation (q, k and v).
 
 What has left does not come back, and not all sets are tried: `tests/passes/matmul/test_profitability.py` compares with
 all ways.
@@ -15,66 +15,74 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from fp8compile.passes.core.compilation import base
+from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.matmul.matmul_costs import Costs, Timed, shared_by
-from fp8compile.passes.matmul.roles import Site
+from fp8compile.recipe import Role
 
 
-def leave_out(matmuls: Sequence[Timed], costs: Costs, bound: Collection[str] = ()) -> set[str]:
-    """Keys of the matmuls without which all is faster. `costs`: with all in FP8, and then beside what stays; `bound`:
-    keys of those that stay whatever they cost."""
+def leave_out(matmuls: Sequence[Timed], costs: Costs, bound: Collection[MatmulNode] = ()) -> set[MatmulNode]:
+    """Return the matmuls without which all is faster. `costs`: with all in FP8, and then beside what stays; `bound`:
+    those that stay whatever they cost."""
     near = _neighbours(matmuls)
-    staying = {site.key: (site, role) for site, role in matmuls}
-    free = [(site, role) for site, role in matmuls if site.key not in bound]
+    staying = dict(matmuls)
+    free = [(matmul, role) for matmul, role in matmuls if matmul not in bound]
     while True:
         before = len(staying)
-        for site, role in free:
-            if site.key in staying and not costs.pays(site, role):
-                around = [other for other in near[site.key] if other in staying]
-                sets = _sets(site, [staying[key][0] for key in around if key not in bound])
-                for key in _least(sets, near, staying, costs):
-                    costs.remove([staying.pop(key)[0]])
+        for matmul, role in free:
+            if matmul in staying and not costs.pays(matmul, role):
+                around = [other for other in near[matmul] if other in staying and other not in bound]
+                for leaving in _least(_sets(matmul, around), near, staying, costs):
+                    costs.remove([leaving])
+                    del staying[leaving]
         if len(staying) == before:
-            return {site.key for site, _ in matmuls} - staying.keys()
+            return {matmul for matmul, _ in matmuls} - staying.keys()
 
 
 def _least(
-    sets: Sequence[list[str]], near: Mapping[str, Sequence[str]], staying: Mapping[str, Timed], costs: Costs
-) -> list[str]:
-    """The set without which all is fastest; [] if all is fastest as it is."""
-    best: list[str] = []
+    sets: Sequence[list[MatmulNode]],
+    near: Mapping[MatmulNode, Sequence[MatmulNode]],
+    staying: Mapping[MatmulNode, Role],
+    costs: Costs,
+) -> list[MatmulNode]:
+    """Return the set without which all is fastest; [] if all is fastest as it is."""
+    best: list[MatmulNode] = []
     least = 0.0
     for leaving in sets:
-        others = dict.fromkeys(key for left in leaving for key in near[left] if key in staying and key not in leaving)
-        added = costs.added([staying[key] for key in leaving], [staying[key] for key in others])
+        others = dict.fromkeys(m for left in leaving for m in near[left] if m in staying and m not in leaving)
+        added = costs.added([(m, staying[m]) for m in leaving], [(m, staying[m]) for m in others])
         if added < least:
             best, least = leaving, added
     return best
 
 
-def _sets(site: Site, around: Sequence[Site]) -> list[list[str]]:
-    """Keys of the sets that may leave with `site`, of those around it, itself among them."""
-    mine = site.forward or site
-    layer = [s for s in around if (s.forward or s) is mine]
-    layers = [s for s in around if _reads(s.forward or s) is not None and _reads(s.forward or s) is _reads(mine)]
-    sets = [[site.key]]
+def _sets(matmul: MatmulNode, around: Sequence[MatmulNode]) -> list[list[MatmulNode]]:
+    """Return the sets that may leave with `matmul`, of those around it, itself among them."""
+    mine = matmul.layer
+    layer = [m for m in around if m.layer is mine]
+    layers = [m for m in around if _activation(m.layer) is not None and _activation(m.layer) is _activation(mine)]
+    sets = [[matmul]]
     for group in (layer, layers):
-        for roles in ({site.role}, {"grad_input", "grad_weight"}, {"output", "grad_input", "grad_weight"}):
-            keys = [s.key for s in group if s.role in roles]
-            if site.key in keys and keys not in sets:
-                sets.append(keys)
+        for roles in ({matmul.role}, {"grad_input", "grad_weight"}, {"output", "grad_input", "grad_weight"}):
+            members = [m for m in group if m.role in roles]
+            if matmul in members and members not in sets:
+                sets.append(members)
     return sets
 
 
-def _reads(layer: Site) -> object:
-    """The activation that a layer reads."""
-    return None if layer.left is None else base(layer.left)
+def _activation(layer: MatmulNode) -> object:
+    """Return the activation that a layer reads, None if it is not known."""
+    left = layer.left
+    return None if left is None else base(left)
 
 
-def _neighbours(matmuls: Sequence[Timed]) -> dict[str, list[str]]:
-    """Key → keys of those with which it shares casts or a kernel, its own among them."""
-    shared = {site.key: shared_by(site) for site, _ in matmuls}
-    sharing: dict[object, list[str]] = {}
-    for key, names in shared.items():
+def _neighbours(matmuls: Sequence[Timed]) -> dict[MatmulNode, list[MatmulNode]]:
+    """Return for each matmul those with which it shares casts or a kernel, itself among them."""
+    shared = {matmul: shared_by(matmul) for matmul, _ in matmuls}
+    sharing: dict[object, list[MatmulNode]] = {}
+    for matmul, names in shared.items():
         for name in names:
-            sharing.setdefault(name, []).append(key)
-    return {key: list(dict.fromkeys(k for name in names for k in sharing[name])) for key, names in shared.items()}
+            sharing.setdefault(name, []).append(matmul)
+    return {
+        matmul: list(dict.fromkeys(other for name in names for other in sharing[name]))
+        for matmul, names in shared.items()
+    }

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
 from fp8compile.formats import ALIGNMENT, Granularity, parse_granularity
+from fp8compile.passes.core.aten_views import Concatenation, Permutation
 from fp8compile.passes.core.compilation import (
     Compilation,
     aten,
@@ -32,17 +33,17 @@ from fp8compile.passes.core.compilation import (
     sort_topologically,
     value,
 )
+from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.matmul.gathered_weights import Gathered, gathered
-from fp8compile.passes.matmul.roles import Site
-from fp8compile.plan.rows import Matmul, Operand
+from fp8compile.plan.rows import Operand
 
 GROUP_ROWS = 4  # cuBLAS reads the scales of grouped rows in pieces of four
 
 
 @dataclass(frozen=True)
 class Layout:
-    """In which orientation, and with how much padding, an operand's data is written."""
+    """The orientation in which an operand's data is written, and the multiples to which it is filled up."""
 
     transpose: bool
     row_multiple: int = 1
@@ -50,59 +51,61 @@ class Layout:
 
     @property
     def args(self) -> tuple[bool, int, int]:
-        """As the operators take it."""
+        """The layout as arguments of the operators."""
         return self.transpose, self.row_multiple, self.col_multiple
 
 
 def run(c: Compilation) -> None:
     """Replace every matmul that the plan converts."""
     seen: Counter[str] = Counter()
-    for row in c.plan.converted:
-        key = f"{c.namespace}/{row.path}/{row.role}"
+    for matmul in c.matmuls.converted:
+        key = f"{c.namespace}/{matmul.path}/{matmul.role}"
         nth = seen[key]  # a module may hold several matmuls, or be called several times: each has its own history
         seen[key] += 1
-        _rewrite(c, row, c.sites[row.node], f"{key}#{nth}" if nth else key)
+        _rewrite(c, matmul, f"{key}#{nth}" if nth else key)
     sort_topologically(c.graph)
 
 
-def _rewrite(c: Compilation, row: Matmul, site: Site, key: str) -> None:
-    assert row.left is not None
-    assert row.right is not None
-    assert site.left is not None
-    assert site.right is not None
-    node = site.node
-    cols = 1 if divides(ALIGNMENT, site.k) else ALIGNMENT
-    n_rows = 1 if divides(ALIGNMENT, site.n) else ALIGNMENT
-    grouped = parse_granularity(row.left.granularity).kind == "group"
-    m_rows = GROUP_ROWS if grouped and not divides(GROUP_ROWS, site.m) else 1
-    left = _operand(c, site.left, True, row.left, f"{key}/left", m_rows, cols, node)
-    right = _operand(c, site.right, False, row.right, f"{key}/right", n_rows, cols, node)
-    fits = site.bias is not None and same_sizes(value(site.bias).shape, [site.n]) and n_rows == m_rows == 1
-    bias = site.bias if fits else None
+def _rewrite(c: Compilation, matmul: MatmulNode, key: str) -> None:
+    node, (left, right), (left_cast, right_cast) = matmul.node, matmul.pair, matmul.casts
+    m_rows, n_rows, cols = _multiples(matmul)
+    left_operand = _operand(c, left, True, left_cast, f"{key}/left", m_rows, cols, node)
+    right_operand = _operand(c, right, False, right_cast, f"{key}/right", n_rows, cols, node)
+    fits = matmul.bias is not None and same_sizes(value(matmul.bias).shape, [matmul.n]) and n_rows == m_rows == 1
+    bias = matmul.bias if fits else None
     out = c.emit(
-        ops.scaled_mm, *left, row.left.granularity, *right, row.right.granularity, bias,
-        value(node).dtype, row.fast_accumulation, *([] if site.offs is None else [site.offs]), like=node,
+        ops.scaled_mm, *left_operand, left_cast.granularity, *right_operand, right_cast.granularity, bias,
+        value(node).dtype, matmul.fast_accumulation, *([] if matmul.offs is None else [matmul.offs]), like=node,
     )  # fmt: skip
-    for dim, multiple, size in ((-1, n_rows, site.n), (-2, m_rows, site.m)):
+    for dim, multiple, size, source in ((-1, n_rows, matmul.n, right), (-2, m_rows, matmul.m, left)):
         if multiple > 1:
-            out = c.emit(aten.slice.Tensor, out, value(out).dim() + dim, 0, _length(c, site, dim, size), like=node)
-    if site.bias is not None and bias is None:
-        out = c.emit(aten.add.Tensor, out, site.bias, like=node)
+            length = _length(c, size, source, dim, node)
+            out = c.emit(aten.slice.Tensor, out, value(out).dim() + dim, 0, length, like=node)
+    if matmul.bias is not None and bias is None:
+        out = c.emit(aten.add.Tensor, out, matmul.bias, like=node)
+    c.matmuls.move(matmul, out)
     replace_value(c, node, out)
-    padded = [
+    matmul.padded = tuple(
         f"{name} {size} to a multiple of {multiple}"
-        for name, size, multiple in (("K", site.k, cols), ("N", site.n, n_rows), ("M", site.m, m_rows))
+        for name, size, multiple in (("K", matmul.k, cols), ("N", matmul.n, n_rows), ("M", matmul.m, m_rows))
         if multiple > 1
-    ]
-    c.plan.update(row.node, node=out.name, padded=tuple(padded))
+    )
 
 
-def _length(c: Compilation, site: Site, dim: int, size: Any) -> Any:
-    """The size to cut the result to: a number, or a node that computes a symbolic one."""
+def _multiples(matmul: MatmulNode) -> tuple[int, int, int]:
+    """Return the numbers of which m, n and k must become multiples; 1 where nothing is to be filled up."""
+    cols = 1 if divides(ALIGNMENT, matmul.k) else ALIGNMENT
+    n_rows = 1 if divides(ALIGNMENT, matmul.n) else ALIGNMENT
+    grouped = parse_granularity(matmul.casts[0].granularity).kind == "group"
+    m_rows = GROUP_ROWS if grouped and not divides(GROUP_ROWS, matmul.m) else 1
+    return m_rows, n_rows, cols
+
+
+def _length(c: Compilation, size: Any, source: fx.Node, dim: int, like: fx.Node) -> Any:
+    """Return the size to cut the result to: a number, or a node that computes the symbolic one from its operand."""
     if isinstance(size, int):
         return size
-    source = site.left if dim == -2 else site.right
-    return c.emit(aten.sym_size.int, source, value(source).dim() + dim, like=site.node)  # type: ignore[arg-type]
+    return c.emit(aten.sym_size.int, source, value(source).dim() + dim, like=like)
 
 
 def _operand(
@@ -115,10 +118,10 @@ def _operand(
     cols: int,
     like: fx.Node,
 ) -> tuple[fx.Node, fx.Node]:
-    """(data, scale) of a left operand [M, K] or a right operand [K, N], as the matmul wants them."""
+    """Return (data, scale) of a left operand [M, K] or a right operand [K, N], as the matmul wants them."""
     source, transpose = node, not contracted_last
-    if isinstance(owner := (node.args[0] if node.args else None), fx.Node) and is_transpose_of(node, owner):
-        source, transpose = owner, not transpose
+    if (turned := Permutation.of(node)) is not None and is_transpose_of(node, turned.x):
+        source, transpose = turned.x, not transpose
     weight = gathered(source)
     if operand.gathered and weight is not None:
         return _gathered(c, weight, transpose, like)
@@ -127,7 +130,7 @@ def _operand(
 
 
 def _gathered(c: Compilation, weight: Gathered, transpose: bool, like: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(data, scale) of a weight that arrived in FP8, contiguous along the contracted dimension."""
+    """Return (data, scale) of a weight that arrived in FP8, contiguous along the contracted dimension."""
     data, scale = weight.payload, weight.scale
     if not transpose:
         return data, scale
@@ -140,7 +143,7 @@ def _gathered(c: Compilation, weight: Gathered, transpose: bool, like: fx.Node) 
 
 @dataclass(frozen=True)
 class _Cast:
-    """Emits the markers for one operand."""
+    """The markers of one operand, as they are emitted."""
 
     c: Compilation
     operand: Operand
@@ -148,7 +151,7 @@ class _Cast:
     like: fx.Node
 
     def make(self, source: fx.Node, layout: Layout) -> tuple[fx.Node, fx.Node]:
-        """(data, scale) of `source` in `layout`; of a concatenation, part by part where the scales allow it."""
+        """Return (data, scale) of `source` in `layout`; of a concatenation, part by part where the scales allow it."""
         parts = _parts(source, parse_granularity(self.operand.granularity), layout)
         if parts is None:
             scale = self._scale(self._amax(source, layout))
@@ -185,16 +188,12 @@ class _Cast:
 
 
 def _parts(source: fx.Node, granularity: Granularity, layout: Layout) -> tuple[list[fx.Node], int, int | None] | None:
-    """The parts of a 2-D concatenation, the dimension of the data they lie along, and that of their scales (None: one
-    scale for all); None where it must be cast as a whole."""
-    if (
-        source.target is not aten.cat.default
-        or value(source).dim() != 2
-        or (layout.row_multiple, layout.col_multiple) != (1, 1)
-    ):
+    """Return the parts of a 2-D concatenation, the dimension of the data they lie along, and that of their scales
+    (None: one scale for all); None where it must be cast as a whole."""
+    cat = Concatenation.of(source)
+    if cat is None or value(source).dim() != 2 or (layout.row_multiple, layout.col_multiple) != (1, 1):
         return None
-    tensors: list[fx.Node] = list(source.args[0])  # type: ignore[arg-type]
-    along: int = (source.args[1] if len(source.args) > 1 else 0) % 2  # type: ignore[operator]
+    tensors, along = cat.pieces, cat.dim
     dim = 1 - along if layout.transpose else along
     if any(value(t).dtype != value(source).dtype for t in tensors):
         return None

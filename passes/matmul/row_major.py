@@ -1,4 +1,4 @@
-"""Row major: what comes transposed is copied once, before kernels of rows read it again and again.
+"""Row major: make inputs of row-wise kernels contiguous, with one copy, where they come transposed.
 
 Before      %v = permute(view(%convolution, [64, 768, 1024]), [0, 2, 1])    [64, 1024, 768], columns 1024 apart
             %x = add(%v, %positions)                                        lies in memory as %v does
@@ -25,13 +25,13 @@ from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import STANDS_ALONE, VIEWS, Compilation, aten, hint, is_tensor, value
 from fp8compile.passes.core.iteration import same
 from fp8compile.passes.core.replace import restride
-from fp8compile.plan.rows import FP8
+from fp8compile.passes.core.walk import walk
 
 LONG = 128  # elements of rows of which a tile holds few
 
 
 def run(c: Compilation) -> None:
-    """Copy whatever that is true of."""
+    """Copy every tensor that comes transposed and is read along its rows. Runs after convolutions are lowered."""
     cast = _cast_by_rows(c)
     for node in list(c.graph.nodes):
         if _is_transposed(node) and _is_read_in_rows(node, cast):
@@ -44,20 +44,18 @@ def run(c: Compilation) -> None:
 
 
 def _cast_by_rows(c: Compilation) -> set[fx.Node]:
-    """The activations and gradients that will be cast with scales along their rows, as matmuls take them."""
-    rows = [row for row in c.plan.matmuls if row.decision == FP8 and row.role in ("output", "grad_input")]
-    found = {
-        c.sites[row.node].left
-        for row in rows
-        if row.left is not None
-        and parse_granularity(row.left.granularity).kind in ("row", "group")
-        and not c.sites[row.node].weight_on_left
+    """Return the activations and gradients that will be cast with scales along their rows, as matmuls take them."""
+    return {
+        matmul.pair[0]
+        for matmul in c.matmuls.converted
+        if matmul.role in ("output", "grad_input")
+        and parse_granularity(matmul.casts[0].granularity).kind in ("row", "group")
+        and not matmul.weight_on_left
     }
-    return {node for node in found if node is not None}
 
 
 def _is_transposed(node: fx.Node) -> bool:
-    """Whether `node` comes with the elements of its rows apart from each other: a view, or what no region computes."""
+    """Return True if the elements of the rows of `node` lie apart: it is a view, or no region computes it."""
     if node.op == "output" or not is_tensor(node) or value(node).dtype not in fusible.FLOATS:
         return False
     if fusible.is_fusible(node) and node.target not in VIEWS:
@@ -67,20 +65,21 @@ def _is_transposed(node: fx.Node) -> bool:
 
 
 def _is_read_in_rows(node: fx.Node, cast: set[fx.Node]) -> bool:
-    """Whether what is computed of `node`, element by element, is reduced along its last dimension, or cast by rows."""
+    """Return True if something computed of `node`, element by element, is reduced along its last dimension, or cast by
+    rows."""
     length = value(node).shape[-1]
-    stack, seen = [node], {node}
-    while stack:
-        reader = stack.pop()
-        if reader in cast:
-            return True
-        for user in reader.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if fusible.is_row_reduction(user) and len(fusible.reduced_dims(user)) == 1:
-                return True
-            if fusible.is_pointwise(user) or user.target in fusible.RESHAPES:
-                shape = value(user).shape
-                stack += [user] if shape and same(shape[-1], length) else []
-    return False
+
+    def has_its_rows(user: fx.Node) -> bool:
+        if not (fusible.is_pointwise(user) or user.target in fusible.RESHAPES):
+            return False
+        shape = value(user).shape
+        return bool(shape) and same(shape[-1], length)
+
+    def readers(reader: fx.Node) -> list[fx.Node]:
+        return [user for user in reader.users if _reduces_rows(user) or has_its_rows(user)]
+
+    return any(n in cast or (n is not node and _reduces_rows(n)) for n in walk([node], readers))
+
+
+def _reduces_rows(node: fx.Node) -> bool:
+    return fusible.is_row_reduction(node) and len(fusible.reduced_dims(node)) == 1

@@ -1,4 +1,4 @@
-"""Share casts: what was cast for one matmul is not cast again for another.
+"""Share casts: use the cast that one matmul reads for every other matmul that needs the same.
 
 Before      %a1 = fp8.amax(%x, row)   %a2 = fp8.amax(%x, row)      After   %a1 = fp8.amax(%x, row)
             %q1 = fp8.quantize(…)     %q2 = fp8.quantize(…)                %q1 = fp8.quantize(…)
@@ -17,6 +17,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.passes.core.compilation import Compilation, aten, sort_topologically
+from fp8compile.passes.core.node_views import Amax
 from fp8compile.passes.core.replace import replace_value
 
 PURE = {*ops.CASTS, aten.cat.default, aten.maximum.default}
@@ -26,13 +27,13 @@ def run(c: Compilation) -> None:
     """Merge equal markers, then derive tensor amaxes from finer ones."""
     _unify(c)
     finer: dict[fx.Node, fx.Node] = {}
-    for node in c.graph.nodes:
-        if node.target is ops.amax and node.args[1] != "tensor":
-            finer.setdefault(node.args[0], node)
-    for node in list(c.graph.nodes):
-        if node.target is ops.amax and node.args[1] == "tensor" and node.args[0] in finer:
-            source = finer[node.args[0]]
-            replace_value(c, node, c.emit(ops.amax, source, "tensor", like=node))
+    amaxes = [amax for node in c.graph.nodes if (amax := Amax.of(node)) is not None]
+    for amax in amaxes:
+        if amax.granularity != "tensor":
+            finer.setdefault(amax.x, amax.node)
+    for amax in amaxes:
+        if amax.granularity == "tensor" and amax.x in finer:
+            replace_value(c, amax.node, c.emit(ops.amax, finer[amax.x], "tensor", like=amax.node))
     _unify(c)
     sort_topologically(c.graph)
 
@@ -49,9 +50,10 @@ def _unify(c: Compilation) -> None:
 
 
 def _key(node: fx.Node) -> Any:
-    """What decides a marker's value. The amax of a whole tensor is the same whichever way the tensor is written."""
-    if node.target is ops.amax and node.args[1] == "tensor":
-        return node.args[:2]
+    """Return what decides a marker's value. The amax of a whole tensor is the same whichever way it is written."""
+    amax = Amax.of(node)
+    if amax is not None and amax.granularity == "tensor":
+        return amax.x, amax.granularity
     return _frozen(node.args)
 
 

@@ -17,9 +17,9 @@ by one, each would wait for all that the GPU still has to do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -27,7 +27,10 @@ from torch import fx
 from fp8compile.kernels.optimizer.update_spec import from_json
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import aten, remove_dead, update_value, value
+from fp8compile.passes.core.node_views import Copy, argument
+from fp8compile.passes.core.stages import OptimizerGraph
 from fp8compile.passes.optimizer.find_updates import FLOATS, is_elementwise
+from fp8compile.passes.optimizer.state_views import UpdateParameters
 from fp8compile.passes.optimizer.update_rules import FILLS, IDENTITIES, schema_name
 
 prims = torch.ops.prims
@@ -36,15 +39,16 @@ NUMBERS = (*FLOATS, torch.float64)  # as a rate that may change is
 SHAPED = (IDENTITIES | set(FILLS)) - {"convert_element_type", "_to_copy", "clone"}  # they name a shape
 
 
-def run(graph: fx.Graph) -> None:
+def run(c: OptimizerGraph) -> None:
     """Stack the numbers of every update, and count all steps at once."""
+    graph = c.graph
     for node in list(graph.find_nodes(op="call_function", target=state_ops.update_parameters)):
-        stored, read, numbers, spec = node.args
-        each = len(from_json(str(spec)).scalars)
-        device = value(stored[0]).device  # type: ignore[index, arg-type]
-        away = any(value(n).device != device for n in numbers)  # type: ignore[union-attr]
-        if each and (len(numbers) > each or away):  # type: ignore[arg-type]
-            node.args = stored, read, [_Stacker(graph, node, device).matrix(numbers, each)], spec  # type: ignore[arg-type]
+        update = UpdateParameters(node)
+        numbers, each = update.scalars, len(from_json(update.spec).scalars)
+        device = value(update.stored[0]).device
+        away = any(value(n).device != device for n in numbers)
+        if each and (len(numbers) > each or away):
+            node.update_arg(2, [_Stacker(graph, node, device).matrix(numbers, each)])
     remove_dead(graph)
     _count_at_once(graph)
 
@@ -59,14 +63,14 @@ class _Stacker:
         self.formulas: dict[Hashable, str] = {}
 
     def matrix(self, numbers: Sequence[fx.Node], each: int) -> fx.Node:
-        """FP32 [parameters, each], of `each` numbers a parameter, one after the other."""
+        """Return FP32 [parameters, each], of `each` numbers a parameter, one after the other."""
         vectors = [self.vector(numbers[i::each]) for i in range(each)]
         matrix = self.call(aten.cat.default, [self.call(aten.unsqueeze.default, v, 1) for v in vectors], 1)
         is_fp32 = value(matrix).dtype == torch.float32
         return matrix if is_fp32 else self.call(prims.convert_element_type.default, matrix, torch.float32)
 
     def vector(self, column: Sequence[fx.Node]) -> fx.Node:
-        """[parameters], on the device of the parameters."""
+        """Return [parameters], on the device of the parameters."""
         found = self.stacked(column)
         device, dim = value(found).device, value(found).dim()
         if device != self.device:
@@ -78,13 +82,13 @@ class _Stacker:
         return found if dim else self.call(aten.expand.default, found, [len(column)])
 
     def launched(self, number: fx.Node, shape: list[int]) -> fx.Node:
-        """A number of the CPU in this shape on the device of the parameters: what a kernel is launched with."""
+        """Return a number of the CPU in this shape on the device of the parameters: what a kernel is launched with."""
         dtype = value(number).dtype
         zeros = self.call(aten.full.default, shape, 0, dtype=dtype, device=self.device, pin_memory=False)
         return self.call(aten.add.Tensor, zeros, number)
 
     def here(self, number: fx.Node) -> fx.Node:
-        """A number on the device of the parameters."""
+        """Return a number on the device of the parameters."""
         device = value(number).device
         if device == self.device:
             return number
@@ -93,16 +97,16 @@ class _Stacker:
         return self.call(prims.device_put.default, number, self.device)
 
     def formula(self, node: fx.Node) -> Hashable:
-        """What computes a number: equal for nodes that compute the same."""
+        """Return what computes a number: equal for nodes that compute the same."""
         if node.op != "call_function" or not is_elementwise(node, NUMBERS):
             return node
         if node not in self.written:
-            args = fx.map_arg((node.args, node.kwargs), self.formula)  # type: ignore[arg-type, return-value]
+            args: Any = fx.map_arg((node.args, node.kwargs), cast("Callable[[fx.Node], Any]", self.formula))
             self.written[node] = self.formulas.setdefault((node.target, repr(args)), f"formula {len(self.formulas)}")
         return self.written[node]
 
     def stacked(self, column: Sequence[fx.Node]) -> fx.Node:
-        """[parameters], or a number where all have the same."""
+        """Return [parameters], or a number where all have the same."""
         key = tuple(column)
         if key not in self.known:
             same = all(n is column[0] or _is_same_constant(n, column[0]) for n in column)
@@ -110,12 +114,13 @@ class _Stacker:
         return self.known[key]
 
     def _stacked(self, column: Sequence[fx.Node]) -> fx.Node:
-        """As they are."""
+        """Return [parameters]: the numbers as they are, one behind the other."""
         together = len({value(n).device for n in column}) == 1
         return self.call(state_ops.stack, list(column) if together else [self.here(n) for n in column])
 
     def _computed(self, column: Sequence[fx.Node]) -> fx.Node | None:
-        """What computes the column out of stacked arguments; None unless all of it is computed in the same way."""
+        """Return what computes the column out of stacked arguments; None unless all of it is computed in the same
+        way."""
         first = column[0]
         if not is_elementwise(first, NUMBERS) or schema_name(first) in SHAPED:
             return None
@@ -139,20 +144,20 @@ class _Stacker:
         return node if value(node).dtype == value(first).dtype else None
 
     def _as(self, given: Any, dtype: torch.dtype) -> Any:
-        """A vector of floating-point numbers in `dtype`; all else as it is."""
+        """Return a vector of floating-point numbers in `dtype`; all else as it is."""
         if not isinstance(given, fx.Node) or value(given).dim() == 0 or not value(given).is_floating_point():
             return given
         return self.call(prims.convert_element_type.default, given, dtype)
 
-    def call(self, target: object, *args: object, **kwargs: object) -> fx.Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.place):
-            node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+            node = self.graph.call_function(target, args, kwargs)
         update_value(node)
         return node
 
 
 def _is_bound(given: Any) -> bool:
-    """Whether it meets tensors of its own device alone: all but numbers of the CPU."""
+    """Return True if it meets tensors of its own device alone: all but numbers of the CPU."""
     return isinstance(given, fx.Node) and (value(given).dim() > 0 or value(given).device.type != "cpu")
 
 
@@ -162,18 +167,18 @@ def _is_same_constant(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _count_at_once(graph: fx.Graph) -> None:
-    """One operator for all numbers that a step adds the same to."""
+    """Make one operator of all additions of the same number to what a step counts."""
     groups: dict[tuple[float, torch.dtype, torch.device], list[fx.Node]] = defaultdict(list)
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        count, new = copy.args
+        count, new = Copy(copy).written, Copy(copy).source
         counts = count.op == "placeholder" and value(count).dim() == 0 and not copy.users
-        adds = new.target is aten.add.Tensor and new.args[0] is count and not new.kwargs
-        if counts and adds and isinstance(by := new.args[1], int | float):
+        adds = new.target is aten.add.Tensor and argument(new, "self") is count and not new.kwargs
+        if counts and adds and isinstance(by := argument(new, "other"), int | float):
             groups[by, value(count).dtype, value(count).device].append(copy)
     for (by, _, _), copies in groups.items():
         if len(copies) > 1:
             with graph.inserting_after(copies[-1]):
-                node = graph.call_function(state_ops.add_in_place, ([copy.args[0] for copy in copies], by, None))
+                node = graph.call_function(state_ops.add_in_place, ([Copy(copy).written for copy in copies], by, None))
             node.meta["val"] = None
             for copy in copies:
                 graph.erase_node(copy)

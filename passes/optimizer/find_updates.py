@@ -19,6 +19,8 @@ from torch import fx
 
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import aten, is_tensor, value
+from fp8compile.passes.core.node_views import Copy, Getitem, first_input
+from fp8compile.passes.optimizer.state_views import StoreState
 from fp8compile.passes.optimizer.store_load_forwarding import stored_by
 from fp8compile.passes.optimizer.update_rules import FILLS, IDENTITIES, RULES, call_of, operands
 
@@ -32,27 +34,26 @@ class Target:
     written: fx.Node  # the parameter, or the payload of a state
     root: fx.Node
     copies: list[fx.Node]
-    store: fx.Node | None = None
+    store: StoreState | None = None
     side: fx.Node | None = None
 
     @property
     def counter(self) -> fx.Node | None:
         """The input that counts the random bits of the state."""
-        node = self.store.args[1] if self.store is not None else None
-        while isinstance(node, fx.Node) and node.op != "placeholder":
-            node = node.args[0]
-        return node if isinstance(node, fx.Node) else None
+        node = self.store.counter if self.store is not None else None
+        while node is not None and node.op != "placeholder":
+            node = first_input(node)
+        return node
 
     @property
     def low(self) -> fx.Node | None:
         """The input with the missing bits of the parameter, on the state that it rides on."""
-        node = self.store.args[2] if self.store is not None else None
-        return node if isinstance(node, fx.Node) else None
+        return self.store.low if self.store is not None else None
 
     @property
     def parameter_rounding(self) -> str:
         """How the parameter of this state is rounded."""
-        return str(self.store.args[4]) if self.store is not None else "nearest"
+        return self.store.parameter if self.store is not None else "nearest"
 
 
 @dataclass
@@ -64,7 +65,7 @@ class ParameterUpdate:
 
 
 def find_updates(graph: fx.Graph) -> list[ParameterUpdate]:
-    """The updates of `graph`, in its order; what cannot be one (a step counter) is left out."""
+    """Return the updates of `graph`, in its order; what cannot be one (a step counter) is left out."""
     owners: dict[fx.Node, ParameterUpdate] = {}
     updates: dict[int, ParameterUpdate] = {}
     for target in _targets(graph):
@@ -78,22 +79,19 @@ def find_updates(graph: fx.Graph) -> list[ParameterUpdate]:
 
 
 def _targets(graph: fx.Graph) -> list[Target]:
-    copies = {n.args[0]: n for n in graph.find_nodes(op="call_function", target=aten.copy_.default)}
+    copies = {Copy(n).written: n for n in graph.find_nodes(op="call_function", target=aten.copy_.default)}
     found: list[Target] = []
     for written, copy in copies.items():
-        root = copy.args[1]
-        if not (isinstance(written, fx.Node) and written.op == "placeholder" and isinstance(root, fx.Node)):
+        root = Copy(copy).source
+        if written.op != "placeholder":
             continue
         store = stored_by(root)
         if store is None:
             if value(written).dtype in FLOATS and value(written).dim() > 0:
                 found.append(Target(written, root, [copy]))
-        elif root.args[1] == 0:
-            side = next((w for w, c in copies.items() if stored_by(c.args[1]) is store and w is not written), None)
-            x = store.args[0]
-            assert isinstance(x, fx.Node)
-            assert isinstance(side, fx.Node)
-            found.append(Target(written, x, [copy, copies[side]], store, side))
+        elif Getitem(root).index == 0:
+            side = next(w for w, c in copies.items() if stored_by(Copy(c).source) == store and w is not written)
+            found.append(Target(written, store.x, [copy, copies[side]], store, side))
     for target in found:
         if target.counter in copies:
             target.copies.append(copies[target.counter])
@@ -101,7 +99,8 @@ def _targets(graph: fx.Graph) -> list[Target]:
 
 
 def elements_of(target: Target) -> Iterable[fx.Node]:
-    """What its expression computes or reads element by element, constants left out: two parameters may share one."""
+    """Return what its expression computes or reads element by element, constants left out: two parameters may share
+    one."""
     shape = value(target.root).shape
     found: dict[fx.Node, None] = {target.written: None}
     stack = [target.root]
@@ -123,7 +122,7 @@ def elements_of(target: Target) -> Iterable[fx.Node]:
 
 
 def is_elementwise(node: fx.Node, floats: Sequence[torch.dtype] = FLOATS) -> bool:
-    """Whether `node` is computed, in one of these dtypes, by an operator that an update can hold."""
+    """Return True if `node` is computed, in one of these dtypes, by an operator that an update can hold."""
     call = call_of(node)
     if call is None or not is_tensor(node) or value(node).dtype not in (*floats, torch.bool):
         return False

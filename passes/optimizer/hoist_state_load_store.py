@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from fp8compile.optimizer.states import FP8State
+from fp8compile.passes.core.stages import DynamoGraph
 
 ARITHMETIC = {
     "abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "div", "fma.default", "lerp", "maximum", "minimum",
@@ -23,8 +24,9 @@ ARITHMETIC = {
 }  # fmt: skip
 
 
-def run(gm: fx.GraphModule) -> None:
-    """Rewrite Dynamo's graph in place."""
+def run(c: DynamoGraph) -> None:
+    """Load each state once, and store it once if anything writes it."""
+    gm = c.gm
     output = gm.graph.output_node()
     for state in [node for node in gm.graph.nodes if _is_state(gm, node)]:
         users = list(_users(state))
@@ -47,7 +49,7 @@ def _is_state(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _users(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Who reads or writes `node`, or what an operation that writes to it returns, and which of these."""
+    """Yield who reads or writes `node`, or what an operation that writes to it returns, and which of these."""
     for user in node.users:
         yield user, node
         if _writes(user, node):
@@ -61,7 +63,7 @@ def _is_arithmetic(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _dtype(x: Any) -> Any:
-    """The dtype of what Dynamo saw; what it did not see has one of its own."""
+    """Return the dtype of what Dynamo saw; what it did not see has one of its own."""
     return x.meta["example_value"].dtype if isinstance(x, fx.Node) and "example_value" in x.meta else object()
 
 

@@ -18,20 +18,20 @@ from torch import fx
 from fp8compile.kernels.optimizer.update_spec import STATE, Update
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import aten, remove_dead, value
+from fp8compile.passes.core.node_views import Copy
+from fp8compile.passes.core.stages import OptimizerGraph
 from fp8compile.passes.optimizer.find_updates import ParameterUpdate, find_updates
-from fp8compile.passes.optimizer.skip_overflow import overflow_of
 from fp8compile.passes.optimizer.write_update import UpdateSkipError, Written, write_update
 from fp8compile.plan.rows import MergedUpdate
 
 
-def run(graph: fx.Graph) -> list[MergedUpdate]:
-    """Merge what can be merged; one row for every operator, and one for every update that stays."""
-    rows: list[MergedUpdate] = []
+def run(c: OptimizerGraph) -> None:
+    """Merge what can be merged; note a row for every operator, and one for every update that stays."""
+    graph, rows = c.graph, c.lowered.updates
     groups: dict[tuple[str, str], list[Written]] = {}
-    overflow = overflow_of(graph)
     for update in find_updates(graph):
         try:
-            written = write_update(update, overflow)
+            written = write_update(update, c.overflow)
         except UpdateSkipError as reason:
             rows.append(_left(update, str(reason)))
             continue
@@ -42,20 +42,17 @@ def run(graph: fx.Graph) -> list[MergedUpdate]:
         _emit(graph, group, place)
         rows.append(_row(group))
     for copy in {copy for group in groups.values() for written in group for copy in written.copies}:
-        written = copy.args[0]
-        assert isinstance(written, fx.Node)
-        copy.replace_all_uses_with(written)  # the output returns the input itself, which is written by then
+        copy.replace_all_uses_with(Copy(copy).written)  # the output returns the input itself, which is written by then
         graph.erase_node(copy)
     remove_dead(graph)
-    return rows
 
 
 def _first_copy(graph: fx.Graph) -> fx.Node:
-    """A place before which all is computed and nothing written: copies to inputs are moved behind the rest."""
+    """Return a place before which all is computed and nothing written: copies to inputs are moved behind the rest."""
     copies = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
     for copy in copies:
         _read_its_source(copy)
-    written = {copy.args[0] for copy in copies}
+    written = {Copy(copy).written for copy in copies}
     order = {node: i for i, node in enumerate(graph.nodes)}
     late = [n for n in graph.nodes if copies and order[n] > order[copies[0]] and n.op != "output" and n not in copies]
     assert not any(i in written for n in late for i in n.all_input_nodes), "an input is read after it was written"
@@ -66,11 +63,8 @@ def _first_copy(graph: fx.Graph) -> fx.Node:
 
 def _read_its_source(copy: fx.Node) -> None:
     """Let who computes with what `copy` returns read what it has written; who returns it, still does."""
-    source = copy.args[1]
-    if isinstance(source, fx.Node) and (value(source).dtype, value(source).shape) == (
-        value(copy).dtype,
-        value(copy).shape,
-    ):
+    source = Copy(copy).source
+    if (value(source).dtype, value(source).shape) == (value(copy).dtype, value(copy).shape):
         copy.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
 
 
@@ -96,7 +90,7 @@ def _row(group: Sequence[Written]) -> MergedUpdate:
 
 
 def _left(update: ParameterUpdate, reason: str) -> MergedUpdate:
-    formats = tuple(str(t.store.args[3]) for t in update.targets if t.store is not None)
+    formats = tuple(t.store.format for t in update.targets if t.store is not None)
     elements = int(value(update.targets[0].written).numel())
     asked = {t.parameter_rounding for t in update.targets} - {"nearest"}
     rounded = "".join(f"; its BF16 parameter is rounded to nearest, not {how!r}" for how in sorted(asked))

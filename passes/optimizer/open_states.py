@@ -4,7 +4,8 @@ Before      %p = %s.dequantize()                    %s.store(%p)
 After       %p = load_state(%payload, %side, …)     %q = store_state(%p, …);  %payload.copy_(%q[0]);  %side.copy_(%q[1])
 
 AOTAutograd can take a tensor subclass apart by itself; but then it traces the graph once more, and takes every state
-apart again at every step. It works on Dynamo's graph, after `states_once`. States that meet anything else stay closed.
+apart again at every step. It works on Dynamo's graph, after `hoist_state_load_store`. States that meet anything else
+stay closed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch.fx.node import Argument
 
 from fp8compile.optimizer import state_ops
 from fp8compile.optimizer.states import INNER, FP8State
+from fp8compile.passes.core.stages import DynamoGraph
 
 
-def run(gm: fx.GraphModule) -> dict[str, tuple[str, str]]:
-    """Rewrite Dynamo's graph in place; returns of which state and of which of its parts each new buffer is."""
-    nodes, made = defaultdict(list), {}
+def run(c: DynamoGraph) -> None:
+    """Let the graph read and write parts of states; note of which state and which of its parts each new buffer is."""
+    gm, nodes = c.gm, defaultdict(list)
     for node in gm.graph.find_nodes(op="get_attr"):
         nodes[str(node.target)].append(node)
     for name, reads in nodes.items():
@@ -30,13 +32,12 @@ def run(gm: fx.GraphModule) -> dict[str, tuple[str, str]]:
             parts = [part for part in INNER if getattr(state, part) is not None]
             for part in parts:
                 gm.register_buffer(f"{name}_{part}", getattr(state, part))
-                made[f"{name}_{part}"] = name, part
+                c.opened[f"{name}_{part}"] = name, part
             for node in reads:
                 _open(gm.graph, node, state, parts)
             del gm._buffers[name]
     gm.graph.lint()
     gm.recompile()
-    return made
 
 
 def _opens(user: fx.Node) -> bool:
@@ -60,7 +61,7 @@ def _open(graph: fx.Graph, node: fx.Node, state: FP8State, names: list[str]) -> 
 
 
 def _store(graph: fx.Graph, x: Argument, parts: dict[str, fx.Node], state: FP8State) -> None:
-    """As `FP8State.store` of a contiguous `x` in its own dtype."""
+    """Store as `FP8State.store` does of a contiguous `x` in its own dtype."""
     how = (parts.get("counter"), parts.get("low"), state.format, state.parameter)
     stored = graph.call_function(state_ops.store_state, (x, *how))
     for n, part in enumerate(("payload", "side")):

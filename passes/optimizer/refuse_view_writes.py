@@ -15,6 +15,7 @@ from torch import fx
 
 from fp8compile.errors import StateError
 from fp8compile.optimizer.states import FP8State
+from fp8compile.passes.core.stages import DynamoGraph
 
 VIEWS = {
     "view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "permute",
@@ -25,8 +26,9 @@ VIEWS = {
 WRITES = {"setitem", "iadd", "isub", "imul", "itruediv", "ipow"}
 
 
-def run(gm: fx.GraphModule) -> None:
+def run(c: DynamoGraph) -> None:
     """Raise `StateError` naming the line that writes to a view of a state."""
+    gm = c.gm
     is_view: dict[fx.Node, bool] = {}  # of what is, or may be, memory of a state
     for node in gm.graph.nodes:
         if node.op == "get_attr":

@@ -11,29 +11,34 @@ For what `merge_updates` left: numbers such as step counts, and updates that cou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import aten, update_value, value
+from fp8compile.passes.core.node_views import Copy
+from fp8compile.passes.core.stages import OptimizerGraph
+from fp8compile.passes.optimizer.state_views import Unscale
 
 
 def overflow_of(graph: fx.Graph) -> fx.Node | None:
-    """The number that says whether this step is to be skipped, where gradients are unscaled."""
-    for node in graph.find_nodes(op="call_function", target=state_ops.unscale):
-        assert isinstance(node.args[2], fx.Node)
-        return node.args[2]
-    return None
+    """Return the number that says whether this step is to be skipped, where gradients are unscaled."""
+    return next(
+        (Unscale(node).overflow for node in graph.find_nodes(op="call_function", target=state_ops.unscale)), None
+    )
 
 
-def run(graph: fx.Graph, overflow: fx.Node | None) -> None:
+def run(c: OptimizerGraph) -> None:
     """Let every `copy_` to an input write what was there where `overflow` is not 0, and nothing be counted."""
+    graph, overflow = c.graph, c.overflow
     for node in graph.find_nodes(op="call_function", target=state_ops.add_in_place):
-        node.args = (*node.args[:2], overflow)
+        node.update_arg(2, overflow)
     keeps: dict[torch.device, fx.Node] = {}
     for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
-        written, new = copy.args[:2]
-        if overflow is None or not (isinstance(written, fx.Node) and written.op == "placeholder"):
+        written, new = Copy(copy).written, Copy(copy).source
+        if overflow is None or written.op != "placeholder":
             continue
         with graph.inserting_before(copy):
             device = value(written).device
@@ -41,11 +46,11 @@ def run(graph: fx.Graph, overflow: fx.Node | None) -> None:
                 with graph.inserting_after(overflow):
                     keeps[device] = _on(graph, overflow, device)
             chosen = _call(graph, aten.where.self, keeps[device], new, written)
-        copy.args = (written, chosen, *copy.args[2:])
+        copy.update_arg(1, chosen)
 
 
 def _on(graph: fx.Graph, overflow: fx.Node, device: torch.device) -> fx.Node:
-    """Whether the step counts, on `device`."""
+    """Return True if the step counts, on `device`."""
     with graph.inserting_before(overflow.next):
         kept = _call(graph, aten.eq.Scalar, overflow, 0)
     if value(overflow).device == device:
@@ -54,7 +59,7 @@ def _on(graph: fx.Graph, overflow: fx.Node, device: torch.device) -> fx.Node:
         return _call(graph, torch.ops.prims.device_put.default, kept, device)
 
 
-def _call(graph: fx.Graph, target: torch._ops.OpOverload, *args: object) -> fx.Node:
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
+def _call(graph: fx.Graph, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
     update_value(node)
     return node

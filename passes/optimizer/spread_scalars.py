@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8compile.passes.core.stages import DynamoGraph
+
 SCALED = {"add": "alpha", "add_": "alpha", "sub": "alpha", "sub_": "alpha"}
 OPERANDS = {"add": ("input", "other", "alpha"), "sub": ("input", "other", "alpha"), "lerp": ("input", "end", "weight")}
 OPERANDS |= dict.fromkeys(("addcdiv", "addcmul"), ("input", "tensor1", "tensor2", "value"))
@@ -25,8 +27,9 @@ ARITHMETIC = {"add", "sub", "mul", "truediv", "div", "neg", "pow", "add_", "sub_
 ARITHMETIC |= {"iadd", "isub", "imul", "itruediv"}
 
 
-def run(gm: fx.GraphModule) -> None:
-    """Rewrite Dynamo's graph in place."""
+def run(c: DynamoGraph) -> None:
+    """Make tensors of the numbers that may change."""
+    gm = c.gm
     for node in list(gm.graph.nodes):
         if node.op in ("call_method", "call_function"):
             _spread(gm.graph, node)
@@ -73,7 +76,7 @@ def _spread(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _operands(node: fx.Node, names: tuple[str, ...]) -> list[Any] | None:
-    """The arguments of `node`, by place or by name; None where there are others, or fewer."""
+    """Return the arguments of `node`, by place or by name; None where there are others, or fewer."""
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return [given[name] for name in names] if given.keys() == set(names) else None
 
@@ -93,7 +96,8 @@ def _is_symbol(x: Any) -> bool:
 
 
 def _may_be_tensor(number: fx.Node) -> bool:
-    """Whether everything that is computed from `number`, up to the first tensors, is arithmetic that tensors have."""
+    """Return True if everything that is computed from `number`, up to the first tensors, is arithmetic that tensors
+    have."""
     for user in number.users:
         if _name(user) not in ARITHMETIC or user.kwargs or user.target is operator.ipow:
             return False

@@ -10,40 +10,38 @@ arXiv 2410.19313, §4), rounding reaches only the next step.
 
 from __future__ import annotations
 
-import operator
-
+import torch
 from torch import fx
 
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import remove_dead, value
+from fp8compile.passes.core.node_views import Getitem
+from fp8compile.passes.core.stages import OptimizerGraph
+from fp8compile.passes.optimizer.state_views import LoadState, StoreState
 
 
-def run(graph: fx.Graph) -> None:
+def run(c: OptimizerGraph) -> None:
     """Replace every load of what a store of this graph made by what was stored."""
+    graph = c.graph
     for node in list(graph.find_nodes(op="call_function", target=state_ops.load_state)):
-        store = stored_by(node.args[0])
-        if store is not None and store is stored_by(node.args[1]):
-            node.replace_all_uses_with(_in_dtype(graph, store.args[0], node))
+        store = stored_by(LoadState(node).payload)
+        if store is not None and store == stored_by(LoadState(node).side):
+            node.replace_all_uses_with(_in_dtype(graph, store.x, node))
             graph.erase_node(node)
     remove_dead(graph)
 
 
-def stored_by(node: object) -> fx.Node | None:
-    """The store that made this payload or side data."""
-    if isinstance(node, fx.Node) and node.target is operator.getitem:
-        source = node.args[0]
-        if isinstance(source, fx.Node) and source.target is state_ops.store_state:
-            return source
-    return None
+def stored_by(node: fx.Node) -> StoreState | None:
+    """Return the store that made this payload or side data; None if none has."""
+    item = Getitem.of(node)
+    return StoreState.of(item.source) if item else None
 
 
-def _in_dtype(graph: fx.Graph, x: object, load: fx.Node) -> fx.Node:
-    from torch._prims import convert_element_type  # the form that decomposed graphs have
-
-    assert isinstance(x, fx.Node)
+def _in_dtype(graph: fx.Graph, x: fx.Node, load: fx.Node) -> fx.Node:
+    """Return `x` in the dtype of `load`, converted by the operator that decomposed graphs have."""
     if value(x).dtype == value(load).dtype:
         return x
     with graph.inserting_before(load):
-        node = graph.call_function(convert_element_type.default, (x, value(load).dtype))  # type: ignore[attr-defined]
+        node = graph.call_function(torch.ops.prims.convert_element_type.default, (x, value(load).dtype))
     node.meta = dict(load.meta)
     return node

@@ -13,24 +13,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fp8compile.optimizer import state_ops
+from fp8compile.passes.core.stages import DynamoGraph
 
-Numbers = tuple[Tensor, Tensor]  # inverse of the scale, overflow: FP32, 0-d
 NAMES = ("fp8_inverse_scale", "fp8_overflow")
 
 
-def run(gm: fx.GraphModule, example_inputs: Sequence[Any], gradients: set[int], numbers: Numbers) -> Sequence[str]:
-    """Rewrite Dynamo's graph in place. gradients: their ids; returns the names of the buffers that it has now."""
-    read = [n for n in _tensors(gm, example_inputs, gradients) if n.users]
+def run(c: DynamoGraph) -> None:
+    """Unscale the gradients that are read, and note the names of the buffers that the graph has now."""
+    assert c.unscaling is not None
+    gm = c.gm
+    read = [n for n in _tensors(gm, c.inputs, c.unscaling.gradients) if n.users]
     inputs = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
     if not read:
-        return ()
+        return
     for node in reversed(inputs):  # all inputs first, then what is computed of them
         if node is not (first := next(iter(gm.graph.nodes))):
             first.prepend(node)
-    for name, x in zip(NAMES, numbers, strict=True):
+    for name, x in zip(NAMES, c.unscaling.numbers, strict=True):
         gm.register_buffer(name, x)
     with gm.graph.inserting_after(inputs[-1]):
         overflow = gm.graph.get_attr(NAMES[1])
@@ -43,11 +45,11 @@ def run(gm: fx.GraphModule, example_inputs: Sequence[Any], gradients: set[int], 
         gradient.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
     gm.graph.lint()
     gm.recompile()
-    return NAMES
+    c.added += NAMES
 
 
-def _tensors(gm: fx.GraphModule, example_inputs: Sequence[Any], ids: set[int]) -> list[fx.Node]:
-    """The inputs of the graph that are one of `ids`."""
+def _tensors(gm: fx.GraphModule, example_inputs: Sequence[Any], ids: frozenset[int]) -> list[fx.Node]:
+    """Return the inputs of the graph that are one of `ids`."""
     placeholders = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)
     attributes = ((n, getattr(gm, str(n.target), None)) for n in gm.graph.find_nodes(op="get_attr"))
     return [n for n, x in (*placeholders, *attributes) if isinstance(x, torch.Tensor) and id(x) in ids]

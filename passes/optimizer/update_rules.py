@@ -7,13 +7,13 @@ computes is read by the update.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
 from fp8compile.passes.core.fusible import POINTWISE, Rule, Writer
+from fp8compile.passes.core.node_views import Getitem
 
 FOREACH = "_foreach_"
 IDENTITIES = {"expand", "view", "_unsafe_view", "reshape", "alias", "detach", "clone", "lift_fresh_copy", "_to_copy"}
@@ -84,15 +84,15 @@ RULES: dict[str, Rule] = {op._schema.name.split("::")[1]: rule for op, rule in P
 
 
 def call_of(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
-    """Name and arguments of the operator that computes `node`, of one output of a foreach operator for this output."""
+    """Return name and arguments of the operator that computes `node`, of one output of a foreach operator for this
+    output."""
     if node.op != "call_function":
         return None
-    if node.target is operator.getitem:
-        source, index = node.args
+    if item := Getitem.of(node):
+        source, index = item.source, item.index
         name = schema_name(source)
         if name is None or not name.startswith(FOREACH):
             return None
-        assert isinstance(source, fx.Node)
         args = tuple(_entry(a, index) for a in source.args)
         return name.removeprefix(FOREACH), args, {k: _entry(a, index) for k, a in source.kwargs.items()}
     name = schema_name(node)
@@ -100,7 +100,7 @@ def call_of(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None
 
 
 def schema_name(node: Any) -> str | None:
-    """The operator's name without namespace and overload."""
+    """Return the operator's name without namespace and overload."""
     schema = getattr(getattr(node, "target", None), "_schema", None)
     return None if schema is None else schema.name.split("::")[1]
 
@@ -110,7 +110,7 @@ def _entry(argument: Any, index: Any) -> Any:
 
 
 def operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[fx.Node]:
-    """The nodes among the arguments."""
+    """Yield the nodes among the arguments."""
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, fx.Node):
             yield argument

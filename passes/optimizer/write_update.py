@@ -15,9 +15,9 @@ from torch import fx
 
 from fp8compile.kernels.codegen.spec import Value
 from fp8compile.kernels.optimizer.update_spec import PLAIN, SCALAR, SPLIT, STATE, Slot, Update
-from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import is_tensor, value
 from fp8compile.passes.optimizer.find_updates import ParameterUpdate, Target, is_elementwise
+from fp8compile.passes.optimizer.state_views import LoadState, Unscale
 from fp8compile.passes.optimizer.update_rules import IDENTITIES, POWERS, RULES, call_of
 
 
@@ -35,8 +35,8 @@ class Written:
 
 
 def write_update(update: ParameterUpdate, overflow: fx.Node | None = None) -> Written:
-    """The spec of `update`; raises `UpdateSkipError` with the reason if it has none. It writes nothing where the number
-    `overflow` is not 0."""
+    """Return the spec of `update`; raises `UpdateSkipError` with the reason if it has none. It writes nothing where the
+    number `overflow` is not 0."""
     shapes = {tuple(map(str, value(t.written).shape)) for t in update.targets}  # sizes may be symbolic
     if len(shapes) != 1:
         raise UpdateSkipError(f"its tensors have different shapes: {sorted(shapes)}")
@@ -48,7 +48,7 @@ def write_update(update: ParameterUpdate, overflow: fx.Node | None = None) -> Wr
 
 
 def _text(node: Any, known: dict[fx.Node, str]) -> str:
-    """A digest of an expression: equal for equal expressions over inputs of equal kinds."""
+    """Return a digest of an expression: equal for equal expressions over inputs of equal kinds."""
     if not isinstance(node, fx.Node):
         return repr(node)
     if node not in known:
@@ -59,8 +59,8 @@ def _text(node: Any, known: dict[fx.Node, str]) -> str:
                 *(_text(a, known) for a in call[1]),
                 *(f"{k}{_text(a, known)}" for k, a in call[2].items()),
             ]
-        elif node.target is state_ops.load_state:
-            parts = ["state", str(node.args[2])]
+        elif load := LoadState.of(node):
+            parts = ["state", load.format]
         else:
             parts = [PLAIN, str(value(node).dtype), str(value(node).dim() == 0)] if is_tensor(node) else ["number"]
         known[node] = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
@@ -84,7 +84,7 @@ class _SpecWriter:
         self.rider = self._rider()
 
     def _rider(self) -> Target | None:
-        """The state that carries what belongs to the parameter."""
+        """Return the state that carries what belongs to the parameter."""
         riders = [t for t in self.update.targets if t.parameter_rounding != "nearest"]
         plain = [t for t in self.update.targets if t.store is None]
         if riders and (len(riders) > 1 or len(plain) != 1):
@@ -115,7 +115,7 @@ class _SpecWriter:
     # ---- nodes --------------------------------------------------------------------------------------------------
 
     def number(self, x: Any) -> int:
-        """The position of the value of an argument: a node or a number."""
+        """Return the position of the value of an argument: a node or a number."""
         if not isinstance(x, fx.Node):
             return self.constant(x)
         if x not in self.of_node:
@@ -132,13 +132,13 @@ class _SpecWriter:
             raise UpdateSkipError(
                 f"it reads a tensor of shape {list(value(node).shape)}, its own is {list(self.shape)}"
             )
-        if node.target is state_ops.load_state:
-            return self._load(Slot(STATE, str(node.args[2])), node.args[:2])  # type: ignore[arg-type]
+        if load := LoadState.of(node):
+            return self._load(Slot(STATE, load.format), (load.payload, load.side))
         call = call_of(node)
         if call is None or not is_elementwise(node):
             return self._load(self._plain(node), (node,))
-        if node.target is state_ops.unscale:
-            product = self.op("mul", self.number(node.args[0]), self.number(node.args[1]))
+        if unscaled := Unscale.of(node):
+            product = self.op("mul", self.number(unscaled.gradient), self.number(unscaled.inverse))
             dtype = self._plain(node).type
             return product if dtype == "float32" else self.op("round", product, params=(dtype,))
         return self._computed(*call)
@@ -182,7 +182,7 @@ class _SpecWriter:
         root = self.number(target.root)
         if target.store is not None:
             assert target.side is not None
-            self._load(Slot(STATE, str(target.store.args[3])), (target.written, target.side))
+            self._load(Slot(STATE, target.store.format), (target.written, target.side))
         else:
             self._load(self._plain(target.written), (target.written,))
         i = self.of_slot[target.written]
@@ -203,7 +203,7 @@ class _SpecWriter:
             self.nodes[i] = (*nodes, self.rider.counter)
 
     def finish(self, overflow: fx.Node | None) -> Update:
-        """The spec, without values that nothing stores (of slots that turned out to be written only)."""
+        """Return the spec, without values that nothing stores (of slots that turned out to be written only)."""
         skip = None if overflow is None else self._slot(Slot(SCALAR, "float32"), (overflow,))
         return Update(tuple(self.slots), tuple(self.values), skip)
 

@@ -13,23 +13,23 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes.core.compilation import value
-from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, regions_of, rewrite, spec_of
+from fp8compile.passes.core.node_views import Amax, Scale
+from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, regions_of, rewrite, spec_of, tensors_of
 
 FEW = 1024  # pieces of an amax that each program of the next kernel may read
 
 
 def _pieces(node: fx.Node) -> fx.Node | None:
-    """The pieces that `node` is the maximum of, if they are a region's."""
-    if node.target is ops.amax and node.args[1] == "tensor" and is_from_region(node.args[0]):
-        return node.args[0]  # type: ignore[return-value]
-    return None
+    """Return the pieces that `node` is the maximum of, if they are a region's."""
+    amax = Amax.of(node)
+    return amax.x if amax and amax.granularity == "tensor" and is_from_region(amax.x) else None
 
 
 def read_pieces(graph: fx.Graph) -> None:
     """Let regions read the pieces of an amax instead of waiting for a kernel that puts them together."""
     for node in regions_of(graph):
-        tensors: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-        region, _ = spec_of(node)
+        known = tensors_of(node)
+        tensors, (region, _) = list(known), spec_of(node)
         changed = False
         for t, tensor in enumerate(tensors):
             pieces = _pieces(tensor)
@@ -38,10 +38,8 @@ def read_pieces(graph: fx.Graph) -> None:
                 region = _reading_pieces(region, t, value(pieces).numel())
                 changed = True
         if changed:
-            strides = tuple(
-                (1,) if a is not b else s
-                for a, b, s in zip(tensors, node.args[0], region.strides, strict=True)  # type: ignore[arg-type]
-            )
+            read = zip(tensors, known, region.strides, strict=True)
+            strides = tuple((1,) if a is not b else s for a, b, s in read)
             rewrite(node, tensors, replace(region, strides=strides))
 
 
@@ -66,11 +64,10 @@ def finish_amaxes(editor: GraphEditor) -> None:
         count = value(pieces).numel()
         values = [Value("load", (), (0,)), Value("row_amax", (0,))]
         made, users = [], []
-        for scale in [u for u in node.users if u.target is ops.scale]:
-            _, fmt, *power = scale.args
-            values.append(Value("scale_power_of_two" if power and power[0] else "scale", (1,), (fmt,)))
-            made.append(scale)
-            users.append(list(scale.users))
+        for scale in [s for u in node.users if (s := Scale.of(u)) and not s.is_delayed]:
+            values.append(Value("scale_power_of_two" if scale.power_of_two else "scale", (1,), (scale.format,)))
+            made.append(scale.node)
+            users.append(list(scale.node.users))
         stores = [Store(n, n + 2) for n in range(len(made))]
         others = [u for u in node.users if u not in made]
         if others:

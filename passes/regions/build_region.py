@@ -18,6 +18,7 @@ from fp8compile import ops
 from fp8compile.formats import FP8_DTYPES, parse_granularity
 from fp8compile.kernels.codegen.spec import Buffer, Digits, Input, Part, Store, Value
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Permutation
 from fp8compile.passes.core.compilation import AS_STORED, aten, value
 from fp8compile.passes.core.iteration import (
     Access,
@@ -32,6 +33,7 @@ from fp8compile.passes.core.iteration import (
     split,
     whole,
 )  # fmt: skip
+from fp8compile.passes.core.node_views import Dequantize, Getitem, Scale, argument, call_of, first_input, node_argument
 from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.part_values import RefusedError, Values
 
@@ -67,12 +69,12 @@ class Builder:
         self.each_row = of_rows(self.rows, self.cols)
 
     def part(self) -> tuple[Part, list[fx.Node]]:
-        """The spec of all that the sinks need, and the tensors that it reads, in the order of its arguments."""
+        """Return the spec of all that the sinks need, and the tensors that it reads, in the order of its arguments."""
         part, tensors = self.values.part([s.store for s in self.sinks])
         return part, [self.tensors[t] for t in tensors]
 
     def evaluate(self, node: fx.Node, access: Access) -> int:
-        """The value of `node` at the elements that `access` names."""
+        """Return the value of `node` at the elements that `access` names."""
         key = (node, str(access))
         if key not in self._known:
             self._known[key] = self._evaluate(node, access)
@@ -113,11 +115,12 @@ class Builder:
         target: Any = node.target
         shape = list(value(node).shape) if isinstance(node.meta["val"], torch.Tensor) else []
         if target in fusible.RESHAPES:
-            return self.evaluate(node.args[0], access)  # type: ignore[arg-type]
-        if target in fusible.PERMUTES:
-            return self.evaluate(node.args[0], permuted(access, shape, _dims(node)))  # type: ignore[arg-type]
+            return self.evaluate(first_input(node), access)
+        if view := Permutation.of(node):
+            return self.evaluate(view.x, permuted(access, shape, view.dims))
         if target is aten.expand.default:
-            return self.evaluate(node.args[0], broadcast(access, shape, value(node.args[0]).shape))  # type: ignore[arg-type]
+            source = first_input(node)
+            return self.evaluate(source, broadcast(access, shape, value(source).shape))
         if fusible.is_moment(node):
             return self._moment(node, access)
         if fusible.is_row_reduction(node):
@@ -130,10 +133,10 @@ class Builder:
         if target in fusible.RANDOM:
             return self._random(node, access, shape)
         if target in fusible.CONVERSIONS:
-            return self.values.converted(self._argument(node.args[0], access, shape), value(node).dtype)
+            return self.values.converted(self._argument(first_input(node), access, shape), value(node).dtype)
         args = [self._argument(a, access, shape) for a in node.args]
         if target is aten.pow.Tensor_Scalar:
-            return self.values.power(args[0], node.args[1])  # type: ignore[arg-type]
+            return self.values.power(args[0], argument(node, "exponent"))
         rule = fusible.POINTWISE.get(target)
         if rule is None:
             raise RefusedError(f"no rule for {target}")
@@ -149,13 +152,13 @@ class Builder:
         return None if arg is None else self.values.constant(arg)
 
     def _as_stored(self, i: int, arg: Any) -> int:
-        """Value `i` of node `arg` with the bits it has in memory: the maximum of a row equals one of its elements, even
-        where one of the two was loaded and the other computed again."""
+        """Return value `i` of node `arg` with the bits it has in memory: the maximum of a row equals one of its
+        elements, even where one of the two was loaded and the other computed again."""
         narrow = isinstance(arg, fx.Node) and value(arg).dtype == torch.bfloat16 and self.values.items[i].op != "load"
         return self.values.op("round", i, params=("bfloat16",)) if narrow else i
 
     def _random(self, node: fx.Node, access: Access, shape: list[Size]) -> int:
-        seed = self._load(node.args[1], ())  # type: ignore[arg-type]
+        seed = self._load(node_argument(node, "seed"), ())
         rows, cols = split(access, self.cols)
         offset = node.kwargs.get("offset", 0)
         if offset:
@@ -165,8 +168,8 @@ class Builder:
     # ---- reductions ---------------------------------------------------------------------------------------------
 
     def _of_each_row(self, node: fx.Node, access: Access) -> int:
-        """The source of a reduction over rows of this iteration space."""
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        """Return the source of a reduction over rows of this iteration space."""
+        source = first_input(node)
         n = len(fusible.reduced_dims(node))
         length: Size = 1
         for size in value(source).shape[-n:]:
@@ -177,17 +180,18 @@ class Builder:
 
     def _row_reduction(self, node: fx.Node, access: Access) -> int:
         source = self._of_each_row(node, access)
-        name = fusible.REDUCTIONS[node.target]  # type: ignore[index]
+        name = fusible.REDUCTIONS[call_of(node)]
         if name == "row_mean":
             return self.values.rounded(self.values.row_mean(source), value(node).dtype)
         return self.values.rounded(self.values.op(name, source), value(node).dtype)
 
     def _moment(self, node: fx.Node, access: Access) -> int:
-        moments: fx.Node = node.args[0]  # type: ignore[assignment]
+        item = Getitem(node)
+        moments = item.source
         source = self._of_each_row(moments, access)
         self.interior.add(moments)
         mean = self.values.row_mean(source)
-        if node.args[1] == 1:
+        if item.index == 1:
             return mean
         correction: Any = moments.kwargs.get("correction", 1)
         degrees = max(0, self.cols - (1 if correction is None else correction))
@@ -198,29 +202,28 @@ class Builder:
     # ---- markers ------------------------------------------------------------------------------------------------
 
     def _marker(self, node: fx.Node, access: Access) -> int:
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
-        if node.target is ops.scale:
-            _, fmt, *power = node.args
-            name = "scale_power_of_two" if power and power[0] else "scale"
-            return self.values.op(name, self.evaluate(source, access), params=(fmt,))
+        if (scale := Scale.of(node)) and not scale.is_delayed:
+            name = "scale_power_of_two" if scale.power_of_two else "scale"
+            return self.values.op(name, self.evaluate(scale.amax, access), params=(scale.format,))
         if node.target is ops.amax:
             return self._amax(node, access)
-        if node.target is ops.dequantize:
-            _, scale, granularity, dtype = node.args
-            layout = CastLayout(parse_granularity(granularity))  # type: ignore[arg-type]
-            data = self.evaluate(source, access)
-            where = layout.scale_access(access, list(value(source).shape))
-            return self.values.rounded(self.values.op("mul", data, self.evaluate(scale, where)), dtype)  # type: ignore[arg-type]
+        if restored := Dequantize.of(node):
+            layout = CastLayout(parse_granularity(restored.granularity))
+            data = self.evaluate(restored.data, access)
+            where = layout.scale_access(access, list(value(restored.data).shape))
+            product = self.values.op("mul", data, self.evaluate(restored.scale, where))
+            return self.values.rounded(product, restored.dtype)
         raise NoAccessError("quantized data is read from memory")
 
     def cast_source(self, node: fx.Node) -> int:
-        """What an amax or a quantize reads, element by element."""
-        i = self.evaluate(node.args[0], self.everything)  # type: ignore[arg-type]
-        return self._as_stored(i, node.args[0]) if AS_STORED in node.meta else i
+        """Return what an amax or a quantize reads, element by element."""
+        source = first_input(node)
+        i = self.evaluate(source, self.everything)
+        return self._as_stored(i, source) if AS_STORED in node.meta else i
 
     def _amax(self, node: fx.Node, access: Access) -> int:
         layout = CastLayout.of(node)
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        source = first_input(node)
         if not equal(access, self.stat_access(source, layout)):
             raise NoAccessError(f"%{node.name} belongs to other groups")
         x = self.cast_source(node)
@@ -234,7 +237,8 @@ class Builder:
         raise NoAccessError("its amax is known only when all rows have been read")
 
     def stat_access(self, source: fx.Node, layout: CastLayout) -> Access:
-        """The access to a scale of `source`, where this iteration space runs over `source` element by element."""
+        """Return the access to a scale of `source`, where this iteration space runs over `source` element by
+        element."""
         shape = list(value(source).shape)
         if not same(fusible.elements(source), self.rows * self.cols) or not same(shape[-1], self.cols):
             raise NoAccessError(f"%{source.name} is not what this region runs over")
@@ -244,14 +248,3 @@ class Builder:
             raise NoAccessError("a batch is transposed matrix by matrix")
         across = ((shape[0], 1), (shape[1], shape[0]))
         return layout.scale_access(across, [shape[1], shape[0]])
-
-
-def _dims(node: fx.Node) -> list[int]:
-    n = value(node).dim()
-    if node.target is aten.permute.default:
-        return [d % n for d in node.args[1]]  # type: ignore[union-attr]
-    dims = list(range(n))
-    a, b = (0, 1) if node.target is aten.t.default else node.args[1:3]
-    if n >= 2:
-        dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
-    return dims

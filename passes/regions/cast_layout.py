@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fp8compile import ops
 from fp8compile.formats import Granularity, parse_granularity
 from fp8compile.passes.core.iteration import Access, NoAccessError, Size, broadcast, divides
+from fp8compile.passes.core.node_views import cast_marker
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,12 @@ class CastLayout:
 
     @staticmethod
     def of(node: fx.Node) -> CastLayout:
-        """From the arguments of an amax or a quantize."""
-        first = 1 if node.target is ops.amax else 3
-        granularity, *layout = node.args[first:]
-        return CastLayout(parse_granularity(granularity), *layout)  # type: ignore[arg-type]
+        """Return the layout of an amax or a quantize."""
+        cast = cast_marker(node)
+        return CastLayout(parse_granularity(cast.granularity), cast.transpose, *cast.multiples)
 
     def scale_access(self, access: Access, shape: list[Size]) -> Access:
-        """The access to the scale of data with this shape, given that to the data (as the marker orients it)."""
+        """Return the access to the scale of data with this shape, given that to the data (as the marker orients it)."""
         *batch, rows, cols = shape
         kind, size = self.granularity.kind, self.granularity.size
         if kind == "tensor":

@@ -13,6 +13,7 @@ from fp8compile import ops
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import depends_on, is_tensor
 from fp8compile.passes.core.iteration import same
+from fp8compile.passes.core.walk import walk
 from fp8compile.passes.regions.clusters import Cluster, absorb
 from fp8compile.passes.regions.fusion_barriers import (
     element_bytes,
@@ -24,8 +25,8 @@ from fp8compile.passes.regions.repeated_values import is_repeated
 
 
 def leaves_of(cluster: Cluster, levels: dict[fx.Node, int]) -> Callable[[fx.Node], bool]:
-    """Which fusible nodes the cluster's region loads: column results, statistics where its stores are transposed or
-    from a lower level, and what is cheaper to load than to compute again."""
+    """Return which fusible nodes the cluster's region loads: column results, statistics where its stores are transposed
+    or from a lower level, and what is cheaper to load than to compute again."""
     frontier = _frontier(cluster, levels)
     dear = _dear(cluster, frontier, levels)
 
@@ -42,33 +43,29 @@ def leaves_of(cluster: Cluster, levels: dict[fx.Node, int]) -> Callable[[fx.Node
 
 
 def _shares_level(node: fx.Node, cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
-    """Whether a sink of the cluster stands on the node's own level (it was delayed)."""
+    """Return True if a sink of the cluster stands on the node's own level (it was delayed)."""
     return any(levels[s] == levels[node] for s in cluster.sinks)
 
 
 def _frontier(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
-    """Full-size fusible nodes of lower levels that nodes of the cluster's own levels read."""
+    """Return full-size fusible nodes of lower levels that nodes of the cluster's own levels read."""
     own = {levels[s] for s in cluster.sinks}
     total = cluster.rows * cluster.cols
-    found: set[fx.Node] = set()
-    stack = list(cluster.sinks)
-    seen = set(stack)
-    while stack:
-        for i in stack.pop().all_input_nodes:
-            if i in seen or i not in levels or not fusible.is_fusible(i):
-                continue
-            seen.add(i)
-            if levels[i] in own:
-                stack.append(i)
-            elif is_tensor(i) and i.target not in fusible.LAYOUTS and same(fusible.elements(i), total):
-                found.add(i)
-            else:
-                stack.append(i)
-    return found
+
+    def fusible_inputs(node: fx.Node) -> list[fx.Node]:
+        return [i for i in node.all_input_nodes if i in levels and fusible.is_fusible(i)]
+
+    def is_beyond(node: fx.Node) -> bool:
+        if levels[node] in own or not is_tensor(node) or node.target in fusible.LAYOUTS:
+            return False
+        return same(fusible.elements(node), total)
+
+    reached = walk(cluster.sinks, fusible_inputs, through=lambda node: not is_beyond(node))
+    return {node for node in reached if is_beyond(node)}
 
 
 def _dear(cluster: Cluster, frontier: set[fx.Node], levels: dict[fx.Node, int]) -> set[fx.Node]:
-    """The part of the frontier that is loaded: recomputing it would read more than storing and loading it moves.
+    """Return the part of the frontier that is loaded: recomputing it would read more than storing and loading it moves.
 
     What lies in memory in any case, because a border reads it, is loaded unless it is a mere copy of something.
     """
@@ -85,8 +82,8 @@ def _dear(cluster: Cluster, frontier: set[fx.Node], levels: dict[fx.Node, int]) 
 
 
 def _dear_alone(group: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-    """Nodes that save more than they cost even if the others are computed again: a gradient that was added up over
-    layers, beside the activation of this one."""
+    """Return the nodes that save more than they cost even if the others are computed again: a gradient that was added
+    up over layers, beside the activation of this one."""
     rest = set(group)
     while True:
         reading = _reading(rest, sources)
@@ -98,12 +95,12 @@ def _dear_alone(group: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> se
 
 
 def _reading(nodes: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> int:
-    """Bytes for each element that computing all of `nodes` reads."""
+    """Return the bytes for each element that computing all of `nodes` reads."""
     return sum(map(element_bytes, {s for n in nodes for s in sources[n]}))
 
 
 def _sharing(nodes: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> list[set[fx.Node]]:
-    """Nodes in groups that are computed from the same tensors."""
+    """Return the nodes in groups that are computed from the same tensors."""
     groups: list[tuple[set[fx.Node], set[fx.Node]]] = []
     for node in nodes:
         members, reads = {node}, set(sources[node])
@@ -115,20 +112,14 @@ def _sharing(nodes: set[fx.Node], sources: dict[fx.Node, set[fx.Node]]) -> list[
 
 
 def _full_sources(node: fx.Node, cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
-    """Full-size tensors that are no fusible nodes, from which `node` is computed."""
+    """Return full-size tensors that are no fusible nodes, from which `node` is computed."""
     total = cluster.rows * cluster.cols
-    found: set[fx.Node] = set()
-    stack, seen = [node], {node}
-    while stack:
-        n = stack.pop()
-        if n not in levels or not fusible.is_fusible(n):
-            if is_tensor(n) and same(fusible.elements(n), total):
-                found.add(n)
-            continue
-        fresh = [i for i in n.all_input_nodes if i not in seen]
-        seen.update(fresh)
-        stack += fresh
-    return found
+
+    def is_computed(n: fx.Node) -> bool:
+        return n in levels and fusible.is_fusible(n)
+
+    reached = [n for n in walk([node], through=is_computed) if not is_computed(n)]
+    return {n for n in reached if is_tensor(n) and same(fusible.elements(n), total)}
 
 
 def delayed(graph: fx.Graph, clusters: list[Cluster], levels: dict[fx.Node, int]) -> list[Cluster]:
@@ -154,7 +145,7 @@ def _can_wait(k: Cluster, host: Cluster, loads: dict[int, set[fx.Node]], order: 
 
 
 def _loads(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
-    """The full-size tensors that a region of this cluster loads."""
+    """Return the full-size tensors that a region of this cluster loads."""
     frontier = _frontier(cluster, levels)
     dear = _dear(cluster, frontier, levels)
     own = {i for n in cluster.reads if levels[n] == cluster.level for i in (n, *n.all_input_nodes)}

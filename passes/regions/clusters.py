@@ -20,6 +20,8 @@ from fp8compile import ops
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import is_tensor, value
 from fp8compile.passes.core.iteration import divides, product, same
+from fp8compile.passes.core.node_views import cast_marker, first_input
+from fp8compile.passes.core.walk import walk
 from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.fusion_barriers import is_narrowed_elsewhere, is_read_by_border, is_statistic
 from fp8compile.passes.regions.repeated_values import is_repeated
@@ -38,7 +40,7 @@ class Cluster:
 
 
 def find_clusters(graph: fx.Graph, levels: dict[fx.Node, int], reasons: list[str]) -> list[Cluster]:
-    """The clusters of `graph` that are worth a kernel. `reasons` gets why casts are in none."""
+    """Return the clusters of `graph` that are worth a kernel. `reasons` gets why casts are in none."""
     singles = [k for node in graph.nodes if (k := _single(node, levels, reasons)) is not None]
     by_space: dict[Any, list[Cluster]] = defaultdict(list)
     for k in singles:
@@ -56,7 +58,7 @@ def find_clusters(graph: fx.Graph, levels: dict[fx.Node, int], reasons: list[str
 
 
 def _single(node: fx.Node, levels: dict[fx.Node, int], reasons: list[str]) -> Cluster | None:
-    """The cluster of this one sink; None if it is none, or of a kind that no region takes."""
+    """Return the cluster of this one sink; None if it is none, or of a kind that no region takes."""
     source = _source(node)
     if source is None and is_value(node):
         source = node
@@ -80,7 +82,7 @@ def _single(node: fx.Node, levels: dict[fx.Node, int], reasons: list[str]) -> Cl
 
 
 def _why_not(node: fx.Node, shape: list[Any]) -> str:
-    """Why no region runs over a tensor of this shape for the sink `node`; "" if one can."""
+    """Return why no region runs over a tensor of this shape for the sink `node`; "" if one can."""
     cols = shape[-1]
     if not isinstance(cols, int):
         return "its rows have a symbolic length"
@@ -88,7 +90,7 @@ def _why_not(node: fx.Node, shape: list[Any]) -> str:
         return "it is empty"
     if any(isinstance(n, torch.SymInt) and not n.node.has_hint() for n in shape):
         return "it has a size that only the data knows"
-    if fusible.is_global_amax(node) and node.args[1] == "row":
+    if fusible.is_global_amax(node) and cast_marker(node).granularity == "row":
         if len(shape) != 2:
             return "a batch is transposed matrix by matrix"
         return "amaxes of columns, filled up" if CastLayout.of(node).row_multiple != 1 else ""
@@ -110,20 +112,20 @@ def _why_no_payload(layout: CastLayout, shape: list[Any]) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node | None:
-    """The tensor that a sink runs over; None if `node` is no sink."""
+    """Return the tensor that a sink runs over; None if `node` is no sink."""
     if node.target is ops.quantize or fusible.is_col_sum(node):
-        return node.args[0]  # type: ignore[return-value]
+        return first_input(node)
     if fusible.is_global_amax(node):
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        source = first_input(node)
         if source.target is ops.amax and CastLayout.of(source).granularity.kind != "tensor":
-            return source.args[0] if not fusible.is_global_amax(source) else None  # type: ignore[return-value]
+            return first_input(source) if not fusible.is_global_amax(source) else None
         return source
     return None
 
 
 def is_value(node: fx.Node) -> bool:
-    """Whether `node` is something that must be stored, because what reads it is no part of a region; or should be,
-    because it would be computed again and again."""
+    """Return True if `node` is something that must be stored, because what reads it is no part of a region; or should
+    be, because it would be computed again and again."""
     if not is_tensor(node) or node.target in fusible.LAYOUTS or not fusible.is_pointwise(node):
         return False
     if is_narrowed_elsewhere(node):
@@ -134,25 +136,21 @@ def is_value(node: fx.Node) -> bool:
 
 
 def _reads(cluster: Cluster, levels: dict[fx.Node, int]) -> set[fx.Node]:
-    """Full-size nodes that the sinks are made of, down to the first ones of a lower level."""
-    found: set[fx.Node] = set()
-    stack = [i for sink in cluster.sinks for i in (sink, *sink.all_input_nodes)]
+    """Return full-size nodes that the sinks are made of, down to the first ones of a lower level."""
     total = cluster.rows * cluster.cols
-    while stack:
-        node = stack.pop()
-        if node in found or not is_tensor(node) or not same(fusible.elements(node), total):
-            if node not in found and is_tensor(node) and fusible.is_fusible(node) and levels[node] == cluster.level:
-                found.add(node)
-                stack += node.all_input_nodes
-            continue
-        found.add(node)
-        if fusible.is_fusible(node):
-            stack += node.all_input_nodes
-    return {n for n in found if same(fusible.elements(n), total)}
+
+    def is_whole(node: fx.Node) -> bool:
+        return is_tensor(node) and same(fusible.elements(node), total)
+
+    def goes_on(node: fx.Node) -> bool:
+        return is_tensor(node) and fusible.is_fusible(node) and (levels[node] == cluster.level or is_whole(node))
+
+    starts = [i for sink in cluster.sinks for i in (sink, *sink.all_input_nodes)]
+    return {node for node in walk(starts, through=goes_on) if is_whole(node)}
 
 
 def _connected(clusters: list[Cluster]) -> list[Cluster]:
-    """Clusters joined where they read something in common."""
+    """Return clusters joined where they read something in common."""
     owner: dict[fx.Node, int] = {}
     parent = list(range(len(clusters)))
 
@@ -182,19 +180,13 @@ def absorb(a: Cluster, b: Cluster) -> None:
 
 
 def reduces_rows(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
-    """Whether a statistic of rows must be computed before a sink of this cluster."""
-    stack = [i for sink in cluster.sinks for i in sink.all_input_nodes]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if levels.get(node, -1) < cluster.level or not fusible.is_fusible(node):
-            continue
-        if is_statistic(node):
-            return True
-        fresh = [i for i in node.all_input_nodes if i not in seen]
-        seen.update(fresh)
-        stack += fresh
-    return False
+    """Return True if a statistic of rows must be computed before a sink of this cluster."""
+
+    def is_own(node: fx.Node) -> bool:
+        return levels.get(node, -1) >= cluster.level and fusible.is_fusible(node)
+
+    starts = [i for sink in cluster.sinks for i in sink.all_input_nodes]
+    return any(is_own(node) and is_statistic(node) for node in walk(starts, through=is_own))
 
 
 def _is_worth_a_kernel(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:

@@ -21,14 +21,28 @@ from fp8compile import ops
 from fp8compile.kernels.codegen.spec import PARTIALS, ROW_REDUCTIONS
 from fp8compile.passes.core.compilation import aten, getitems, remove_dead, value
 from fp8compile.passes.core.fusible import RESHAPES, is_library_kernel
+from fp8compile.passes.core.node_views import Getitem, first_input
+from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.amax_pieces import finish_amaxes, read_pieces
 from fp8compile.passes.regions.concatenated import write_in_place
 from fp8compile.passes.regions.join_regions import MAX_PARTS, joined
-from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, put_in_order, regions_of, spec_of
+from fp8compile.passes.regions.region_graph import (
+    GraphEditor,
+    is_from_region,
+    put_in_order,
+    regions_of,
+    spec_of,
+    tensors_of,
+)
 from fp8compile.passes.regions.sum_pieces import adds_pieces, finish_sums
 
 PIECES, ANY_WARPS = "pieces", "any number of warps"
 LARGE = 32 << 20  # bytes of results that are made before they are needed, or of pieces kept, for the sake of a launch
+
+
+def run(c: HalfGraph) -> None:
+    """Combine the regions of a half."""
+    combine_regions(c.graph)
 
 
 def combine_regions(graph: fx.Graph) -> None:
@@ -53,13 +67,13 @@ def combine_regions(graph: fx.Graph) -> None:
 
 def _combine_producers(editor: GraphEditor, consumer: fx.Node) -> None:
     """Combine the regions of one kind whose results `consumer` reads; what fits any kind joins the first."""
-    producers = dict.fromkeys(i.args[0] for i in consumer.all_input_nodes if is_from_region(i))
-    producers = [node for node in producers if not _is_large(node)]  # type: ignore[arg-type]
+    made = dict.fromkeys(Getitem(i).source for i in consumer.all_input_nodes if is_from_region(i))
+    producers = [node for node in made if not _is_large(node)]
     by_kind: dict[Any, list[fx.Node]] = {}
     for node in producers:
-        kind = _kind(node)  # type: ignore[arg-type]
+        kind = _kind(node)
         if kind is not None:
-            by_kind.setdefault(kind, []).append(node)  # type: ignore[arg-type]
+            by_kind.setdefault(kind, []).append(node)
     groups = {kind: nodes for kind, nodes in by_kind.items() if kind not in (ANY_WARPS, PIECES)}
     if groups:
         next(iter(groups.values())).extend(by_kind.pop(ANY_WARPS, []))
@@ -69,14 +83,14 @@ def _combine_producers(editor: GraphEditor, consumer: fx.Node) -> None:
 
 
 def _is_large(node: fx.Node) -> bool:
-    """Whether a region's results had better be made when they are needed: a launch is nothing beside moving them, and
-    made earlier they take memory meanwhile."""
+    """Return True if a region's results had better be made when they are needed: a launch is nothing beside moving
+    them, and made earlier they take memory meanwhile."""
     sizes = [value(item).numel() * value(item).element_size() for item in getitems(node).values()]
     return isinstance(total := sum(sizes), int) and total > LARGE
 
 
 def _kind(node: fx.Node) -> Any:
-    """What regions must have in common to be combined; None for those that are left alone.
+    """Return what regions must have in common to be combined; None for those that are left alone.
 
     A region that reduces rows is left: others, a weight's cast, may run long before, and it takes other tiles. Casts to
     one layout are as fast with 8 warps as with 4, and tiles with packed transposes have 8 or 16.
@@ -125,7 +139,7 @@ def _combine_last(editor: GraphEditor) -> None:
                 batches.append([])
             batches[-1].append(node)
         elif batches is sums:
-            of_one_kernel.setdefault(node.args[0][0].args[0], []).append(node)  # type: ignore[index,union-attr]
+            of_one_kernel.setdefault(first_input(tensors_of(node)[0]), []).append(node)
     for nodes in (*amaxes, *sums, *of_one_kernel.values()):
         if len(nodes) > 1:
             joined(editor, nodes)
@@ -141,7 +155,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _bytes_read(node: fx.Node) -> int:
-    return sum(value(tensor).numel() * value(tensor).element_size() for tensor in node.args[0])  # type: ignore[union-attr]
+    return sum(value(tensor).numel() * value(tensor).element_size() for tensor in tensors_of(node))
 
 
 def _only_leaves(node: fx.Node, output: fx.Node) -> bool:

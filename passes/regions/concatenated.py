@@ -14,28 +14,28 @@ from typing import Any
 from torch import fx
 
 from fp8compile.kernels.codegen.spec import PARTIALS, Buffer, Region, Store
+from fp8compile.passes.core.aten_views import Concatenation
 from fp8compile.passes.core.compilation import getitems, value
+from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.regions.join_regions import joined
-from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, rewrite, spec_of
+from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, rewrite, spec_of, tensors_of
 
 
 def write_in_place(editor: GraphEditor, cat: fx.Node) -> None:
     """Combine the regions whose buffers `cat` concatenates, and let them fill its result."""
-    pieces: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
-    dim: int = (cat.args[1] if len(cat.args) > 1 else 0) % value(cat).dim()  # type: ignore[operator]
+    pieces, dim = Concatenation(cat).pieces, Concatenation(cat).dim
     if value(cat).dim() != 2 or not all(is_from_region(p) and len(p.users) == 1 for p in pieces):
         return
     if len(set(pieces)) != len(pieces) or not all(isinstance(s, int) for s in value(cat).shape):
         return
-    nodes = list(dict.fromkeys(p.args[0] for p in pieces))
-    joint = joined(editor, nodes)  # type: ignore[arg-type]
+    joint = joined(editor, list(dict.fromkeys(Getitem(p).source for p in pieces)))
     if joint is None:
         return
     region, _ = spec_of(joint.node)
-    at = [joint.index[p] for p in cat.args[0]]  # type: ignore[index,union-attr]
+    at = [joint.index[p] for p in Concatenation(cat).pieces]
     if not all(_writes_whole(region, n) for n in at):
         return
-    rewrite(joint.node, joint.node.args[0], _filling_one(region, at, value(cat), dim))  # type: ignore[arg-type]
+    rewrite(joint.node, tensors_of(joint.node), _filling_one(region, at, value(cat), dim))
     editor.refresh(joint.node)
     whole = getitems(joint.node).get(at[0]) or editor.emit(
         operator.getitem, joint.node, at[0], before=joint.node.next, like=cat
@@ -58,12 +58,12 @@ def _drop(editor: GraphEditor, node: fx.Node, dead: Sequence[int]) -> None:
     parts = tuple(
         replace(p, stores=tuple(replace(s, buffer=kept.index(s.buffer)) for s in p.stores)) for p in region.parts
     )
-    rewrite(node, node.args[0], replace(region, parts=parts, buffers=tuple(region.buffers[n] for n in kept)))  # type: ignore[arg-type]
+    rewrite(node, tensors_of(node), replace(region, parts=parts, buffers=tuple(region.buffers[n] for n in kept)))
     editor.refresh(node)
 
 
 def _writes_whole(region: Region, buffer: int) -> bool:
-    """Whether one plain store fills this buffer, row by row."""
+    """Return True if one plain store fills this buffer, row by row."""
     stores = [(p, s) for p in region.parts for s in p.stores if s.buffer == buffer]
     if len(stores) != 1 or not all(isinstance(d, int) for d in region.buffers[buffer].shape):
         return False
@@ -72,7 +72,8 @@ def _writes_whole(region: Region, buffer: int) -> bool:
 
 
 def _filling_one(region: Region, at: list[int], whole: Any, dim: int) -> Region:
-    """`region` with the buffers `at` side by side along `dim` in the place of the first; the others stay, empty."""
+    """Return `region` with the buffers `at` side by side along `dim` in the place of the first; the others stay,
+    empty."""
     width = whole.shape[1]
     offsets, start = {}, 0
     for n in at:

@@ -32,6 +32,7 @@ from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import is_tensor, remove_dead, value
 from fp8compile.passes.core.iteration import NoAccessError
 from fp8compile.passes.core.origin import source_line
+from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.build_region import Builder
 from fp8compile.passes.regions.cluster_loads import delayed, leaves_of
 from fp8compile.passes.regions.clusters import Cluster, find_clusters, reduces_rows
@@ -41,6 +42,11 @@ from fp8compile.passes.regions.region_graph import GraphEditor, put_in_order
 from fp8compile.passes.regions.region_stores import sink_of, store_value
 
 MAX_ORIGINS = 6
+
+
+def run(c: HalfGraph) -> None:
+    """Replace clusters by regions, and note why some casts are left to Inductor."""
+    c.lowered.left += form_regions(c.graph)
 
 
 def form_regions(graph: fx.Graph) -> list[str]:
@@ -114,8 +120,8 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
 
 
 def _waits(editor: GraphEditor, sink: fx.Node, cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
-    """Whether a region of `sink` alone would load what is computed from a sink of its cluster: a norm over each head,
-    say, of what is stored because a matmul reads it."""
+    """Return True if a region of `sink` alone would load what is computed from a sink of its cluster: a norm over each
+    head, say, of what is stored because a matmul reads it."""
     builder = Builder(cluster.rows, cluster.cols, leaves_of(cluster, levels))
     try:
         builder.sinks.append(sink_of(builder, sink))
@@ -125,7 +131,7 @@ def _waits(editor: GraphEditor, sink: fx.Node, cluster: Cluster, levels: dict[fx
 
 
 def _fits(part: Any) -> bool:
-    """Column sums need whole rows in registers where rows are reduced as well."""
+    """Return False where rows are too long: column sums need them whole in registers if rows are reduced as well."""
     if not any(v.op in ("col_sum", "col_amax") for v in part.values):
         return True
     wide = sum(i.extent == ELEMENT for i in part.inputs)
@@ -133,8 +139,8 @@ def _fits(part: Any) -> bool:
 
 
 def _is_needed(node: fx.Node, builder: Builder, sinks: set[fx.Node]) -> bool:
-    """Whether somebody outside of all regions reads a node that this region computes on its way, and no other region
-    stores."""
+    """Return True if somebody outside of all regions reads a node that this region computes on its way, and no other
+    region stores."""
     if not is_tensor(node) or node.target in fusible.LAYOUTS or node in sinks:
         return False
     return _read_outside(node, builder.interior | sinks)
@@ -147,7 +153,7 @@ def _read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _outside(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-    """Users of `node` that are not computed by regions, or are views which such a one reads."""
+    """Return the users of `node` that are not computed by regions, or are views which such a one reads."""
     return [
         user
         for user in node.users
@@ -156,7 +162,7 @@ def _outside(node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
 
 
 def _origins(builder: Builder) -> tuple[str, ...]:
-    """The user's lines that the region's nodes come from, most frequent first."""
+    """Return the user's lines that the region's nodes come from, most frequent first."""
     counts: dict[str, int] = defaultdict(int)
     for node in (*builder.interior, *(s.node for s in builder.sinks)):
         line = source_line(node)

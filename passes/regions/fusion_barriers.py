@@ -11,10 +11,11 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import VIEWS, is_tensor, value
+from fp8compile.passes.core.node_views import Amax
 
 
 def find_levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """For each node the number of borders and reductions over all rows on the longest path before it."""
+    """Return for each node the number of borders and reductions over all rows on the longest path before it."""
     levels: dict[fx.Node, int] = {}
     for node in graph.nodes:
         levels[node] = max((levels[i] + _is_barrier(i) for i in node.all_input_nodes), default=0)
@@ -22,7 +23,7 @@ def find_levels(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _is_barrier(node: fx.Node) -> bool:
-    """Whether what reads `node` cannot be in one kernel with what `node` reads."""
+    """Return True if what reads `node` cannot be in one kernel with what `node` reads."""
     if node.op != "call_function":
         return False
     if fusible.is_global_amax(node) or fusible.is_col_sum(node) or node.target is ops.quantize:
@@ -34,19 +35,21 @@ def _is_barrier(node: fx.Node) -> bool:
 
 
 def is_statistic(node: fx.Node) -> bool:
-    """Whether `node` is a reduction along rows."""
+    """Return True if `node` is a reduction along rows."""
     if fusible.is_row_reduction(node):
         return True
-    return node.target is ops.amax and node.args[1] == "row" and not fusible.is_global_amax(node)
+    amax = Amax.of(node)
+    return amax is not None and amax.granularity == "row" and not fusible.is_global_amax(node)
 
 
 def is_read_by_border(node: fx.Node) -> bool:
-    """Whether something that is no part of a region reads `node`, or a view of it."""
+    """Return True if something that is no part of a region reads `node`, or a view of it."""
     return any(not fusible.is_fusible(u) or (u.target in fusible.LAYOUTS and is_read_by_border(u)) for u in node.users)
 
 
 def is_narrowed_elsewhere(node: fx.Node) -> bool:
-    """Whether `node` is a conversion to fewer bytes that Inductor can do as it writes the value: then we read fewer."""
+    """Return True if `node` is a conversion to fewer bytes that Inductor can do as it writes the value: then we read
+    fewer."""
     if node.target not in fusible.CONVERSIONS:
         return False
     source = node.all_input_nodes[0]
@@ -59,5 +62,5 @@ def is_narrowed_elsewhere(node: fx.Node) -> bool:
 
 
 def element_bytes(node: fx.Node) -> int:
-    """Bytes an element."""
+    """Return the bytes of one element."""
     return value(node).dtype.itemsize

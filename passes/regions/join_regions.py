@@ -19,7 +19,7 @@ from fp8compile import ops
 from fp8compile.kernels.codegen import choose_schedule
 from fp8compile.kernels.codegen.spec import Buffer, Part, Region
 from fp8compile.passes.core.compilation import depends_on, getitems
-from fp8compile.passes.regions.region_graph import GraphEditor, spec_of
+from fp8compile.passes.regions.region_graph import GraphEditor, sizes_of, spec_of, tensors_of
 
 MAX_PARTS = 16
 
@@ -33,7 +33,7 @@ class Joined:
 
 
 def joined(editor: GraphEditor, nodes: Sequence[fx.Node]) -> Joined | None:
-    """One region in the place of `nodes`; None where one of them waits for another."""
+    """Return one region in the place of `nodes`; None where one of them waits for another."""
     if len(nodes) == 1:
         return Joined(nodes[0], {item: n for n, item in getitems(nodes[0]).items()})
     if depends_on([i for node in nodes for i in node.all_input_nodes], set(nodes), editor.order):
@@ -49,10 +49,10 @@ def joined(editor: GraphEditor, nodes: Sequence[fx.Node]) -> Joined | None:
     index: dict[fx.Node, int] = {}
     for node in nodes:
         region, _ = spec_of(node)
-        names = {n: _number_of(size, sizes) for n, size in zip(region.sizes, node.args[1], strict=True)}  # type: ignore[arg-type]
+        names = {n: _number_of(size, sizes) for n, size in zip(region.sizes, sizes_of(node), strict=True)}
         renamed = _renamed(region, names, len(parts), len(buffers))
         where = []
-        for tensor, stride in zip(node.args[0], renamed.strides, strict=True):  # type: ignore[arg-type]
+        for tensor, stride in zip(tensors_of(node), renamed.strides, strict=True):
             if tensor not in tensors:
                 tensors.append(tensor)
                 strides.append(stride)
@@ -72,7 +72,7 @@ def _number_of(size: Any, sizes: list[Any]) -> str:
 
 
 def _renamed(region: Region, names: dict[str, str], first_part: int, first_buffer: int) -> Region:
-    """`region` with other names for sizes, counts of programs and buffers."""
+    """Return `region` with other names for sizes, counts of programs and buffers."""
 
     def name(x: Any) -> Any:
         if isinstance(x, tuple):

@@ -39,7 +39,7 @@ class Values:
         self._known: dict[Any, int] = {}
 
     def number(self, size: Size) -> int | str:
-        """A size as a spec writes it: a number, or the name of an argument."""
+        """Return a size as a spec writes it: a number, or the name of an argument."""
         if isinstance(size, int):
             return size
         for n, known in enumerate(self.sizes):
@@ -49,7 +49,7 @@ class Values:
         return f"n{len(self.sizes) - 1}"
 
     def op(self, name: str, *args: int, params: tuple[Any, ...] = ()) -> int:
-        """A value computed from others."""
+        """Add a value computed from others, and return its number."""
         computed = OPERATIONS.get(name)  # None: a reduction
         takes_bools = computed is not None and computed.takes_bools
         if takes_bools and not all(a in self.bools for a in args):
@@ -69,21 +69,21 @@ class Values:
         return i
 
     def constant(self, x: Any) -> int:
-        """A number."""
+        """Add a constant, and return the number of that value."""
         return self.add(Value("constant", (), (float(x),)))
 
     def _as_float(self, i: int) -> int:
         return self.add(Value("float", (i,))) if i in self.bools else i
 
     def add(self, item: Value) -> int:
-        """This value, which may be there already."""
+        """Add this value, which may be there already, and return its number."""
         if item not in self._known:
             self._known[item] = len(self.items)
             self.items.append(item)
         return self._known[item]
 
     def load(self, item: Input) -> int:
-        """What lies in memory."""
+        """Add what is loaded from memory, and return the number of that value."""
         if item not in self.inputs:
             self.inputs.append(item)
         i = self.add(Value("load", (), (self.inputs.index(item),)))
@@ -92,22 +92,22 @@ class Values:
         return i
 
     def converted(self, i: int, dtype: torch.dtype) -> int:
-        """Value `i` as this dtype has it."""
+        """Return value `i` as this dtype has it."""
         if dtype == torch.bool:
             return i if i in self.bools else self.to_bool(i)
         return self.rounded(self._as_float(i), dtype)
 
     def rounded(self, i: int, dtype: torch.dtype) -> int:
-        """Values stay FP32 until they are stored. But what is too large for FP16 becomes inf, which a loss scaler must
-        see."""
+        """Return value `i` as it is stored. Values stay FP32 until they are stored. But what is too large for FP16
+        becomes inf, which a loss scaler must see."""
         return self.op("round", i, params=("float16",)) if dtype == torch.float16 else i
 
     def to_bool(self, i: int) -> int:
-        """Whether value `i` is not zero."""
+        """Return True if value `i` is not zero."""
         return self.op("ne", i, self.constant(0.0))
 
     def power(self, x: int, exponent: float) -> int:
-        """One of the powers that `fusible` lets through."""
+        """Return one of the powers that `fusible` lets through."""
         square = self.op("mul", x, x) if exponent in (2, 3, 4) else x
         if exponent == 3:
             return self.op("mul", square, x)
@@ -117,14 +117,14 @@ class Values:
         return self.op(name, x) if name else square
 
     def row_mean(self, source: int) -> int:
-        """The mean of each row."""
+        """Return the mean of each row."""
         return self.op("div", self.op("row_sum", source), self.constant(self.cols))
 
     # ---- what the part is in the end ----------------------------------------------------------------------------
 
     def stored(self, i: int, cols: Size | None = None) -> int:
-        """Value `i`, which is to be stored element by element. Raises `RefusedError` for one that repeats along rows or
-        columns, as an expanded gradient does: a store has the extent of its value."""
+        """Return value `i`, which is to be stored element by element. Raises `RefusedError` for one that repeats along
+        rows or columns, as an expanded gradient does: a store has the extent of its value."""
         part = Part(self.number(self.rows), self.cols, tuple(self.inputs), tuple(self.items), ())
         sizes = (self.rows, self.cols if cols is None else cols)
         if any(step != 1 and size != 1 for step, size in zip(part.extents[i], sizes, strict=True)):
@@ -132,7 +132,7 @@ class Values:
         return i
 
     def part(self, stores: Sequence[Store]) -> tuple[Part, list[int]]:
-        """The spec of all that `stores` need, and which tensors that reads, in the order of its arguments."""
+        """Return the spec of all that `stores` need, and which tensors that reads, in the order of its arguments."""
         self._fold_sigmoids(stores)
         needed = self._needed(stores)
         new = {old: n for n, old in enumerate(needed)}
@@ -159,7 +159,8 @@ class Values:
         return sorted(reached(self.items, (s.value for s in stores)))
 
     def _fold_sigmoids(self, stores: Sequence[Store]) -> None:
-        """1 + tanh(x) and 1 + erf(x), where nothing else needs the tanh or erf (GELU's): half the instructions."""
+        """Merge 1 + tanh(x) and 1 + erf(x) into one operation each, where nothing else needs the tanh or erf (GELU's):
+        half the instructions."""
         needed = [self.items[i] for i in self._needed(stores)]
         one = self._known.get(Value("constant", (), (1.0,)))
         for i, item in enumerate(self.items):
@@ -175,8 +176,8 @@ class Values:
 
 
 def _ungrouped(digits: Digits, longest: int = LONGEST_GROUP) -> Digits:
-    """The same places, as one each: where `digits` repeat each more often than `longest`, as what belongs to an image
-    does in all its rows. Loops of one step behind them say so (`Input.extent`)."""
+    """Return the same places, as one each: where `digits` repeat each more often than `longest`, as what belongs to an
+    image does in all its rows. Loops of one step behind them say so (`Input.extent`)."""
     if not digits or all(stride == 0 for _, stride in digits):
         return digits
     size, stride = digits[-1]

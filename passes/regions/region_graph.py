@@ -32,6 +32,7 @@ from fp8compile.passes.core.compilation import (
     value,
 )  # fmt: skip
 from fp8compile.passes.core.iteration import same
+from fp8compile.passes.core.node_views import Copy, Getitem, RegionCall, is_amax_of_tensor
 from fp8compile.passes.regions.part_values import RefusedError
 
 SIZE_CALLS: dict[str, Callable[..., Any]] = {  # of expressions of sizes, by the names of their types
@@ -62,11 +63,11 @@ class GraphEditor:
         self.order = {node: float(n) for n, node in enumerate(self.graph.nodes)}
 
     def waits_for_itself(self, reads: Sequence[fx.Node], makes: Iterable[fx.Node]) -> bool:
-        """Whether one of `reads` is computed from one of `makes`."""
+        """Return True if one of `reads` is computed from one of `makes`."""
         return depends_on(list(reads), set(makes), self.order)
 
     def emit(self, target: Callable[..., Any], *args: Any, before: fx.Node, like: fx.Node) -> fx.Node:
-        """A new call of `target` before a node, with the origin of `like`."""
+        """Return a new call of `target` before a node, with the origin of `like`."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args)
         node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
@@ -81,8 +82,8 @@ class GraphEditor:
             self.number()
 
     def place(self, users: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> fx.Node:
-        """Before which node to compute something: its first user; or, where it only leaves the graph, what follows its
-        last input, so that this need not be kept until the end."""
+        """Return before which node to compute something: its first user; or, where it only leaves the graph, what
+        follows its last input, so that this need not be kept until the end."""
         first = min(users)  # by their place in the graph: numbers may be equal
         if first.op != "output":
             return first
@@ -136,7 +137,7 @@ class GraphEditor:
             stack += inputs
 
     def _result(self, call: fx.Node, n: int, node: fx.Node, place: fx.Node, pieces: bool) -> fx.Node:
-        """The value of `node`, made of the n-th buffer."""
+        """Return the value of `node`, made of the n-th buffer."""
         out = self.emit(operator.getitem, call, n, before=place, like=node)
         if not pieces:
             return self._shaped(out, node, place)
@@ -153,7 +154,7 @@ class GraphEditor:
                 )
             return out
         if fusible.is_global_amax(node):
-            if node.args[1] == "tensor":
+            if is_amax_of_tensor(node):
                 return self.emit(ops.amax, out, "tensor", before=place, like=node)
             out = self.emit(aten.amax.default, out, [0], before=place, like=node)
         return self._shaped(out, node, place)
@@ -166,7 +167,8 @@ class GraphEditor:
         return self.emit(aten.view.default, out, dims, before=place, like=node)
 
     def size_node(self, size: Any, like: fx.Node) -> Any:
-        """A node that computes a symbolic size; raises `RefusedError` where the graph has nothing to make it of."""
+        """Return a node that computes a symbolic size; raises `RefusedError` where the graph has nothing to make it
+        of."""
         if isinstance(size, int):
             return size
         if self._sizes is None:
@@ -186,7 +188,7 @@ class GraphEditor:
         return found
 
     def _computed(self, expr: sympy.Expr, like: fx.Node) -> Any:
-        """An expression of sizes as nodes."""
+        """Return an expression of sizes as nodes."""
         assert self._sizes is not None
         if isinstance(expr, sympy.Integer):
             return int(expr)
@@ -196,13 +198,14 @@ class GraphEditor:
             if call is None:
                 raise RefusedError(f"a size {expr} that the graph does not compute")
             factor, rest = expr.as_coeff_Mul()  # the graph may know `rest`, and not what it is made of
-            args = (factor, rest) if factor != 1 else expr.args
-            computed = [self._computed(arg, like) for arg in args]  # type: ignore[arg-type]
+            args: Any = (factor, rest) if factor != 1 else expr.args
+            computed = [self._computed(arg, like) for arg in args]
             self._sizes[key] = functools.reduce(lambda a, b: self._size_call(call, a, b, like=like), computed)
         return self._sizes[key]
 
     def _size_call(self, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
-        """`target` of numbers and nodes, as early as it can be computed: the next to need it may stand anywhere."""
+        """Emit `target` of numbers and nodes, as early as it can be computed: the next to need it may stand
+        anywhere."""
         place = max(arg for arg in args if isinstance(arg, fx.Node)).next
         while place.op == "placeholder":
             place = place.next
@@ -213,26 +216,38 @@ def put_in_order(graph: fx.Graph) -> None:
     """Move every node behind its inputs, and writes into inputs of the graph behind all else: a region stands where its
     first result is read, which may be the output, and must find in memory what the nodes found that it replaces."""
     for node in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
-        if node.args[0].op == "placeholder":  # type: ignore[union-attr]
+        if Copy(node).written.op == "placeholder":
             graph.output_node().prepend(node)
     sort_topologically(graph)
 
 
 def regions_of(graph: fx.Graph) -> list[fx.Node]:
-    """The region nodes of `graph`, in order."""
+    """Return the region nodes of `graph`, in order."""
     return list(graph.find_nodes(op="call_function", target=ops.region))
 
 
 def spec_of(node: fx.Node) -> tuple[Region, schedules.Schedule]:
-    """Spec and schedule of a region node."""
-    return generated.parse(node.args[2], node.args[3])  # type: ignore[arg-type]
+    """Return spec and schedule of a region node."""
+    call = RegionCall(node)
+    return generated.parse(call.spec, call.schedule)
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors that a region node reads, in the order of its spec."""
+    return RegionCall(node).inputs
+
+
+def sizes_of(node: fx.Node) -> list[Any]:
+    """Return the sizes that a region node is given, in the order of its spec: numbers or nodes."""
+    return RegionCall(node).sizes
 
 
 def rewrite(node: fx.Node, tensors: Sequence[fx.Node], region: Region) -> None:
     """Make `node` another region, of other tensors."""
-    node.args = (list(tensors), node.args[1], region.to_json(), choose_schedule.choose(region).to_json())
+    node.args = (list(tensors), sizes_of(node), region.to_json(), choose_schedule.choose(region).to_json())
 
 
 def is_from_region(node: Any) -> bool:
-    """Whether `node` is a buffer that a region fills."""
-    return isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0].target is ops.region  # type: ignore[union-attr]
+    """Return True if `node` is a buffer that a region fills."""
+    item = Getitem.of(node)
+    return item is not None and item.source.target is ops.region

@@ -11,6 +11,7 @@ from fp8compile.kernels.codegen.spec import Buffer, Store
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import value
 from fp8compile.passes.core.iteration import contiguous, same
+from fp8compile.passes.core.node_views import Quantize, first_input, is_amax_of_tensor
 from fp8compile.passes.regions.build_region import Builder, Sink
 from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.clusters import is_value
@@ -18,12 +19,12 @@ from fp8compile.passes.regions.part_values import RefusedError
 
 
 def sink_of(builder: Builder, node: fx.Node) -> Sink:
-    """The store of a cluster's own sink."""
+    """Return the store of a cluster's own sink."""
     if node.target is ops.quantize:
         return _payload(builder, node)
     if is_value(node):
         return store_value(builder, node)
-    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    source = first_input(node)
     if fusible.is_col_sum(node):
         bands = fusible.bands_of(node)
         others = {v.params for v in builder.values.items if v.op == "col_sum" and v.params}
@@ -32,9 +33,9 @@ def sink_of(builder: Builder, node: fx.Node) -> Sink:
         summed = builder.evaluate(source, builder.everything)
         i = builder.values.op("col_sum", summed, params=(bands,) if bands > 1 else ())
         return Sink(node, Store(0, i), Buffer(("row_programs0", builder.cols), "float32"))
-    if node.args[1] == "tensor":
+    if is_amax_of_tensor(node):
         if source.target is ops.amax:
-            stats = builder.stat_access(source.args[0], CastLayout.of(source))  # type: ignore[arg-type]
+            stats = builder.stat_access(first_input(source), CastLayout.of(source))
             i = builder.values.op("all_amax", builder.evaluate(source, stats))
         else:
             i = builder.values.op("all_amax", builder.cast_source(node))
@@ -44,12 +45,11 @@ def sink_of(builder: Builder, node: fx.Node) -> Sink:
 
 
 def _payload(builder: Builder, node: fx.Node) -> Sink:
-    source, scale, fmt = node.args[:3]
+    cast = Quantize(node)
     layout = CastLayout.of(node)
     x = builder.values.stored(builder.cast_source(node))
-    where = builder.stat_access(source, layout)  # type: ignore[arg-type]
-    s = builder.evaluate(scale, where)  # type: ignore[arg-type]
-    i = builder.values.op("quantize", x, s, params=(fmt,))
+    s = builder.evaluate(cast.scale, builder.stat_access(cast.x, layout))
+    i = builder.values.op("quantize", x, s, params=(cast.format,))
     rows, cols = builder.values.number(builder.rows), builder.cols
     across, down = layout.col_multiple, layout.row_multiple
     if layout.transpose:
@@ -65,13 +65,13 @@ def _payload(builder: Builder, node: fx.Node) -> Sink:
 
 
 def _padded(builder: Builder, multiple: int) -> Any:
-    """Rows rounded up, as a size that the kernel is given."""
+    """Return rows rounded up, as a size that the kernel is given."""
     rows = builder.rows if multiple == 1 else -(-builder.rows // multiple) * multiple
     return builder.values.number(rows)
 
 
 def store_value(builder: Builder, node: fx.Node) -> Sink:
-    """The store of a value on the way that others need."""
+    """Return the store of a value on the way that others need."""
     x = value(node)
     buffer = Buffer(tuple(map(builder.values.number, x.shape)), str(x.dtype).removeprefix("torch."))
     if not all(same(a, b) or same(n, 1) for a, b, n in zip(x.stride(), contiguous(x.shape), x.shape, strict=True)):
@@ -89,7 +89,7 @@ def store_value(builder: Builder, node: fx.Node) -> Sink:
 
 
 def _statistic(builder: Builder, node: fx.Node) -> Sink:
-    """The store of an amax or a scale, in the shape that its marker has."""
+    """Return the store of an amax or a scale, in the shape that its marker has."""
     marker = node
     while marker.target is ops.scale:
         marker = marker.all_input_nodes[0]
@@ -99,7 +99,7 @@ def _statistic(builder: Builder, node: fx.Node) -> Sink:
     if marker.target is not ops.amax:
         raise RefusedError("the scale of something else")
     layout = CastLayout.of(marker)
-    i = builder.evaluate(node, builder.stat_access(marker.args[0], layout))  # type: ignore[arg-type]
+    i = builder.evaluate(node, builder.stat_access(first_input(marker), layout))
     kind, size = layout.granularity.kind, layout.granularity.size
     rows, cols = builder.values.number(builder.rows), builder.cols
     if kind == "row":

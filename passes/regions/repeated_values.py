@@ -23,7 +23,7 @@ LEAST_COPIES = 8
 
 
 def is_repeated(node: fx.Node) -> bool:
-    """Whether `node` is such a value: the last small one, of which larger ones are made."""
+    """Return True if `node` is such a value: the last small one, of which larger ones are made."""
     if not fusible.is_pointwise(node) or value(node).dtype not in fusible.FLOATS:
         return False
     sizes = value(node).shape
@@ -33,7 +33,7 @@ def is_repeated(node: fx.Node) -> bool:
 
 
 def _is_made_of_slow(node: fx.Node) -> bool:
-    """Whether something slow of the same size is on the way to `node`."""
+    """Return True if something slow of the same size is on the way to `node`."""
     while True:
         if node.target in SLOW:
             return True
@@ -44,7 +44,7 @@ def _is_made_of_slow(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads `node`, looking through views."""
+    """Yield who reads `node`, looking through views."""
     for user in node.users:
         if user.target in fusible.LAYOUTS:
             yield from _readers(user)
@@ -53,7 +53,8 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _copies(user: fx.Node, node: fx.Node) -> int:
-    """How many elements of `user` there are for each of `node`; with symbolic sizes, as the compiler saw them."""
+    """Return how many elements of `user` there are for each of `node`; with symbolic sizes, as the compiler saw
+    them."""
     if not is_tensor(user) or not fusible.is_pointwise(user):
         return 0
     return count(value(user).shape) // max(count(value(node).shape), 1)

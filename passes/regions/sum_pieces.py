@@ -16,7 +16,9 @@ from torch import fx
 
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes.core import fusible
+from fp8compile.passes.core.aten_views import Sum
 from fp8compile.passes.core.compilation import aten, value
+from fp8compile.passes.core.node_views import Getitem, first_input
 from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, spec_of
 
 MOST = 2048  # pieces of a sum that one program may hold
@@ -30,18 +32,19 @@ def finish_sums(editor: GraphEditor) -> None:
         pieces = _pieces(node)
         if pieces is None:
             continue
-        shape = value(node.args[0]).shape  # type: ignore[arg-type]
+        shape = value(first_input(node)).shape
         if not 1 < shape[-2] <= MOST:
             continue
         *_, last = _behind(node)
         if not last.users:
             continue
-        origins = spec_of(pieces.args[0])[0].origins  # type: ignore[arg-type]
+        origins = spec_of(Getitem(pieces).source)[0].origins
         editor.insert(sum_of(shape, value(last).dtype, origins), [pieces], [], [last], [list(last.users)], pieces=False)
 
 
 def sum_of(shape: Sequence[int], dtype: torch.dtype, origins: tuple[str, ...] = ()) -> Region:
-    """The region that adds up FP32 pieces (programs, columns), or (bands, programs, columns) seen so, over programs."""
+    """Return the region that adds up FP32 pieces (programs, columns), or (bands, programs, columns) seen so, over
+    programs."""
     *bands, programs, columns = shape
     rows = (*((n, programs * columns) for n in bands), (columns, 1))
     part = Part(
@@ -55,26 +58,28 @@ def sum_of(shape: Sequence[int], dtype: torch.dtype, origins: tuple[str, ...] = 
 
 
 def adds_pieces(region: Region) -> bool:
-    """Whether a region is of such sums alone."""
+    """Return True if a region is of such sums alone."""
     return all(part.values == ADDED and part.inputs[0].cols[0][1] != 1 for part in region.parts)
 
 
 def _pieces(node: fx.Node) -> fx.Node | None:
-    """The pieces that `node` adds up: a region's, (programs, columns), or seen as (bands, programs, columns)."""
-    source: fx.Node = node.args[0]  # type: ignore[assignment]
-    in_bands = source.target is aten.view.default
-    if node.args[1:] != ([int(in_bands)],):
+    """Return the pieces that `node` adds up: a region's, (programs, columns), or seen as (bands, programs, columns)."""
+    sums = Sum(node)
+    in_bands = sums.x.target is aten.view.default
+    if sums.dims != [int(in_bands)] or sums.keeps_dims or sums.dtype is not None:
         return None
-    found = source.args[0] if in_bands else source
+    found = first_input(sums.x) if in_bands else sums.x
     if not is_from_region(found):
         return None
-    region, _ = spec_of(found.args[0])  # type: ignore[union-attr,arg-type]
-    first = region.buffers[found.args[1]].shape[0]  # type: ignore[union-attr,index]
-    return found if str(first).startswith("row_programs") else None  # type: ignore[return-value]
+    item = Getitem(found)
+    region, _ = spec_of(item.source)
+    first = region.buffers[item.index].shape[0]
+    return found if str(first).startswith("row_programs") else None
 
 
 def _behind(node: fx.Node) -> Iterator[fx.Node]:
-    """`node`, and what alone reads it and only changes its shape, or once its dtype to one that a region stores."""
+    """Yield `node`, and what alone reads it and only changes its shape, or once its dtype to one that a region
+    stores."""
     yield node
     while len(node.users) == 1:
         (user,) = node.users

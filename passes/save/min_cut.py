@@ -19,7 +19,6 @@ does not know what a cast costs and would save payloads of everything.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
@@ -32,7 +31,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8compile import ops
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import VIEWS, aten, is_tensor, value
-from fp8compile.passes.save.saved_forms import Form, as_it_is
+from fp8compile.passes.core.node_views import Getitem
+from fp8compile.passes.core.walk import walk
+from fp8compile.passes.save.saved_forms import Form, bytes_of
 
 NEVER = -1.0  # in place of the price of computing again: what only backward computes
 RECOMPUTE = 1 / 64  # cost of computing a byte again, in bytes saved
@@ -42,7 +43,7 @@ RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
 @dataclass(frozen=True)
 class Halves:
-    """What a partitioner knows of the joint graph before it cuts."""
+    """The facts about the joint graph that a partitioner knows before it cuts."""
 
     inputs: set[fx.Node]  # of the forward half
     forward: set[fx.Node]  # needed for the forward half's outputs
@@ -55,20 +56,20 @@ class Halves:
 
 @dataclass(frozen=True)
 class Prices:
-    """What computing again costs, in bytes saved: each byte of a cheap operator, each second of a dear one.
+    """The costs of computing again, in bytes saved: of each byte of a cheap operator, each second of a costly one.
 
-    dear: the matmuls and attentions that may run again at all, each with its seconds. narrow: what is not computed
+    costly: the matmuls and attentions that may run again at all, each with its seconds. narrow: what is not computed
     again even so.
     """
 
     byte: float = RECOMPUTE
     second: float = math.inf
-    dear: Mapping[fx.Node, float] = field(default_factory=dict)
+    costly: Mapping[fx.Node, float] = field(default_factory=dict)
     narrow: Set[fx.Node] = frozenset()
 
 
 def plan_saved(graph: fx.Graph, halves: Halves, prices: Prices | None = None) -> list[fx.Node]:
-    """The values to save, in the order of the graph."""
+    """Return the values to save, in the order of the graph."""
     network, again = nx.DiGraph(), dict[fx.Node, float]()
     for node in reversed(graph.nodes):
         if node in halves.backward and node not in halves.inputs:
@@ -84,7 +85,7 @@ def plan_saved(graph: fx.Graph, halves: Halves, prices: Prices | None = None) ->
 
 
 def _before_the_cut(network: nx.DiGraph) -> set[str]:
-    """What the source still reaches beside a maximum flow: of all minimum cuts the one nearest to the source.
+    """Return what the source still reaches beside a maximum flow: of all minimum cuts the one nearest to the source.
 
     It keeps what a view or a conversion is taken of. (networkx's own partition is the one nearest to the sink.)
     """
@@ -99,7 +100,7 @@ def _before_the_cut(network: nx.DiGraph) -> set[str]:
 
 
 def _add(network: nx.DiGraph, node: fx.Node, halves: Halves, again: Mapping[fx.Node, float]) -> None:
-    """The edges of a node of the forward half; `again`: of it and its users."""
+    """Add the edges of a node of the forward half; `again`: of it and its users."""
     entrance = _in(node, again)
     if entrance != "source":
         network.add_edge("source", entrance, capacity=again[node])
@@ -112,13 +113,13 @@ def _add(network: nx.DiGraph, node: fx.Node, halves: Halves, again: Mapping[fx.N
 
 
 def _price_again(node: fx.Node, halves: Halves, prices: Prices) -> float:
-    """What it costs to compute `node` again; infinite for what cannot be."""
+    """Return the price of computing `node` again; infinite for what cannot be."""
     if node in halves.inputs or node in prices.narrow:
         return math.inf
-    if node in prices.dear:
-        return prices.second * prices.dear[node]
-    source = node.args[0] if node.target is operator.getitem else None
-    if source in prices.dear:
+    if node in prices.costly:
+        return prices.second * prices.costly[node]
+    part = Getitem.of(node)
+    if part is not None and part.source in prices.costly:
         return 0.0
     if not may_be_computed_again(node, halves.is_recomputable):
         return math.inf
@@ -128,7 +129,7 @@ def _price_again(node: fx.Node, halves: Halves, prices: Prices) -> float:
 
 
 def _in(node: fx.Node, again: Mapping[fx.Node, float]) -> str:
-    """Where `node` begins; what an infinite edge ties to an end of the network is that end."""
+    """Return where `node` begins; what an infinite edge ties to an end of the network is that end."""
     return {math.inf: "source", NEVER: "sink"}.get(again[node], f"{node.name}_in")
 
 
@@ -137,7 +138,7 @@ def _out(node: fx.Node) -> str:
 
 
 def may_be_computed_again(node: fx.Node, is_recomputable: Callable[[fx.Node], bool]) -> bool:
-    """Whether backward may compute `node` again rather than keep it."""
+    """Return True if backward may compute `node` again rather than keep it."""
     if node.op == "get_attr":  # the graph of a branch or a loop's body, which either half has
         return True
     if node.op != "call_function":
@@ -149,15 +150,15 @@ def may_be_computed_again(node: fx.Node, is_recomputable: Callable[[fx.Node], bo
         return False
     if tag == CheckpointPolicy.MUST_SAVE or fusible.is_row_reduction(node) or fusible.is_col_sum(node):
         return False
-    if node.target is operator.getitem:
-        return may_be_computed_again(node.args[0], is_recomputable)  # type: ignore[arg-type]
+    if (part := Getitem.of(node)) is not None:
+        return may_be_computed_again(part.source, is_recomputable)
     if node.target in (ops.scale, ops.quantize, ops.dequantize, aten.cat.default):
         return True
     return node.target is not ops.amax and is_recomputable(node)
 
 
 def _price(node: fx.Node, halves: Halves) -> float:
-    """What it costs to save the value of `node`; infinite for what cannot be."""
+    """Return the price of saving the value of `node`; infinite for what cannot be."""
     if node.op == "placeholder" and is_object(node):
         return 0.0
     if node.meta.get("recompute") in RECOMPUTED or not isinstance(
@@ -170,18 +171,20 @@ def _price(node: fx.Node, halves: Halves) -> float:
 
 
 def may_be_kept(node: fx.Node, halves: Halves) -> bool:
-    """Whether `node` can be saved, at a price."""
+    """Return True if `node` can be saved, at a price."""
     return 0 < _price(node, halves) < math.inf
 
 
 def is_object(node: fx.Node) -> bool:
-    """Whether `node` is neither a tensor nor a number: the mesh of a distributed tensor."""
+    """Return True if `node` is neither a tensor nor a number: the mesh of a distributed tensor."""
     return not isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
 
 
 def bytes_kept(node: fx.Node, halves: Halves) -> float:
-    """Bytes of the form in which `node` is kept. Among equal ones the narrower dtype is preferred, which is in memory
-    anyway, and slices of a merged result, which are what other kernels read, to the whole of it."""
+    """Return the bytes of the form in which `node` is kept, and a little more of a wider dtype or a merged result.
+
+    So of equal ones the narrower is kept, which is in memory anyway, and the slices that other kernels read.
+    """
     form = halves.forms.get(node)
     if form is None or form.granularity is None:
         return _bytes(node)
@@ -190,24 +193,22 @@ def bytes_kept(node: fx.Node, halves: Halves) -> float:
 
 
 def _bytes(node: fx.Node) -> float:
-    """Bytes of the value of `node` as it is."""
-    return float(as_it_is(value(node), "").bytes) if is_tensor(node) else 1.0
+    """Return the bytes of the value of `node` as it is."""
+    return float(bytes_of(value(node))) if is_tensor(node) else 1.0
 
 
 def run_again(graph: fx.Graph, saved: Iterable[fx.Node], halves: Halves) -> set[fx.Node]:
-    """The nodes that backward computes again when it is given `saved`."""
+    """Return the nodes that backward computes again when it is given `saved`."""
     given = {*saved, *halves.inputs}
-    found: set[fx.Node] = set()
-    stack = [i for n in graph.nodes if n in halves.backward for i in n.all_input_nodes]
-    while stack:
-        node = stack.pop()
-        if node not in found and node not in given and node not in halves.backward and node.op == "call_function":
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
+
+    def runs(node: fx.Node) -> bool:
+        return node not in given and node not in halves.backward and node.op == "call_function"
+
+    read = (i for n in graph.nodes if n in halves.backward for i in n.all_input_nodes)
+    return set(filter(runs, walk(read, through=runs)))
 
 
 def saved_bytes(nodes: Iterable[fx.Node], halves: Halves) -> int:
-    """Bytes of the saved values that are not parameters, in the forms in which they are kept."""
+    """Return the bytes of the saved values that are not parameters, in the forms in which they are kept."""
     kept = [n for n in nodes if is_tensor(n) and n not in halves.static]
-    return sum(halves.forms[n].bytes if n in halves.forms else as_it_is(value(n), "").bytes for n in kept)
+    return sum(halves.forms[n].bytes if n in halves.forms else bytes_of(value(n)) for n in kept)

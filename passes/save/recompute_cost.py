@@ -1,4 +1,4 @@
-"""Reach: how much backward would have to read to compute a value again, and which values that makes worth keeping.
+"""Recompute cost: find values whose recomputation would read so much that keeping them is better.
 
     x1 = x0 + g1 * a1      x2 = x1 + g2 * a2      …      x24 = x23 + g24 * a24
 
@@ -26,7 +26,7 @@ MOST = 4.0  # a gated activation function reads two or three
 
 
 def find_far(graph: fx.Graph, saved: Iterable[fx.Node], halves: Halves) -> set[fx.Node]:
-    """The values that backward would compute again out of too much, if it were given `saved`."""
+    """Return the values that backward would compute again out of too much, if it were given `saved`."""
     given = {*saved, *halves.inputs}
     again = run_again(graph, saved, halves)
     reads: dict[fx.Node, dict[fx.Node, float]] = {}
@@ -51,7 +51,7 @@ def find_far(graph: fx.Graph, saved: Iterable[fx.Node], halves: Halves) -> set[f
 
 
 def _share(node: fx.Node, source: fx.Node) -> float:
-    """How much of `source` a view, a slice or a part of it shows."""
+    """Return the share of `source` that a view, a slice or a part of it shows."""
     if node.target is operator.getitem or node.target in VIEWS or node.target in NARROWING:
         shown, whole = _elements(node), _elements(source)
         return min(1.0, shown / whole) if shown and whole else 1.0
@@ -59,6 +59,6 @@ def _share(node: fx.Node, source: fx.Node) -> float:
 
 
 def _elements(node: fx.Node) -> int:
-    """Of a tensor, or of the parts that it was split into; 0 for anything else."""
+    """Return the elements of a tensor, or of the parts that it was split into; 0 for anything else."""
     parts = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
     return sum(count(part.shape) for part in parts if isinstance(part, torch.Tensor))

@@ -1,4 +1,4 @@
-"""Sensitive values: those that backward must not see rounded to FP8, because something small in them decides much.
+"""Rounding hazards: values that backward must not see rounded to FP8, because something small in them decides much.
 
     exp(x), sin(x)      a relative error of x is an absolute one of the exponent: softmax of a rounded logit is another
     attention(q, k)     likewise: exp(q·k + bias) beside the exact sum of forward is no softmax
@@ -28,26 +28,35 @@ from fp8compile.formats import FP8_DTYPES
 from fp8compile.kernels.codegen.operation import Hazard
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import aten, is_tensor, value
+from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.save.signs import DIVISIONS, SAME_SIGN, Signs, number, square_of
+from fp8compile.plan.reasons import Reason, Why
 
-QUERY_OR_KEY = "in the exponent of attention"
-BIAS = "added in the exponent of attention"
+QUERY_OR_KEY = Why(Reason.QUERY_OR_KEY, "in the exponent of attention")
+BIAS = Why(Reason.ATTENTION_BIAS, "added in the exponent of attention")
+EXPONENT = Why(Reason.EXPONENT, "in an exponent")
+ANGLE = Why(Reason.ANGLE, "an angle")
+DIVISOR = Why(Reason.MAY_BE_ZERO, "divided by, and may round to zero")
+COMPARED = Why(Reason.COMPARED, "compared: rounding could turn the answer")
+CANCELLATION = Why(Reason.CANCELLATION, "taken off a constant: near to it, only rounding would be left")
+Hazards = dict[fx.Node, Why]
 
 
-def find_sensitive(
+def find_hazards(
     graph: fx.Graph, may_run_again: Callable[[fx.Node], bool], is_backward: Callable[[fx.Node], bool]
-) -> dict[fx.Node, str]:
-    """For each sensitive value the reason. `may_run_again`: whether backward may compute a node of forward again."""
-    found: dict[fx.Node, str] = {}
-    differences: dict[fx.Node, str] = {}
+) -> Hazards:
+    """Return the values that must not be rounded, each with its reason. may_run_again: True for a node of forward that
+    backward may compute again."""
+    found: Hazards = {}
+    differences: Hazards = {}
     signs = Signs(graph)
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function":
             continue
-        for source, why in _why_sensitive(node, signs).items():
+        for source, why in _hazards_of(node, signs).items():
             found.setdefault(source, why)
         for source in _taken_off(node):
-            differences.setdefault(source, "taken off a constant: near to it, only rounding would be left")
+            differences.setdefault(source, CANCELLATION)
         if node in found and (may_run_again(node) or (is_backward(node) and _hands_on(node))):
             for source in node.all_input_nodes:
                 found.setdefault(source, found[node])
@@ -57,58 +66,61 @@ def find_sensitive(
     return {node: why for node, why in {**differences, **found}.items() if _is_float(node)}
 
 
-def _why_sensitive(node: fx.Node, signs: Signs) -> dict[fx.Node, str]:
-    """The inputs that `node` reads with more care than FP8 takes, and why."""
+def _hazards_of(node: fx.Node, signs: Signs) -> Hazards:
+    """Return the inputs that `node` reads with more care than FP8 takes, and why."""
     target = node.target
     sources = [a for a in node.all_input_nodes if _is_float(a)]
     if not sources:
         return {}
     if not operators.is_known(target):
-        return _all(sources, f"read by {_called(node)}, which is not known to bear rounding")
+        return _all(
+            sources, Why(Reason.UNKNOWN_OPERATOR, f"read by {_called(node)}, which is not known to bear rounding")
+        )
     if operators.is_operator(target) and operators.name_of(target) in operators.PARTLY:
         return _of_partly(node, sources)
-    if target is aten.pow.Tensor_Scalar and node.args[1] < 0:  # type: ignore[operator]
-        return {} if signs.is_positive(sources[0]) else _all(sources, "divided by, and may round to zero")
+    if target is aten.pow.Tensor_Scalar and argument(node, "exponent") < 0:
+        return {} if signs.is_positive(sources[0]) else _all(sources, DIVISOR)
     return _of_hazard(node, operators.hazard_of(target), sources, signs)
 
 
-def _of_hazard(node: fx.Node, hazard: Hazard | None, sources: list[fx.Node], signs: Signs) -> dict[fx.Node, str]:
+def _of_hazard(node: fx.Node, hazard: Hazard | None, sources: list[fx.Node], signs: Signs) -> Hazards:
     """Return the inputs of a steep operator, or of one that makes integers, that must be exact, and why."""
     if hazard is Hazard.EXPONENT:
-        return {} if signs.is_never_positive(sources[0]) or _is_bounded(node) else _all(sources, "in an exponent")
+        return {} if signs.is_never_positive(sources[0]) or _is_bounded(node) else _all(sources, EXPONENT)
     if hazard is Hazard.ANGLE:
-        return _all(sources, "an angle")
+        return _all(sources, ANGLE)
     if hazard is Hazard.ZERO:
-        return {} if signs.is_positive(sources[0]) else _all(sources, f"{_name(node)} of what may round to zero")
+        why = Why(Reason.MAY_BE_ZERO, f"{_name(node)} of what may round to zero")
+        return {} if signs.is_positive(sources[0]) else _all(sources, why)
     if hazard is Hazard.DENOMINATOR:
-        below = node.args[1]
+        below = argument(node, "other")
         if not isinstance(below, fx.Node) or not _is_float(below) or signs.is_positive(below):
             return {}
-        return _all([below], "divided by, and may round to zero")
+        return _all([below], DIVISOR)
     if hazard is Hazard.COMPARISON:
-        return {} if _is_zero(node.args[1]) else _all(sources, "compared: rounding could turn the answer")
+        return {} if _is_zero(argument(node, "other")) else _all(sources, COMPARED)
     if hazard is Hazard.STEP or _makes_integers(node):
-        return _all(sources, f"read by {_name(node)}, whose answer rounding could turn")
+        return _all(sources, Why(Reason.STEP, f"read by {_name(node)}, whose answer rounding could turn"))
     return {}
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """Whether an error of what `node` reads is one of the same size of what it gives."""
+    """Return True if an error of an input of `node` is one of the same size of its result."""
     return fusible.is_pointwise(node) or operators.moves(node.target) or node.target is operator.getitem
 
 
-def _of_partly(node: fx.Node, sources: list[fx.Node]) -> dict[fx.Node, str]:
-    """The inputs of an attention, or of another operator that bears rounding of some inputs, that must be exact."""
+def _of_partly(node: fx.Node, sources: list[fx.Node]) -> Hazards:
+    """Return the inputs that must be exact, of an operator that bears rounding of others, as attention does."""
     exact = [a for a in sources if a not in operators.bearing(node)]
     if not operators.is_attention(node.target):
-        return _all(exact, f"read by {_name(node)} as more than a value")
+        return _all(exact, Why(Reason.MORE_THAN_VALUE, f"read by {_name(node)} as more than a value"))
     given = operators.arguments(node)
     exponent = (given.get("query"), given.get("key"))
     return {a: QUERY_OR_KEY if a in exponent else BIAS for a in exact}
 
 
 def _called(node: fx.Node) -> str:
-    """The name of an operator that nobody knows; of one that torch wraps, its own."""
+    """Return the name of an operator that nobody knows; of one that torch wraps, its own."""
     for a in node.args[:1]:
         if isinstance(node.target, torch._ops.HigherOrderOperator) and operators.is_operator(a):
             return operators.shown(a)
@@ -116,20 +128,20 @@ def _called(node: fx.Node) -> str:
 
 
 def _taken_off(node: fx.Node) -> list[fx.Node]:
-    """What `node` takes off a constant."""
+    """Return the nodes that `node` takes off a constant."""
     if node.target is aten.rsub.Scalar:
-        return [node.args[0]]  # type: ignore[list-item]
+        return [first_input(node)]
     if node.target not in (aten.sub.Tensor, aten.sub.Scalar, aten.add.Tensor, aten.add.Scalar):
         return []
     a, b = node.args[:2]
     if node.target in (aten.add.Tensor, aten.add.Scalar):  # 1 + (-x)
         negative = next((x for x in (a, b) if isinstance(x, fx.Node) and x.target is aten.neg.default), None)
         other = b if negative is a else a
-        return [negative.args[0]] if negative is not None and number(other) > 0 else []  # type: ignore[list-item]
+        return [first_input(negative)] if negative is not None and number(other) > 0 else []
     return [b] if isinstance(b, fx.Node) and number(a) != 0 and not math.isnan(number(a)) else []
 
 
-def _all(sources: list[fx.Node], why: str) -> dict[fx.Node, str]:
+def _all(sources: list[fx.Node], why: Why) -> Hazards:
     return dict.fromkeys(sources, why)
 
 
@@ -142,11 +154,11 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _makes_integers(node: fx.Node) -> bool:
-    """Whether `node` turns floats into indices: an argmax, a sort, a conversion."""
+    """Return True if `node` turns floats into indices: an argmax, a sort, a conversion."""
     val = node.meta.get("val")
     vals = val if isinstance(val, (tuple, list)) else [val]
     made = [v.dtype for v in vals if isinstance(v, torch.Tensor)]
-    if node.target is aten.view.dtype and value(node.args[0]).dtype in FP8_DTYPES:  # type: ignore[arg-type]
+    if node.target is aten.view.dtype and value(first_input(node)).dtype in FP8_DTYPES:
         return False  # a payload as bytes
     if operators.name_of(node.target) in operators.CREATIONS or operators.shown(node.target).startswith("fp8."):
         return False
@@ -159,8 +171,12 @@ def _is_zero(arg: Any) -> bool:
     return arg == 0
 
 
+def _adds_positive(node: fx.Node) -> bool:
+    return any(number(a) > 0 for a in node.args)
+
+
 def _is_bounded(exponential: fx.Node) -> bool:
-    """Whether all that is done with exp(x) is 1 / (1 + exp(x)), exp(x) / (1 + exp(x)) and log1p(exp(x))."""
+    """Return True if all that is done with exp(x) is 1 / (1 + exp(x)), exp(x) / (1 + exp(x)) and log1p(exp(x))."""
     shifted = [u for u in exponential.users if u.target in (aten.add.Tensor, aten.add.Scalar) and _adds_positive(u)]
     for user in exponential.users:
         ratio = user.target in DIVISIONS and user.args[0] is exponential and user.args[1] in shifted
@@ -170,7 +186,3 @@ def _is_bounded(exponential: fx.Node) -> bool:
     return all(
         user.target in below or (user.target in DIVISIONS and user.args[1] is s) for s in shifted for user in s.users
     )
-
-
-def _adds_positive(node: fx.Node) -> bool:
-    return any(number(a) > 0 for a in node.args)

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,48 +29,69 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.formats import E4M3
+from fp8compile.passes.core.aten_views import Permutation
 from fp8compile.passes.core.compilation import Compilation, aten, is_tensor, same_sizes, update_value, value
 from fp8compile.passes.core.replace import copied, restride
+from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.core.stride_demands import is_demanded
 from fp8compile.passes.save.min_cut import Halves, run_again
-from fp8compile.passes.save.saved_forms import Form, as_it_is, dense_order, is_random, memory_of
+from fp8compile.passes.save.saved_forms import Form, bytes_of, dense_order, is_random, memory_of
+from fp8compile.passes.save.saved_value import SavedValue
 from fp8compile.plan.overrides import SavedKey
+from fp8compile.plan.reasons import Reason, Why
+
+READ_BY_RANDOM = Why(Reason.RANDOM, "a random operator that runs again is computed from it")
 
 
-def save_as_fp8(
-    c: Compilation, saved: list[fx.Node], halves: Halves, watched: Mapping[fx.Node, SavedKey] | None = None
-) -> tuple[list[fx.Node], dict[fx.Node, Form]]:
-    """Edit the joint graph; returns what is saved now, and the form of each value of `saved` that is not kept as it is.
+@dataclass
+class Cut(Compilation):
+    """A joint graph of which it is decided what the forward half keeps for the backward half.
 
-    `watched`: casts are measured, under these keys. The values themselves keep their order, a payload being followed by
-    its scales.
+    saved: the values that are kept; halves: what is known of both halves.
     """
-    again = run_again(c.graph, saved, halves)
-    random = _read_by_random(c.graph, saved, again)
-    as_they_are = [n for n in saved if n in random or n not in halves.forms or halves.forms[n].granularity is None]
-    wasteful = _wasteful_slices(as_they_are, 8 * c.options.save_min_bytes)
-    kept: list[fx.Node] = []
-    forms: dict[fx.Node, Form] = {}
+
+    halves: Halves = field(kw_only=True)
+    saved: Sequence[SavedValue] = field(kw_only=True)
+    stage: Stage = field(default=Stage.CUT, kw_only=True)
+
+    @property
+    def kept(self) -> list[fx.Node]:
+        """The nodes that are saved, a payload being followed by its scales."""
+        return list(dict.fromkeys(node for one in self.saved for node in one.kept))  # one scale may serve two values
+
+
+def run(c: Cut) -> None:
+    """Round the values that are kept in FP8, and note which nodes are saved for each."""
+    save_as_fp8(c, c.saved, c.halves)
+
+
+def save_as_fp8(c: Compilation, saved: Sequence[SavedValue], halves: Halves) -> None:
+    """Edit the joint graph, and fill in the nodes that are saved for each value: itself, or a payload and its scales.
+
+    Casts are measured with option `watch`.
+    """
+    again = run_again(c.graph, (s.node for s in saved), halves)
+    random = _read_by_random(c.graph, (s.node for s in saved), again)
+    for one in saved:
+        if one.node in random:
+            one.keep_as_it_is(READ_BY_RANDOM)
+    wasteful = _wasteful_slices([s.node for s in saved if not s.form.is_fp8], 8 * c.options.save_min_bytes)
     rounded: dict[fx.Node, fx.Node] = {}
-    for node in saved:
-        form = halves.forms.get(node)
-        if form is None or form.granularity is None or node in random:
-            if node in wasteful:
-                rounded[node] = copied(c, node, value(node).stride(), node.next)
-            kept.append(rounded.get(node, node))
-            if node in random:
-                forms[node] = as_it_is(value(node), "a random operator that runs again is computed from it")
+    for one in saved:
+        node = one.node
+        if one.form.is_fp8:
+            payload, scale, rounded[node] = _round(c, node, one.form, one.key if c.options.watch is not None else None)
+            one.kept = (payload, scale)
             continue
-        payload, scale, rounded[node] = _round(c, node, form, watched[node] if watched is not None else None)
-        forms[node] = form
-        kept += [payload, scale]
+        if node in wasteful:
+            rounded[node] = copied(c, node, value(node).stride(), node.next)
+        one.kept = (rounded.get(node, node),)
     _compute_from(c, rounded, again, halves)
-    return list(dict.fromkeys(kept)), forms  # a scale at hand may be saved for itself as well
 
 
 def _wasteful_slices(kept: list[fx.Node], least: int) -> set[fx.Node]:
-    """What would be kept as a view of memory of which more than a tenth, and `least` bytes, is not kept; but for what
-    must lie as it does: the rows of a bias were filled up for attention."""
+    """Return what would be kept as a view of memory of which more than a tenth, and `least` bytes, is not kept; but not
+    what must lie as it does: the rows of a bias were filled up for attention."""
     views: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:
         if is_tensor(node):
@@ -78,14 +100,14 @@ def _wasteful_slices(kept: list[fx.Node], least: int) -> set[fx.Node]:
     for whole, parts in views.items():
         if whole in parts or whole.op != "call_function" or not is_tensor(whole):
             continue
-        used, size = (sum(as_it_is(value(n), "").bytes for n in nodes) for nodes in (parts, [whole]))
+        used, size = (sum(bytes_of(value(n)) for n in nodes) for nodes in (parts, [whole]))
         if size - used > max(size // 10, least):
             found.update(n for n in parts if not is_demanded(n))
     return found
 
 
 def _round(c: Compilation, node: fx.Node, form: Form, key: SavedKey | None) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Payload and scales of `node`, and its value made of them; `key`: they are measured."""
+    """Return payload and scales of `node`, and its value made of them; `key`: they are measured, under this key."""
     assert form.granularity is not None
     x, order = value(node), dense_order(value(node))
     source = form.path[-1] if form.path else node
@@ -121,16 +143,16 @@ def _round(c: Compilation, node: fx.Node, form: Form, key: SavedKey | None) -> t
 def _watched(
     c: Compilation, source: fx.Node, scale: fx.Node, form: Form, key: SavedKey, emit: Callable[..., fx.Node]
 ) -> fx.Node:
-    """The scale behind an operator that measures the cast; rows and groups lie along the features."""
+    """Return the scale behind an operator that measures the cast; rows and groups lie along the features."""
     path, *rest, occurrence = key
     cast, operand = f"{E4M3.name} {form.granularity}", (path, "saved", occurrence, json.dumps(rest))
     return emit(ops.observe, scale, [source], cast, False, c.options.watch, json.dumps([cast, [operand]]))
 
 
 def _undone(c: Compilation, view: fx.Node, of: fx.Node, back: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
-    """What has the value of `of`, given what has that of `view`, a view or a copy of it."""
+    """Return a node with the value of `of`; `back` has that of `view`, which is a view or a copy of `of`."""
     if view.target is aten.permute.default:
-        dims = [d % value(of).dim() for d in view.args[1]]  # type: ignore[union-attr]
+        dims = Permutation(view).dims
         return emit(aten.permute.default, back, [dims.index(d) for d in range(len(dims))])
     if view.target in (aten.t.default, aten.transpose.int):
         return emit(view.target, back, *view.args[1:])
@@ -144,7 +166,7 @@ def _undone(c: Compilation, view: fx.Node, of: fx.Node, back: fx.Node, emit: Cal
 
 
 def _size(c: Compilation, size: Any) -> Any:
-    """A size as an argument: a number, or the node that computes it."""
+    """Return a size as an argument: a number, or the node that computes it."""
     if isinstance(size, int):
         return size
     return next(n for n in c.graph.nodes if str(n.meta.get("val")) == str(size))
@@ -170,7 +192,7 @@ def _compute_from(c: Compilation, rounded: dict[fx.Node, fx.Node], again: set[fx
 
 
 def _valued(c: Compilation, double: fx.Node) -> fx.Node:
-    """The node with its value; a view that other strides do not allow is taken of a copy."""
+    """Return the node with its value; a view that other strides do not allow is taken of a copy."""
     try:
         update_value(double)
     except (RuntimeError, ValueError):  # fake tensors raise either
@@ -183,7 +205,7 @@ def _valued(c: Compilation, double: fx.Node) -> fx.Node:
 
 
 def _read_by_random(graph: fx.Graph, saved: Iterable[fx.Node], again: set[fx.Node]) -> set[fx.Node]:
-    """What of `saved` a random operator that runs again is computed from."""
+    """Return the nodes of `saved` that a random operator that runs again is computed from."""
     candidates, found = {*saved, *again}, set()
     for node in reversed(list(graph.nodes)):
         if node in candidates and any(u in again and (u in found or _may_draw(u)) for u in node.users):

@@ -29,19 +29,22 @@ from fp8compile import ops
 from fp8compile.devices import TABLE, Device
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import is_tensor, value
-from fp8compile.passes.matmul.roles import GROUPED
+from fp8compile.passes.core.matmul_views import GroupedMM
+from fp8compile.passes.core.node_views import ScaledMM
 from fp8compile.passes.save.min_cut import Halves, Prices, may_be_computed_again, may_be_kept, plan_saved, saved_bytes
 from fp8compile.passes.save.recompute_cost import find_far
-from fp8compile.passes.save.saved_forms import as_it_is, count, is_random, made_at, memory_of
+from fp8compile.passes.save.saved_forms import as_it_is, bytes_of, count, is_random, made_at, memory_of
+from fp8compile.plan.reasons import Reason, Why
 
 STEPS = 7  # of a bisection over prices: to a factor of two
+ALLOWED = Why(Reason.BUDGET, "the budget allows it")
 HIGHEST, LOWEST = 2.0**52, 2.0**20  # bytes that a second of a matmul may be worth; a GPU writes 2**42 in one
 MOST = 64.0  # bytes that computing one byte again may be worth
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is saved, how many bytes that is, and, where the budget cannot be met, why."""
+    """The values that are saved, how many bytes that is, and, where the budget cannot be met, why."""
 
     saved: list[fx.Node]
     bytes: int
@@ -49,8 +52,11 @@ class Choice:
 
 
 def plan_within(graph: fx.Graph, halves: Halves, budget: float | int | None, device: Device) -> Choice:
-    """The values to save. `budget`: bytes, or a share (float) of what training keeps that computes nothing again and
-    keeps everything as it is; None: no budget. Where it allows more precision, `halves.forms` says so afterwards."""
+    """Return the values to save.
+
+    budget: bytes, or a share (float) of what training keeps that computes nothing again and keeps everything as it is;
+    None: no budget. Where it allows more precision, `halves.forms` says so afterwards.
+    """
 
     def cut(prices: Prices) -> Choice:
         saved = plan_saved(graph, halves, prices)
@@ -69,7 +75,7 @@ def plan_within(graph: fx.Graph, halves: Halves, budget: float | int | None, dev
 
 
 def _within_reach(graph: fx.Graph, halves: Halves, cut: Callable[[Prices], Choice]) -> Choice:
-    """The cut in which no value that is computed again is made of too much."""
+    """Return the cut in which no value that is computed again is made of too much."""
     narrow: set[fx.Node] = set()
     while True:
         choice = cut(Prices(narrow=narrow))
@@ -80,7 +86,7 @@ def _within_reach(graph: fx.Graph, halves: Halves, cut: Callable[[Prices], Choic
 
 
 def _everything(graph: fx.Graph, halves: Halves) -> int:
-    """Bytes that are kept where nothing runs again and nothing is rounded."""
+    """Return the bytes that are kept where nothing runs again and nothing is rounded."""
     plain = Halves(halves.inputs, halves.forward, halves.backward, halves.static, halves.is_recomputable)
     return saved_bytes(plan_saved(graph, plain, Prices(byte=MOST)), plain)
 
@@ -93,7 +99,7 @@ def _with_less_rounding(halves: Halves, cut: Callable[[], Choice], limit: int) -
 
     def unrounded(exact: set[fx.Node]) -> Choice:
         halves.forms.update(
-            (node, as_it_is(value(node), "the budget allows it")) if _origin(node) in exact else (node, forms[node])
+            (node, as_it_is(value(node), ALLOWED)) if _origin(node) in exact else (node, forms[node])
             for node in rounded
         )
         return cut()
@@ -109,7 +115,7 @@ def _with_less_rounding(halves: Halves, cut: Callable[[], Choice], limit: int) -
     room, more = limit - choice.bytes, dict[fx.Node, int]()
     for node in reversed(choice.saved):
         if node in forms and forms[node].granularity is not None and _origin(node) not in exact:
-            more[_origin(node)] = more.get(_origin(node), 0) + as_it_is(value(node), "").bytes - forms[node].bytes
+            more[_origin(node)] = more.get(_origin(node), 0) + bytes_of(value(node)) - forms[node].bytes
     for origin, bytes_ in more.items():  # what is too large for the rest of the budget lets smaller ones pass
         if bytes_ <= room:
             exact.add(origin)
@@ -119,7 +125,7 @@ def _with_less_rounding(halves: Halves, cut: Callable[[], Choice], limit: int) -
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """What computed the values of `node`, which may be a slice of a view of them."""
+    """Return the node that computed the values of `node`, which may be a slice of a view of them."""
     origin = made_at(memory_of(node))
     return origin if origin is node else _origin(origin)
 
@@ -127,15 +133,15 @@ def _origin(node: fx.Node) -> fx.Node:
 def _with_more_recompute(
     graph: fx.Graph, halves: Halves, cut: Callable[[Prices], Choice], usual: Choice, limit: int, device: Device
 ) -> Choice:
-    seconds, narrow = _dear(graph, halves, device), _borders(graph, halves, set(usual.saved))
-    least = cut(Prices(second=0.0, dear=seconds, narrow=narrow))
+    seconds, narrow = _costly(graph, halves, device), _borders(graph, halves, set(usual.saved))
+    least = cut(Prices(second=0.0, costly=seconds, narrow=narrow))
     if least.bytes > limit:
         why = f"the activation budget of {limit} bytes is below the {least.bytes} that cannot be computed again"
         return Choice(least.saved, least.bytes, why)
     low, high, choice = LOWEST, HIGHEST, least
     for _ in range(2 * STEPS):
         middle = math.sqrt(low * high)
-        other = cut(Prices(second=middle, dear=seconds, narrow=narrow))
+        other = cut(Prices(second=middle, costly=seconds, narrow=narrow))
         if other.bytes <= limit:
             low, choice = middle, other
         else:
@@ -155,13 +161,13 @@ def _first_ones(
     seconds: dict[fx.Node, float],
     narrow: frozenset[fx.Node],
 ) -> Choice:
-    """Of the operators that run again at the lower price, let only so many as are needed."""
+    """Let only as many operators run again as are needed, of those that do at the lower price: the first ones."""
     ordered = [n for n in graph.nodes if n in seconds]
     fewest, most = 0, len(ordered)
     while most - fewest > 1:
         middle = (fewest + most) // 2
         allowed = {n: seconds[n] * (1.0 if i < middle else high / low) for i, n in enumerate(ordered)}
-        other = cut(Prices(second=low, dear=allowed, narrow=narrow))
+        other = cut(Prices(second=low, costly=allowed, narrow=narrow))
         if other.bytes <= limit:
             most, choice = middle, other
         else:
@@ -170,7 +176,7 @@ def _first_ones(
 
 
 def _borders(graph: fx.Graph, halves: Halves, saved: set[fx.Node]) -> frozenset[fx.Node]:
-    """The narrow places between which four times their bytes would be saved: what lies between two of them runs
+    """Return the narrow places between which four times their bytes would be saved: what lies between two of them runs
     again by itself."""
     narrow, found, between = set(narrow_places(graph, halves)), set[fx.Node](), 0
     for node in graph.nodes:
@@ -184,7 +190,7 @@ def _borders(graph: fx.Graph, halves: Halves, saved: set[fx.Node]) -> frozenset[
 
 
 def narrow_places(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
-    """Values of the forward half that are, where they are computed, all that later ones are computed from.
+    """Return the values of the forward half that are, where they are computed, all that later ones are computed from.
 
     What cannot be kept (a checkpoint runs it again) is no such place. Nor are parameters, and what is computed of such
     alone.
@@ -206,8 +212,8 @@ def narrow_places(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
     return found
 
 
-def _dear(graph: fx.Graph, halves: Halves, device: Device) -> dict[fx.Node, float]:
-    """The matmuls, convolutions and attentions that may run again, and how long each takes."""
+def _costly(graph: fx.Graph, halves: Halves, device: Device) -> dict[fx.Node, float]:
+    """Return the matmuls, convolutions and attentions that may run again, and the seconds that each takes."""
     return {
         node: _seconds(node, device)
         for node in graph.nodes
@@ -221,20 +227,20 @@ def _dear(graph: fx.Graph, halves: Halves, device: Device) -> dict[fx.Node, floa
 
 
 def _seconds(node: fx.Node, device: Device) -> float:
-    """How long `node` takes, about: by its floating-point operations, and not less than its bytes take."""
+    """Return the seconds that `node` takes, about: for its operations, and not less than for its bytes."""
     rates = device if device.bf16 else TABLE["H200"]
-    moved = sum(as_it_is(value(n), "").bytes for n in (node, *node.all_input_nodes) if is_tensor(n))
+    moved = sum(bytes_of(value(n)) for n in (node, *node.all_input_nodes) if is_tensor(n))
     rate = rates.fp8_row if node.target is ops.scaled_mm else rates.bf16
     return max(_operations(node) / (rate * 1e12), moved / (rates.casts * 1e12))
 
 
 def _operations(node: fx.Node) -> float:
-    if node.target is ops.scaled_mm:
-        a, b = value(node.args[0]), value(node.args[3])  # type: ignore[arg-type]
-        return 2.0 * count(a.shape) * count(b.shape[-2:-1])
-    if node.target is GROUPED:  # torch's table has none; whatever its groups, a row meets one matrix
-        left, right = (value(n) for n in node.args[:2])  # type: ignore[arg-type]
-        return 2.0 * count(left.shape) * count(right.shape[-1:])
+    if (matmul := ScaledMM.of(node)) is not None:
+        return 2.0 * count(value(matmul.a).shape) * count(value(matmul.b).shape[-2:-1])
+    if (
+        grouped := GroupedMM.of(node)
+    ) is not None:  # torch's table has none; whatever its groups, a row meets one matrix
+        return 2.0 * count(value(grouped.left).shape) * count(value(grouped.right).shape[-1:])
     assert isinstance(node.target, torch._ops.OpOverload)
     if operators.is_attention(node.target):
         given = operators.arguments(node)
@@ -247,5 +253,5 @@ def _operations(node: fx.Node) -> float:
 
 
 def _of_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """Two matmuls for each head of q, whose keys and values it may share (torch's own formula does not know that)."""
+    """Return the operations of two matmuls for each head of q; torch's formula knows no heads that share k and v."""
     return 2.0 * count(q.shape[:-1]) * count(k.shape[-2:-1]) * (count(q.shape[-1:]) + count(v.shape[-1:]))

@@ -10,7 +10,6 @@ Decides nothing about what is saved: that is the cut's (`passes/save/min_cut.py`
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,30 +18,41 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.formats import E4M3
+from fp8compile.formats import E4M3, parse_granularity
 from fp8compile.options import Options
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import VIEWS, aten, base, divides, hint, is_tensor, value
+from fp8compile.passes.core.node_views import Getitem, Quantize
 from fp8compile.passes.core.origin import module_path
-from fp8compile.passes.save.rounding_hazards import QUERY_OR_KEY
+from fp8compile.passes.save.rounding_hazards import Hazards
+from fp8compile.plan.reasons import Reason, Why
 
 GROUPS = (128, 64, 32, 16)
 SCALE_BYTES = 4
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
-NOTHING_IN_FP8 = "no matmul of this graph is in FP8, so nothing is rounded (option save would round it)"
+AT_HAND = Why(Reason.AT_HAND, "a matmul of forward reads it")
+ACTIVATION = Why(Reason.ACTIVATION, "an activation")
+HELD = Why(Reason.HELD, "an input that others hold")
+RETURNED = Why(Reason.RETURNED, "returned by the model")
+BY_PRODUCT = Why(Reason.BY_PRODUCT, "a by-product of attention")
+RANDOM = Why(Reason.RANDOM, "random numbers")
+FOR_LOSS = Why(Reason.FOR_LOSS, "no matmul reads it: it is for the loss")
+NOTHING_IN_FP8 = Why(
+    Reason.NOTHING_IN_FP8, "no matmul of this graph is in FP8, so nothing is rounded (option save would round it)"
+)
 REORDERED = {*VIEWS, aten.clone.default} - {aten.expand.default, aten.slice.Tensor, aten.select.int}
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a value is kept, and why: as it is, or, with a granularity, as FP8.
+    """The form in which a value is kept, and why: as it is, or, with a granularity, as FP8.
 
     bytes: what that takes, scales included. payload, scale: the nodes of a cast at hand. path: views from the value to
     the matrix that is cast; empty where the value is cast in its own shape. merged: how many of the innermost
     dimensions are one for the groups: all pixels of a channel.
     """
 
-    reason: str
+    why: Why
     bytes: int
     granularity: str | None = None
     payload: fx.Node | None = None
@@ -50,38 +60,48 @@ class Form:
     path: tuple[fx.Node, ...] = ()
     merged: int = 1
 
+    @property
+    def is_fp8(self) -> bool:
+        """True if it is a payload with scales."""
+        return self.granularity is not None
+
     def name(self, x: torch.Tensor) -> str:
-        """As a plan writes it."""
+        """Return its name for a value of the dtype of `x`, as a plan writes it."""
         return dtype_name(x) if self.granularity is None else f"{E4M3.name} {self.granularity}"
 
 
-def as_it_is(x: torch.Tensor, reason: str) -> Form:
-    """The form of a value that keeps its precision."""
-    return Form(reason, count(x.shape) * x.dtype.itemsize)
+def as_it_is(x: torch.Tensor, why: Why) -> Form:
+    """Return the form of a value that keeps its precision."""
+    return Form(why, bytes_of(x))
+
+
+def bytes_of(x: torch.Tensor) -> int:
+    """Return the bytes that `x` takes."""
+    return count(x.shape) * x.dtype.itemsize
 
 
 def dtype_name(x: torch.Tensor) -> str:
-    """The dtype of `x` without its module."""
+    """Return the dtype of `x` without its module."""
     return str(x.dtype).removeprefix("torch.")
 
 
 def count(shape: Iterable[Any]) -> int:
-    """Elements of a tensor of this shape; symbolic sizes as they were seen when it was traced."""
+    """Return the number of elements of this shape; symbolic sizes are those that were seen when it was traced."""
     return math.prod(map(hint, shape))
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What decides about forms beside the values themselves."""
+    """The facts that decide about forms beside the values themselves."""
 
     outputs: set[fx.Node]  # what the forward half returns to the user
     held: set[fx.Node]  # inputs that somebody else keeps: parameters, data without gradients
     forward: set[fx.Node]  # what the forward half computes for its results
-    in_fp8: bool = True  # whether a matmul is: else only what `save` names is rounded
+    in_fp8: bool = True  # some matmul is: else only what `save` names is rounded
 
 
-def find_forms(graph: fx.Graph, known: Graph, options: Options, sensitive: dict[fx.Node, str]) -> dict[fx.Node, Form]:
-    """The form of every floating-point tensor of the forward half. `sensitive`: what must not be rounded, and why."""
+def find_forms(graph: fx.Graph, known: Graph, options: Options, hazards: Hazards) -> dict[fx.Node, Form]:
+    """Return the form of every floating-point tensor of the forward half. `hazards`: what must not be rounded."""
     feeding = _feeding_matmuls(graph, known.forward)
     returned = {base(n) for n in known.outputs} | known.outputs
     forms: dict[fx.Node, Form] = {}
@@ -92,58 +112,57 @@ def find_forms(graph: fx.Graph, known: Graph, options: Options, sensitive: dict[
             continue
         why_not = (
             _policy(node, options)
-            or ("an input that others hold" if node in known.held else "")
-            or ("returned by the model" if node in returned else "")
-            or ("a by-product of attention" if _is_by_product(node) else "")
-            or ("random numbers" if is_random(node) else "")
-            or _sensitive(node, sensitive, options)
-            or ("" if node in feeding else "no matmul reads it: it is for the loss")
+            or (HELD if node in known.held else None)
+            or (RETURNED if node in returned else None)
+            or (BY_PRODUCT if _is_by_product(node) else None)
+            or (RANDOM if is_random(node) else None)
+            or _hazard(node, hazards, options)
+            or (None if node in feeding else FOR_LOSS)
             or _of_source(node, forms)
             or _unfit(node, options.save_min_bytes)
-            or ("" if known.in_fp8 or _is_named(node, options) else NOTHING_IN_FP8)
+            or (None if known.in_fp8 or _is_named(node, options) else NOTHING_IN_FP8)
         )
         forms[node] = as_it_is(value(node), why_not) if why_not else _as_fp8(node, known.forward)
     return forms
 
 
-def _sensitive(node: fx.Node, sensitive: dict[fx.Node, str], options: Options) -> str:
-    why = sensitive.get(node, "")
-    with_qk = why == QUERY_OR_KEY and options.saves(module_path(made_at(node)))[1] == "fp8_with_qk"
-    return "" if with_qk else why
+def _hazard(node: fx.Node, hazards: Hazards, options: Options) -> Why | None:
+    why = hazards.get(node)
+    if why is None or why.code != Reason.QUERY_OR_KEY:
+        return why
+    return None if options.saves(module_path(made_at(node)))[1] == "fp8_with_qk" else why
 
 
-def _of_source(node: fx.Node, forms: dict[fx.Node, Form]) -> str:
-    """Why what `node` is a view or a conversion of keeps its precision: then this is no way around it."""
+def _of_source(node: fx.Node, forms: dict[fx.Node, Form]) -> Why | None:
+    """Return why the source of a view or a conversion keeps its precision: then `node` is no way around it."""
     if node.op != "call_function" or not (node.target in REORDERED or node.target in fusible.CONVERSIONS):
-        return ""
+        return None
     form = forms.get(node.all_input_nodes[0])
-    return form.reason if form is not None and form.granularity is None and not form.reason.startswith("rows") else ""
+    return None if form is None or form.is_fp8 or form.why.code == Reason.UNALIGNED else form.why
 
 
 def _as_fp8(node: fx.Node, forward: set[fx.Node]) -> Form:
-    """The cheapest FP8 form: the payload of a forward matmul, or one in groups."""
+    """Return the cheapest FP8 form: the payload of a forward matmul, or one in groups."""
     path: tuple[fx.Node, ...] = ()
     for path, cast in _casts(node, forward):
         if _is_fine(cast):
-            scale: fx.Node = cast.args[1]  # type: ignore[assignment]
-            size = count(value(cast).shape) + SCALE_BYTES * count(value(scale).shape)
-            return Form("a matmul of forward reads it", size, str(cast.args[3]), cast, scale, path)
+            size = count(value(cast.node).shape) + SCALE_BYTES * count(value(cast.scale).shape)
+            return Form(AT_HAND, size, cast.granularity, cast.node, cast.scale, path)
     x = value(path[-1] if path else node)
     group, merged = _group(x) if path else _group_of(node)
     assert group is not None
     n = count(x.shape)
-    return Form("an activation", n + SCALE_BYTES * (n // group), f"group({group})", path=path, merged=merged)
+    return Form(ACTIVATION, n + SCALE_BYTES * (n // group), f"group({group})", path=path, merged=merged)
 
 
-def _is_fine(cast: fx.Node) -> bool:
-    """Whether a cast scales each row or group by itself, in the tensor's own layout, without padding."""
-    _, _, fmt, granularity, *layout = cast.args
-    fine = granularity == "row" or str(granularity).startswith("group")
-    return fine and fmt == E4M3.name and not any(layout[:1]) and set(layout[1:]) <= {1}
+def _is_fine(cast: Quantize) -> bool:
+    """Return True if a cast scales each row or group by itself, in the tensor's own layout, without padding."""
+    fine = parse_granularity(cast.granularity).kind in ("row", "group")
+    return fine and cast.format == E4M3.name and not cast.transpose and set(cast.multiples) == {1}
 
 
-def _casts(node: fx.Node, forward: set[fx.Node]) -> Iterator[tuple[tuple[fx.Node, ...], fx.Node]]:
-    """The forward casts of all of `node` as a matrix, each with the views that lead there.
+def _casts(node: fx.Node, forward: set[fx.Node]) -> Iterator[tuple[tuple[fx.Node, ...], Quantize]]:
+    """Yield the forward casts of all of `node` as a matrix, each with the views that lead there.
 
     A payload made over the same rows and columns as such a cast can be made by the same kernel.
     """
@@ -155,54 +174,57 @@ def _casts(node: fx.Node, forward: set[fx.Node]) -> Iterator[tuple[tuple[fx.Node
         for user in path[-1].users:
             if user in seen or not is_tensor(user) or user not in forward:
                 continue
-            if user.target is ops.quantize and user.args[0] is path[-1] and x.dim() == 2 and _group(x)[0] is not None:
-                yield path[1:], user
+            cast = Quantize.of(user)
+            if cast is not None and cast.x is path[-1] and x.dim() == 2 and _group(x)[0] is not None:
+                yield path[1:], cast
             elif user.target in REORDERED and count(value(user).shape) == size:
                 seen.add(user)
                 stack.append((*path, user))
 
 
 def made_at(node: fx.Node) -> fx.Node:
-    """The node that computed the values of `node`, which may be a view, a copy or a conversion of it."""
+    """Return the node that computed the values of `node`, which may be a view, a copy or a conversion of it."""
     while node.op == "call_function" and (node.target in REORDERED or node.target in fusible.CONVERSIONS):
         node = node.all_input_nodes[0]
     return node
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """The node that owns the memory of `node`, of which it may be a slice."""
+    """Return the node that owns the memory of `node`, of which it may be a slice."""
     while True:
         node = base(node)
-        if node.target is not operator.getitem or node.args[0].target not in SPLITS:  # type: ignore[union-attr]
+        part = Getitem.of(node)
+        if part is None or part.source.target not in SPLITS:
             return node
-        node = node.all_input_nodes[0].all_input_nodes[0]
+        node = part.source.all_input_nodes[0]
 
 
-def _policy(node: fx.Node, options: Options) -> str:
+def _policy(node: fx.Node, options: Options) -> Why | None:
     pattern, form = options.saves(module_path(made_at(node)))
-    return f"save={{{pattern!r}: 'bf16'}}" if form == "bf16" else ""
+    return Why(Reason.OPTION, f"save={{{pattern!r}: 'bf16'}}") if form == "bf16" else None
 
 
 def _is_named(node: fx.Node, options: Options) -> bool:
-    """Whether option `save` says how `node` is kept, not its default."""
+    """Return True if option `save` names `node`, so that its form is not the default of the option."""
     return options.saves(module_path(made_at(node)))[0] != ""
 
 
-def _unfit(node: fx.Node, least: int) -> str:
+def _unfit(node: fx.Node, least: int) -> Why | None:
     x = value(node)
     if x.dtype not in fusible.FLOATS:
-        return f"{dtype_name(x)} has no FP8 form"
+        return Why(Reason.DTYPE, f"{dtype_name(x)} has no FP8 form")
     if x.dim() < 2:
-        return "a vector" if x.dim() else "a number"
-    if count(x.shape) * x.dtype.itemsize < least:
-        return f"smaller than {least} bytes"
+        return Why(Reason.VECTOR, "a vector" if x.dim() else "a number")
+    if bytes_of(x) < least:
+        return Why(Reason.TOO_SMALL, f"smaller than {least} bytes")
     if _group_of(node)[0] is None:
-        return f"rows of {x.shape[dense_order(x)[-1]]} are no multiple of {GROUPS[-1]}"
-    return ""
+        rows = x.shape[dense_order(x)[-1]]
+        return Why(Reason.UNALIGNED, f"rows of {rows} are no multiple of {GROUPS[-1]}")
+    return None
 
 
 def dense_order(x: torch.Tensor) -> list[int]:
-    """The dimensions of `x` as they lie in memory, outermost first; in their own order where some are repeated."""
+    """Return the dimensions of `x` as they lie in memory, outermost first; in their own order where any repeats."""
     strides = [hint(s) for s in x.stride()]
     if 0 in strides:
         return list(range(x.dim()))
@@ -210,7 +232,7 @@ def dense_order(x: torch.Tensor) -> list[int]:
 
 
 def _group(x: torch.Tensor, merged: int = 1) -> tuple[int | None, int]:
-    """The largest group that divides the innermost dimension (the features), or the product of several."""
+    """Return the largest group that divides the innermost dimension (the features), or the product of several."""
     length: Any = 1
     for d in dense_order(x)[-merged:]:
         length = length * x.shape[d]
@@ -218,7 +240,7 @@ def _group(x: torch.Tensor, merged: int = 1) -> tuple[int | None, int]:
 
 
 def _group_of(node: fx.Node) -> tuple[int | None, int]:
-    """The group of `node`. Where its rows are pixels, those of one channel may make groups together."""
+    """Return the group of `node`. Where its rows are pixels, those of one channel may make groups together."""
     x = value(node)
     found = _group(x)
     order = dense_order(x)
@@ -228,18 +250,19 @@ def _group_of(node: fx.Node) -> tuple[int | None, int]:
 
 
 def _is_image(node: fx.Node) -> bool:
-    """Whether a convolution makes `node` or reads it: [batch, channels, *pixels]."""
+    """Return True if a convolution makes `node` or reads it: [batch, channels, *pixels]."""
     near = [made_at(node), *node.users]
     return value(node).dim() >= 3 and any(operators.is_convolution(n.target) for n in near)
 
 
 def _is_by_product(node: fx.Node) -> bool:
-    """Whether `node` is a statistic that an attention returns beside its output: exact, and small."""
-    return node.target is operator.getitem and operators.is_attention(node.args[0].target) and node.args[1] != 0  # type: ignore[union-attr]
+    """Return True if `node` is a statistic that an attention returns beside its output: exact, and small."""
+    part = Getitem.of(node)
+    return part is not None and operators.is_attention(part.source.target) and part.index != 0
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether `node` draws random numbers. Attention does where it drops some of its weights."""
+    """Return True if `node` draws random numbers. Attention does where it drops some of its weights."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if operators.is_attention(node.target):
@@ -248,7 +271,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _feeding_matmuls(graph: fx.Graph, forward: set[fx.Node]) -> set[fx.Node]:
-    """Nodes of the forward half that a matmul, a convolution or attention is computed from."""
+    """Return the nodes of the forward half that a matmul, a convolution or attention is computed from."""
     found: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         if node in forward and any(u in found or fusible.is_library_kernel(u) for u in node.users if u in forward):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from pipelines import names_of
 
 from benchmarks.harness.columns import Row
 from benchmarks.training import compile_time
 from fp8compile.passes import pipeline
+from fp8compile.passes.core.stages import Stage
 
 PARTS = ("trace", "autograd", "passes", "inductor", "kernels", "rest")
 
@@ -19,8 +21,8 @@ def test_tiny_run(capsys: pytest.CaptureFixture[str]) -> None:
         assert row.get("warm_seconds") > 0
     assert rows["BF16 compile"].get("passes") == 0
     by_pass = rows["fp8compile"].get("by_pass")
-    after_cut = {step.name for step in pipeline.AFTER_CUT if "operators" in step.executors}
-    assert {step.name for step in pipeline.PIPELINE} | {"verify", "cut"} | after_cut <= by_pass.keys()
+    run = {*names_of(Stage.JOINT), "verify", "cut", "form_regions", "combine_regions"}
+    assert run <= by_pass.keys()
     assert rows["fp8compile"].get("passes") == pytest.approx(sum(by_pass.values()))
     assert "ms of each pass: canonicalize" in capsys.readouterr().out
 

@@ -6,11 +6,13 @@ import warnings
 
 import pytest
 import torch
+from pipelines import add_pass
 from torch import nn
 
 import fp8compile
 from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import Options
+from fp8compile.passes.core.stages import Stage
 from fp8compile.plan import store
 from fp8compile.recipe import RECIPES
 
@@ -222,9 +224,7 @@ def broken(c) -> None:
 
 @pytest.fixture
 def _broken_pass(monkeypatch):
-    from fp8compile.passes import pipeline
-
-    monkeypatch.setattr(pipeline, "PIPELINE", (pipeline.Pass("broken", broken, ""), *pipeline.PIPELINE))
+    add_pass(monkeypatch, Stage.JOINT, "broken", broken, first=True)
 
 
 @pytest.mark.usefixtures("_broken_pass")

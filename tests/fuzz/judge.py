@@ -8,11 +8,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 import fp8compile
-from fp8compile import delayed
-from fp8compile.plan import store
+from fp8compile import process_state
 
 from . import poison
 from .bounds import References, closest, wrong
@@ -72,7 +69,7 @@ def judge(spec: Spec, settings: Settings) -> Verdict:
             verdict.status, verdict.reasons = SKIPPED, [f"eager: {_said(error)}"]
         else:
             _compare(subject, references, spec, settings, verdict)
-    _forget()
+    process_state.reset()
     verdict.seconds, verdict.cpu = time.perf_counter() - started, time.process_time() - processed
     return verdict
 
@@ -145,9 +142,3 @@ def _said(error: Exception) -> str:
     where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(frames[-2:]))
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:400]} ({where})"
-
-
-def _forget() -> None:
-    torch.compiler.reset()
-    store.reset()
-    delayed.reset()

@@ -131,7 +131,7 @@ def test_the_doctor_knows_assemblers(release: str | None, status: str, tmp_path:
 
 def test_a_caches_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(doctor, "cache_dir", lambda: str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(doctor, "cache_folder", lambda: tmp_path / "file" / "cache" / "fp8compile")
     (finding,) = doctor._caches()
     assert finding.status == doctor.WRONG
 

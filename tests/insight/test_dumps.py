@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -13,22 +12,21 @@ from typing import Any
 import pytest
 import torch
 from models import ZOO
+from pipelines import names_of, replace_pass
 from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile
-from fp8compile import backend
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
 from fp8compile.insight.dump import stages
 from fp8compile.insight.dump.memory import timeline
-from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import Compilation, aten
-from fp8compile.passes.optimizer import optimizer_pipeline
-from fp8compile.passes.optimizer.optimizer_pipeline import OPTIMIZER
+from fp8compile.passes.core.stages import HalfGraph, Stage
+from fp8compile.torch_hooks import inner_compiler
 
 ALL = {"select": "all", "executor": "eager"}
-JOINT = ["input", *(step.name for step in pipeline.PIPELINE)]
+JOINT = ["input", *names_of(Stage.JOINT)]
 
 
 def mlp(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, torch.Tensor]:
@@ -90,13 +88,12 @@ def test_kernels_are_listed_with_the_graph_that_runs_them(tmp_path: Path):
     assert len(index["graphs"]["graph0"]["kernels"]) == sum(int((n or ["×1"])[0][1:]) for _, _, *n in listed)
 
 
-@pytest.mark.parametrize("step", [step.name for step in OPTIMIZER if not step.scaled])
+@pytest.mark.parametrize("step", [name for name in names_of(Stage.OPTIMIZER) if name != "skip_overflow"])
 def test_a_failing_pass_of_an_optimizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str):
     def fails(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    broken = tuple(dataclasses.replace(s, run=fails) if s.name == step else s for s in OPTIMIZER)
-    monkeypatch.setattr(optimizer_pipeline, "OPTIMIZER", broken)
+    replace_pass(monkeypatch, step, fails)
     parameter = torch.nn.Parameter(torch.randn(64, 128))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
@@ -244,10 +241,8 @@ def _breaks(c: Compilation) -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_failed_pass_says_where_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strict: bool):
-    steps = list(pipeline.PIPELINE)
     broken = JOINT.index("merge_matmuls")
-    steps[broken - 1] = dataclasses.replace(steps[broken - 1], run=_breaks)  # JOINT begins with the input
-    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
+    replace_pass(monkeypatch, "merge_matmuls", _breaks)
     with (
         pytest.raises(Exception, match="no such operator") if strict else pytest.warns(Fp8Warning, match="without FP8")
     ):
@@ -270,11 +265,10 @@ def test_a_failed_pass_says_where_and_why(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_failures_after_the_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fails(graph: fx.Graph) -> None:
+    def fails(c: HalfGraph) -> None:
         raise RuntimeError("on purpose")
 
-    steps = [dataclasses.replace(s, run=fails) if s.name == "combine_regions" else s for s in pipeline.AFTER_CUT]
-    monkeypatch.setattr(pipeline, "AFTER_CUT", tuple(steps))
+    replace_pass(monkeypatch, "combine_regions", fails)
     with pytest.warns(Fp8Warning, match="without generated kernels"):
         index = dumped(tmp_path)
     assert names(index, "forward") == ["bf16", "cut", "form_regions", "combine_regions_failed"]
@@ -285,7 +279,7 @@ def test_a_failure_of_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(backend, "compile_fx_inner", fails)
+    monkeypatch.setattr(inner_compiler, "compile_fx_inner", fails)
     with pytest.raises(Exception, match="no compiler"):
         dumped(tmp_path, executor="inductor")
     assert "FAILED in inductor (forward): RuntimeError: no compiler" in (tmp_path / "index.txt").read_text()
@@ -293,14 +287,14 @@ def test_a_failure_of_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_failure_of_inductor_in_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Forward has its plan by then: that says what became of backward."""
-    inner = backend.compile_fx_inner
+    inner = inner_compiler.compile_fx_inner
 
     def fails(*args: Any, **settings: Any) -> Any:
         if settings.get("is_backward"):
             raise RuntimeError("no compiler")
         return inner(*args, **settings)
 
-    monkeypatch.setattr(backend, "compile_fx_inner", fails)
+    monkeypatch.setattr(inner_compiler, "compile_fx_inner", fails)
     with pytest.raises(Exception, match="no compiler"):
         dumped(tmp_path, executor="inductor")
     assert "FAILED    backward graph: Inductor did not compile it: RuntimeError: no compiler" in str(

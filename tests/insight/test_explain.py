@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from models import LAYERS, ZOO
-from torch import fx, nn
+from pipelines import replace_pass
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8compile
@@ -21,7 +22,6 @@ from fp8compile import delayed
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
 from fp8compile.insight.tables import grouping, numbers
 from fp8compile.insight.tables.totals import flops, totals
-from fp8compile.passes import pipeline
 from fp8compile.plan.rows import Kernel, Lowered, Matmul, Plan, Recomputed, Saved
 
 ALL = {"select": "all"}
@@ -185,9 +185,7 @@ def test_a_failed_compilation_is_explained(monkeypatch: pytest.MonkeyPatch):
     def fails(c: Any) -> None:
         raise NotImplementedError("no such operator")
 
-    steps = list(pipeline.PIPELINE)
-    steps[-1] = dataclasses.replace(steps[-1], run=fails)
-    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
+    replace_pass(monkeypatch, "exchange_as_fp8", fails)
     with pytest.warns(Fp8Warning, match="compiled without FP8"):
         explanation = fp8compile.explain(mlp(), batch(), options=ALL)
     assert explanation.totals.failures == ("NotImplementedError: no such operator",)
@@ -330,10 +328,10 @@ def test_updates_that_nobody_merges_have_a_row_with_the_reason():
 
 
 def test_a_pass_that_fails_is_the_reason(monkeypatch: pytest.MonkeyPatch):
-    def fail(graph: fx.Graph) -> None:
+    def fail(c: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("fp8compile.passes.optimizer.merge_updates.run", fail)
+    replace_pass(monkeypatch, "merge_updates", fail)
     with pytest.warns(Fp8Warning, match="planted"):
         (row,) = fp8compile.explain(torch.optim.Adam(weights_and_bias()).step).rows("updates")
     assert row["reason"] == "not merged: a pass failed: RuntimeError: planted"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import fp8compile
-from fp8compile.optimizer.prepare import MADE_ANEW
+from fp8compile.optimizer.state_conversion import MADE_ANEW
 from fp8compile.optimizer.states import FP8State
 from fp8compile.torch_hooks.compilations import translator
 

@@ -21,12 +21,13 @@ from optimizers import (
     step_both,
     twins,
 )
+from pipelines import replace_pass
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8compile
 from fp8compile.errors import Fp8Warning, OptionError, StateError
-from fp8compile.optimizer import prepare
+from fp8compile.optimizer.state_conversion import is_prepared
 from fp8compile.optimizer.state_recipe import StateRecipe
 from fp8compile.optimizer.states import FP8State
 
@@ -502,12 +503,12 @@ def test_writing_to_a_part_of_a_state_is_refused(write):
 
 
 def test_a_failing_pass_costs_the_merging_and_warns(monkeypatch):
-    def fails_half_way(graph):
-        for copy in list(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)):
-            graph.erase_node(copy)
+    def fails_half_way(c):
+        for copy in list(c.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)):
+            c.graph.erase_node(copy)
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("fp8compile.passes.optimizer.merge_updates.run", fails_half_way)
+    replace_pass(monkeypatch, "merge_updates", fails_half_way)
     opt, mine, reference, theirs = twins(torch.optim.AdamW, {})
     step, _ = compiled(opt, states=EXACT, strict=False)
     set_gradients(mine, 0)
@@ -564,4 +565,4 @@ def test_mistakes_in_recipes_are_named():
     opt = fp8compile.prepare_optimizer(torch.optim.AdamW(make_parameters()))
     with pytest.raises(OptionError, match="another recipe"):
         fp8compile.prepare_optimizer(opt, "e4m3")
-    assert prepare.is_prepared(opt)
+    assert is_prepared(opt)

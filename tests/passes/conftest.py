@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from pipelines import look_after_stage
 from torch import fx
 
-from fp8compile import backend
-from fp8compile.passes import pipeline
 from fp8compile.passes.core.snapshot import copy_graph
+from fp8compile.passes.core.stages import Stage
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,5 @@ def group_of_one() -> Iterator[None]:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     """Every graph that leaves the pipeline."""
     found: list[fx.Graph] = []
-
-    def run(c, observe=None):
-        pipeline.run_pipeline(c, observe)
-        found.append(copy_graph(c.graph))
-
-    monkeypatch.setattr(backend, "run_pipeline", run)
+    look_after_stage(monkeypatch, Stage.JOINT, lambda c: found.append(copy_graph(c.graph)))
     return found

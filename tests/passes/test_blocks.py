@@ -16,17 +16,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from pipelines import look_after_stage, look_before_stage
 from torch import Tensor, fx, nn
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 
 import fp8compile
-from fp8compile import backend, ops
+from fp8compile import ops
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.codegen.spec import Region
-from fp8compile.passes import pipeline
 from fp8compile.passes.core.snapshot import copy_graph
+from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
-from fp8compile.plan.rows import Lowered
 
 HERE = Path(__file__).parent
 MADE_WITH = (2, 13)
@@ -108,14 +108,9 @@ def halves(
     """The graphs of forward and backward with their regions; `reshapes`: of views as Inductor hands them over."""
     graphs: list[fx.Graph] = []
 
-    def run(graph: fx.Graph, executor: str, half: str) -> Lowered:
-        if reshapes:
-            view_to_reshape(SimpleNamespace(graph=graph))
-        lowered = pipeline.run_after_cut(graph, executor, half)
-        graphs.append(copy_graph(graph))
-        return lowered
-
-    monkeypatch.setattr(backend, "run_after_cut", run)
+    if reshapes:
+        look_before_stage(monkeypatch, Stage.HALF, lambda c: view_to_reshape(SimpleNamespace(graph=c.graph)))
+    look_after_stage(monkeypatch, Stage.HALF, lambda c: graphs.append(copy_graph(c.graph)))
     torch.manual_seed(0)
     build, more, *_ = BLOCKS[name]
     model = build().bfloat16()

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import names_of
 from torch import fx, nn
 
 import fp8compile
-from fp8compile import backend
+from fp8compile.passes import pipeline
 from fp8compile.passes.core.snapshot import copy_graph
-from fp8compile.passes.pipeline import PIPELINE
+from fp8compile.passes.core.stages import Stage
 
 HERE = Path(__file__).parent
 MADE_WITH = (2, 13)  # decompositions drift between torch versions; the text is compared on this one, values on all
@@ -43,7 +44,7 @@ CASES = {"mlp": (mlp, (4, 16, 64)), "llama_block": (LlamaBlock, (2, 32, 64))}
 
 
 class Recorder:
-    """Stands in for `run_pipeline` and keeps the text of every stage and runnable copies of the first and last."""
+    """Stands in for `run_stage` and keeps the text of every stage and runnable copies of the first and last."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, str]] = []
@@ -51,11 +52,14 @@ class Recorder:
         self.after: fx.GraphModule | None = None
         self.fakes: list[torch.Tensor] = []
 
-    def __call__(self, c: Any) -> None:
+    def __call__(self, c: Any, observe: Any = None) -> None:
+        if c.stage is not Stage.JOINT:
+            run_stage(c, observe)
+            return
         owner = c.graph.owning_module
         self.fakes = [n.meta["val"] for n in c.graph.find_nodes(op="placeholder")]
         self.before = fx.GraphModule(owner, copy_graph(c.graph))
-        run_pipeline(c, lambda stage, text: self.stages.append((stage, text)))
+        run_stage(c, lambda stage, text: self.stages.append((stage, text)))
         self.after = fx.GraphModule(owner, copy_graph(c.graph))
 
     def text(self) -> str:
@@ -67,13 +71,13 @@ class Recorder:
         return "\n".join(parts)
 
 
-run_pipeline = backend.run_pipeline
+run_stage = pipeline.run_stage
 
 
 @pytest.fixture(params=CASES)
 def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Recorder]:
     recorder = Recorder()
-    monkeypatch.setattr(backend, "run_pipeline", recorder)
+    monkeypatch.setattr(pipeline, "run_stage", recorder)
     make, shape = CASES[request.param]
     torch.manual_seed(0)
     model = make().bfloat16()
@@ -85,7 +89,10 @@ def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_graphs_are_as_expected(recorded: tuple[str, Recorder]) -> None:
     name, recorder = recorded
-    assert [stage for stage, _ in recorder.stages] == ["input", *(p.name for p in PIPELINE)]
+    assert [stage for stage, _ in recorder.stages] == [
+        "input",
+        *names_of(Stage.JOINT),
+    ]
     if tuple(map(int, torch.__version__.split(".")[:2])) != MADE_WITH:
         pytest.skip(f"the golden text was made with torch {'.'.join(map(str, MADE_WITH))}")
     file = HERE / f"{name}.expected"

@@ -17,6 +17,7 @@ import fp8compile
 from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import Options
 from fp8compile.plan import overrides
+from fp8compile.plan.reasons import BY_PLAN
 from fp8compile.plan.rows import Matmul, Operand, Plan, Saved
 
 ALL = {"select": "all", "executor": "eager", "strict": True}
@@ -353,7 +354,7 @@ def test_one_saved_tensor_is_kept_as_it_is_and_the_others_as_before():
     edited, others = compiled(plan=dataclasses.replace(usual, saved=rows))
     changed = [n for n, (a, b) in enumerate(zip(usual.saved, edited.saved, strict=True)) if a.form != b.form]
     assert changed == [rounded[1]]
-    assert edited.saved[rounded[1]].reason == overrides.REASON
+    assert edited.saved[rounded[1]].reason == BY_PLAN.text
     assert any(not torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
     rows[rounded[1]] = dataclasses.replace(rows[rounded[1]], form="e5m2 group(16)")
     with pytest.raises(Exception, match=r"kept as 'e5m2 group\(16\)'; it can be kept as 'bfloat16' or 'e4m3"):

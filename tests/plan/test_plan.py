@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 import fp8compile
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
-from fp8compile.plan import store
+from fp8compile.plan import overrides, store
+from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import BF16, FP8, Group, Kernel, Lowered, Matmul, MergedUpdate, Operand, Plan, Saved
 
 
@@ -78,6 +80,47 @@ def test_an_update_of_an_unknown_row_changes_nothing():
     assert plan == a_plan()
 
 
+def test_reasons_have_codes_and_plans_without_them_are_read():
+    """A plan that was written before there were codes says by its text alone what followed the training."""
+    row = Matmul(
+        "mm", "a", "", "mm", "output", 1, 2, 3, reason="its head; and more", code=Reason.HEAD,
+        remarks=(Reason.CAST_AGAIN,),
+    )  # fmt: skip
+    saved = Saved("x", "a", "", (4, 8), "bfloat16", "bfloat16", 64, "a vector", code=Reason.VECTOR)
+    text = Plan(matmuls=[row], saved=[saved]).to_json()
+    data = json.loads(text)
+    assert (data["matmuls"][0]["code"], data["matmuls"][0]["remarks"]) == ("head", ["cast_again"])
+    assert data["saved"][0]["code"] == "vector"
+    back = Plan.from_json(text)
+    assert back == Plan(matmuls=[row], saved=[saved])
+    assert Reason.CAST_AGAIN in back.matmuls[0].remarks
+    for table in (data["matmuls"], data["saved"]):
+        table[0].pop("code")
+        table.append({**table[0], "reason": "schedule: SQNR 3.0 dB of 20"})
+    del data["matmuls"][0]["remarks"]
+    old = Plan.from_json(json.dumps(data))
+    assert [m.code for m in old.matmuls] == ["", Reason.ADAPTIVE]
+    assert [s.code for s in old.saved] == ["", Reason.ADAPTIVE]
+
+
+def test_codes_decide_and_not_what_a_reason_says(monkeypatch: pytest.MonkeyPatch):
+    """Texts say the opposite of the codes here."""
+    told: list[str] = []
+    monkeypatch.setattr(store, "warn_user", told.append)
+    by_default = Matmul("mm", "a", "", "mm", "output", 1, 2, 3, reason="too small", code=Reason.HEAD)
+    candidate = Matmul("mm_1", "b", "", "mm", "output", 1, 2, 3, reason="the output head", code=Reason.TOO_SMALL)
+    store._warn([Plan(matmuls=[by_default])], Options())
+    assert not told
+    store._warn([Plan(matmuls=[by_default, candidate])], Options())
+    assert "in a graph with 1 matmuls: 1× the output head" in told.pop()
+    gathered = replace(candidate, decision=FP8, reason="fast", remarks=(Reason.CAST_AGAIN,))
+    store._warn([Plan(matmuls=[gathered])], Options())
+    assert "1 matmuls do not take a weight as it was gathered. b output: fast" in told.pop()
+    moved = replace(candidate, reason="evidence", code=Reason.ADAPTIVE)
+    (graph,) = overrides.load(Plan(matmuls=[moved, replace(candidate, reason="schedule: x")])).graphs
+    assert [decision.why.text for _, decision in graph.matmuls] == ["evidence", "the plan says so"]
+
+
 def test_an_operand_reads_like_its_cast():
     assert str(Operand("e4m3", "group(128)")) == "e4m3 group(128)"
     assert str(Operand("e5m2", "tensor", True, 16)) == "e5m2 tensor^2 delayed(16)"
@@ -89,6 +132,8 @@ def test_the_plan_of_a_compilation_survives_the_round_trip():
     torch.compile(model, backend="fp8", options=options)(torch.randn(16, 32)).sum().backward()
     (plan,) = fp8compile.last_compile().plans
     assert len(plan.converted) == 5
+    assert {m.code for m in plan.matmuls} == {Reason.ALL}
+    assert {s.code for s in plan.saved} <= {*Reason}
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(fp8compile.last_compile().to_json()) == plan
     with pytest.raises(OptionError, match="an explanation of 2 graphs"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import replace_pass, run_half
 from torch import Tensor, nn
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile
 from fp8compile.errors import Fp8Warning, OptionError
-from fp8compile.passes.pipeline import run_after_cut
 
 aten = torch.ops.aten
 SIZE, ROWS = 64, 48
@@ -182,14 +181,10 @@ def test_delayed_scales_are_refused() -> None:
 
 
 def test_a_failing_pass_leaves_the_region_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8compile.passes import pipeline
-
     def fail(c: Any) -> None:
         raise NotImplementedError("no such operator")
 
-    monkeypatch.setattr(
-        pipeline, "PIPELINE", (*pipeline.PIPELINE[:-1], dataclasses.replace(pipeline.PIPELINE[-1], run=fail))
-    )
+    replace_pass(monkeypatch, "exchange_as_fp8", fail)
     model, plain = stack(Nested), stack(Plain)
     with pytest.warns(Fp8Warning, match="compiled without FP8"):
         actual = gradients(compiled(model, strict=False, save="bf16"), model)
@@ -215,7 +210,7 @@ def test_kernels_that_write_into_what_a_region_returns_stay(executor: str) -> No
     unused.args = (called,)
     caller.output((call,))
     gm = torch.fx.GraphModule({"body": body}, caller)
-    run_after_cut(gm.graph, executor)
+    run_half(gm.graph, executor)
     assert launch in gm.body.graph.nodes
     assert executor == "inductor" or not gm.graph.find_nodes(op="call_function", target=aten.relu.default)
 

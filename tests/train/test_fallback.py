@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from pipelines import look_before_stage, replace_pass
 from torch import nn
 
 import fp8compile
-from fp8compile import backend, ops
+from fp8compile import ops
 from fp8compile.errors import Fp8Warning
-from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import Compilation, aten
+from fp8compile.passes.core.stages import HalfGraph, Stage
 from fp8compile.plan import overrides
-from fp8compile.plan.rows import Lowered, Plan
+from fp8compile.plan.rows import Plan
+from fp8compile.torch_hooks import half_passes
 
 
 def _break_and_raise(c: Compilation) -> None:
@@ -36,9 +37,7 @@ def _lose_a_scale(c: Compilation) -> None:
 
 @pytest.fixture(params=[_break_and_raise, _lose_a_scale])
 def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = list(pipeline.PIPELINE)
-    steps[-1] = dataclasses.replace(steps[-1], run=request.param)
-    monkeypatch.setattr(pipeline, "PIPELINE", tuple(steps))
+    replace_pass(monkeypatch, "exchange_as_fp8", request.param)
 
 
 def _step(model: nn.Module, x: torch.Tensor, **options: object) -> list[torch.Tensor]:
@@ -95,23 +94,22 @@ def test_a_failure_after_the_cut_costs_the_kernels_and_nothing_else(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the operators, and as on a GPU (where the casts then are Inductor's)."""
-    run_after_cut, failed = backend.run_after_cut, []
+    failed = []
 
-    def fails_half_way(graph: torch.fx.Graph, executor: str, half: str) -> Lowered:
-        if executor == "inductor":
-            return run_after_cut(graph, executor, half)
-        failed.append(executor)
-        node = next(n for n in graph.nodes if n.target is ops.scaled_mm)
+    def fails_half_way(c: HalfGraph) -> None:
+        if c.executor == "inductor":
+            return
+        failed.append(c.executor)
+        node = next(n for n in c.graph.nodes if n.target is ops.scaled_mm)
         node.replace_all_uses_with(node.args[0])  # a half-done rewrite must not survive
         raise RuntimeError("on purpose")
 
     executor = "eager" if device == "cpu" else "inductor"
     options = {"executor": executor, "select": "all"}
     expected = _step(*_model(), kernels="inductor", **options)
-    monkeypatch.setattr(backend, "run_after_cut", fails_half_way)
+    look_before_stage(monkeypatch, Stage.HALF, fails_half_way)
     if device == "cuda":
-        lower = backend._lower
-        monkeypatch.setattr(backend, "_lower", lambda graph, executor, *rest: lower(graph, "triton", *rest))
+        monkeypatch.setattr(half_passes, "executor_for", lambda *_: "triton")
     torch.compiler.reset()
     with pytest.warns(Fp8Warning, match="compiled without generated kernels"):
         got = _step(*_model(), **options)

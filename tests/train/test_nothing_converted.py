@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from fake_quantized import sqnr
 from models import ZOO
+from pipelines import add_pass
 from saving import Step, is_fp8, noise, rows, same_bits, step
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.errors import Fp8Warning
+from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.save.saved_forms import NOTHING_IN_FP8
 
 # Kernels of Inductor: generated ones keep in FP32 what BF16 rounds between operators.
@@ -131,16 +133,14 @@ def test_so_they_are_in_models_of_the_zoo(name: str):
 
 def test_the_plan_says_why_a_value_keeps_its_precision():
     run(model(), skip="*")
-    assert {row.reason for row in rows() if "up" in row.path} == {NOTHING_IN_FP8}
+    assert {row.reason for row in rows() if "up" in row.path} == {NOTHING_IN_FP8.text}
 
 
 def test_a_graph_whose_pass_fails_is_not_rounded_either(monkeypatch: pytest.MonkeyPatch):
-    from fp8compile.passes import pipeline
-
     def broken(c: Any) -> None:
         raise ValueError("a pass that fails")
 
-    monkeypatch.setattr(pipeline, "PIPELINE", (pipeline.Pass("broken", broken, ""), *pipeline.PIPELINE))
+    add_pass(monkeypatch, Stage.JOINT, "broken", broken, first=True)
     got, (warning,) = run(model(), strict=False)
     assert "This graph is compiled without FP8" in warning
     assert same_bits(got, run(model())[0])

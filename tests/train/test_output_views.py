@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fake_quantized import sqnr
 from torch import Tensor, fx, nn
 
-from fp8compile import backend
+from fp8compile.torch_hooks import inner_compiler
 from fp8compile.torch_hooks.output_strides import VISIBLE
 
 
@@ -93,14 +93,14 @@ def test_backward_does_not_overwrite_what_was_returned(bias: bool) -> None:
 
 def test_inductor_is_to_keep_the_strides_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[set[int]] = []
-    compile_inner = backend.compile_fx_inner
+    compile_inner = inner_compiler.compile_fx_inner
 
     def seen(gm: fx.GraphModule, *args: Any, **settings: Any) -> Any:
         if not settings.get("is_backward"):
             kept.append(set(gm.graph.output_node().meta[VISIBLE]))
         return compile_inner(gm, *args, **settings)
 
-    monkeypatch.setattr(backend, "compile_fx_inner", seen)
+    monkeypatch.setattr(inner_compiler, "compile_fx_inner", seen)
     model = Viewed(VIEWS["flat and transposed"]).bfloat16()
     run = torch.compile(model, backend="fp8", options={"select": "all", "strict": True})
     with views_by_strides("inductor"):

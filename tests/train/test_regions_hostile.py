@@ -7,7 +7,6 @@ tensors of the step; `trial.check` says what differs from the reference.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_quantized import sqnr
-from torch import Tensor, fx, nn
+from pipelines import look_after
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +25,7 @@ from fp8compile import ops
 from fp8compile.kernels.check import check_kernel
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.reference import region_reference
-from fp8compile.passes import pipeline
+from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.region_graph import regions_of
 from fp8compile.plan import store
 
@@ -73,18 +73,11 @@ class Watch:
     tried: set[Any] = field(default_factory=set)
     kernels: bool = True  # try them
 
-    def step(self, step: pipeline.Lowering) -> pipeline.Lowering:
-        def run(graph: fx.Graph) -> object:
-            result: Any = step.run(graph)
-            graph.lint()
-            if step.name == "form_regions":
-                self.reasons += result
-            if step.name == "combine_regions":
-                self.regions += len(regions_of(graph))
-                self.left += [str(n.target).split(".")[1] for n in graph.nodes if n.target in ops.CASTS]
-            return result
-
-        return dataclasses.replace(step, run=run)
+    def half(self, c: HalfGraph) -> None:
+        c.graph.lint()
+        self.reasons += c.lowered.left
+        self.regions += len(regions_of(c.graph))
+        self.left += [str(n.target).split(".")[1] for n in c.graph.nodes if n.target in ops.CASTS]
 
     def reference(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def checked(region: Any, schedule: Any, inputs: Any, sizes: Any) -> Any:
@@ -104,7 +97,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         pytest.skip("kernels are interpreted where there is no GPU")
     interpreter.prepare()
     seen = Watch()
-    monkeypatch.setattr(pipeline, "AFTER_CUT", tuple(map(seen.step, pipeline.AFTER_CUT)))
+    look_after(monkeypatch, "combine_regions", seen.half)
     monkeypatch.setattr(region_reference, "run", seen.reference(region_reference.run))
     yield seen
     assert seen.wrong == []

@@ -12,6 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition  #
 from fp8compile.insight.dump.dumps import Dump
 from fp8compile.insight.dump.memory import timeline
 from fp8compile.options import Options
+from fp8compile.passes.core.snapshot import copy_graph
 from fp8compile.plan.store import Record
 from fp8compile.torch_hooks.partitioner import Partitioner, with_static_parts
 
@@ -19,13 +20,17 @@ from fp8compile.torch_hooks.partitioner import Partitioner, with_static_parts
 class DumpingPartitioner(Partitioner):
     """Our partitioner, which also writes memory over time: of its two halves, and of the halves that torch would make.
 
-    before: the joint graph before any pass, set by the joint pass.
+    before: the joint graph before any pass.
     """
 
     def __init__(self, options: Options, record: Record, dump: Dump):
         super().__init__(options, record)
         self.dump = dump
         self.before: fx.GraphModule | None = None
+
+    def see_joint(self, graph: fx.Graph) -> None:
+        """Keep a copy of the joint graph before any pass."""
+        self.before = fx.GraphModule(graph.owning_module or {}, copy_graph(graph))
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """(forward, backward) of `gm`, as `Partitioner` makes them."""

@@ -103,10 +103,8 @@ class Dump:
             self.timelines.setdefault(kind, {})[half] = timeline.to_json()
             (self.path / "memory.json").write_text(json.dumps(self.timelines))
 
-    def failed(self, half: str, error: Exception, graph: fx.Graph, steps: Sequence[str]) -> None:
-        """Keep what failed, and the graph as the failing step of `steps` left it."""
-        seen = [s["name"] for s in self.index["stages"] if s["half"] == half]
-        step = next((name for name in steps if name not in seen), steps[-1])
+    def failed(self, half: str, error: Exception, graph: fx.Graph, step: str) -> None:
+        """Keep what failed in `step`, and the graph as that left it."""
         self.stage(half, f"{step}_failed", graph, _text(graph))
         with _lock:
             name = f"failure{len(self.index['failures'])}.txt"

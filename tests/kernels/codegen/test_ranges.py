@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from pipelines import look_after_stage
 from torch import Tensor, nn
 
 from fp8compile.kernels.codegen import choose_schedule, ranges
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 from fp8compile.kernels.reference import region_reference
-from fp8compile.passes import pipeline
+from fp8compile.passes.core.stages import HalfGraph, Stage
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
 
 CONSTANT_ONE = Value("constant", (), (1.0,))
@@ -96,16 +97,12 @@ class Gated(nn.Module):
 def test_one_plus_a_sigmoid_is_one_operation(
     approximate: str, uses: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8compile import backend
-
     found: set[str] = set()
 
-    def run(graph: torch.fx.Graph, executor: str, half: str) -> object:
-        lowered = pipeline.run_after_cut(graph, executor, half)
-        found.update(v.op for node in regions_of(graph) for part in spec_of(node)[0].parts for v in part.values)
-        return lowered
+    def look(c: HalfGraph) -> None:
+        found.update(v.op for node in regions_of(c.graph) for part in spec_of(node)[0].parts for v in part.values)
 
-    monkeypatch.setattr(backend, "run_after_cut", run)
+    look_after_stage(monkeypatch, Stage.HALF, look)
     torch.manual_seed(0)
     model = Gated(approximate, uses).bfloat16()
     x = torch.randn(32, 64, dtype=torch.bfloat16)

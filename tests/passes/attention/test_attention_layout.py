@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import look_after
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile
-from fp8compile.passes import pipeline
-from fp8compile.passes.attention import attention_layout
 from fp8compile.passes.core.compilation import Compilation, aten, value
 
 BATCH, TOKENS, HEADS, DIM = 2, 128, 4, 64
@@ -47,12 +46,10 @@ def traced(monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[list[torch.fx.N
     """The attentions of the joint graph behind the pass (forward first), and the plan."""
     found: list[torch.fx.Node] = []
 
-    def run(c: Compilation) -> None:
-        attention_layout.run(c)
+    def look(c: Compilation) -> None:
         found[:] = [n for n in c.graph.nodes if "attention" in str(n.target)]
 
-    changed = [pipeline.Pass(p.name, run if p.name == "attention_layout" else p.run, p.why) for p in pipeline.PIPELINE]
-    monkeypatch.setattr(pipeline, "PIPELINE", tuple(changed))
+    look_after(monkeypatch, "attention_layout", look)
     torch.compiler.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = in_bfloat16(lambda: Attention(**how))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import dynamo_graph
 from torch import Tensor, fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -78,7 +79,7 @@ def seen(model: nn.Module, dynamic: bool = False) -> Inputs:
     found: Inputs = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
-        attention_strides.run(gm)
+        attention_strides.run(dynamo_graph(gm))
         return Seeing(gm, found).run
 
     torch.compiler.reset()
@@ -115,7 +116,7 @@ def test_what_fused_kernels_take_is_left():
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
         before = str(gm.graph)
-        attention_strides.run(gm)
+        attention_strides.run(dynamo_graph(gm))
         graphs.append((before, str(gm.graph)))
         return gm.forward
 

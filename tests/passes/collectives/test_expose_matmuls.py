@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pipelines import look_after, look_before_stage, replace_pass, run_half
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
@@ -19,15 +20,13 @@ from torch.distributed import _symmetric_memory
 from torch.nn import functional
 
 import fp8compile
-from fp8compile import backend, ops
-from fp8compile.passes import pipeline
-from fp8compile.passes.collectives import expose_matmuls as expose_matmuls_module
+from fp8compile import ops
 from fp8compile.passes.collectives.expose_matmuls import REDUCE_SCATTER, expose_matmuls
 from fp8compile.passes.core.collectives import ALL_GATHER as GATHER
 from fp8compile.passes.core.collectives import WAIT
 from fp8compile.passes.core.compilation import aten
 from fp8compile.passes.core.snapshot import copy_graph
-from fp8compile.passes.lower import call_matmuls as call_matmuls_module
+from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.lower.call_matmuls import call_matmuls
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -147,16 +146,15 @@ def test_a_number_of_rows_that_only_the_data_knows_is_not_asked_for(monkeypatch)
     """Inductor works out again what a call returns, and cannot where that depends on how rows lie in memory."""
     halves = []
 
-    def run(graph, executor, half="forward", observe=None):
-        halves.append(copy_graph(graph))
-        pipeline.run_after_cut(halves[-1], "triton", half)
-        return pipeline.run_after_cut(graph, executor, half, observe)
+    def look(c):
+        halves.append(copy_graph(c.graph))
+        run_half(halves[-1], "triton", c.half)
 
     def chosen(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         hidden = x @ first.t()
         return functional.gelu(hidden[hidden[:, 0] > 0]) @ second.t()
 
-    monkeypatch.setattr(backend, "run_after_cut", run)
+    look_before_stage(monkeypatch, Stage.HALF, look)
     weights = (nn.Parameter(torch.randn(n, k).bfloat16()) for n, k in ((128, 64), (64, 128)))
     options = {"select": "all", "recipe": "rowwise", "strict": True, "executor": "eager"}
     with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
@@ -209,14 +207,13 @@ def test_inductor_pipelines_both_ends(monkeypatch, wanted):
     """In its own order of passes, in a graph that our kernels are then made of. (A CPU cannot run what comes of it.)"""
     halves = []
 
-    def run(graph, executor, half="forward", observe=None):
-        copy = copy_graph(graph)
-        pipeline.run_after_cut(copy, "triton", half)
+    def look(c):
+        copy = copy_graph(c.graph)
+        run_half(copy, "triton", c.half)
         assert all("val" in node.meta for node in copy.nodes if node.op == "call_function")
         halves.append([node.target for node in copy.nodes])
-        return pipeline.run_after_cut(graph, executor, half, observe)
 
-    monkeypatch.setattr(backend, "run_after_cut", run)
+    look_before_stage(monkeypatch, Stage.HALF, look)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     x, first, second = (torch.randn(n, k).bfloat16() for n, k in ((64, 128), (256, 128), (128, 256)))
     compiled = torch.compile(between, backend="fp8", options={"select": "all", "recipe": "tensorwise", "strict": True})
@@ -235,13 +232,7 @@ def test_inductor_pipelines_both_ends(monkeypatch, wanted):
 def test_what_is_not_pipelined_reads_rows_and_columns(monkeypatch, recipe):
     """In Inductor's code, whatever it would have laid out: x reaches the matmul transposed."""
     lowered = []
-
-    def keep(graph):
-        keep_strides(graph)
-        lowered.append(graph)
-
-    keep_strides = call_matmuls_module.keep_strides
-    monkeypatch.setattr(call_matmuls_module, "keep_strides", keep)
+    look_after(monkeypatch, "keep_strides", lambda c: lowered.append(c.graph))
 
     def scattered_of_columns(x: Tensor, weight: Tensor) -> Tensor:
         return WAIT(REDUCE_SCATTER(x.t().exp() @ weight.t(), "sum", 1, group()))
@@ -266,11 +257,11 @@ def test_what_is_not_pipelined_reads_rows_and_columns(monkeypatch, recipe):
 
 
 def test_a_matmul_that_cannot_be_exposed_is_not_pipelined(monkeypatch):
-    def fails(graph):
-        graph.erase_node(next(iter(graph.find_nodes(op="output"))))
+    def fails(c):
+        c.graph.erase_node(c.graph.output_node())
         raise RuntimeError("half way")
 
-    monkeypatch.setattr(expose_matmuls_module, "expose_matmuls", fails)
+    replace_pass(monkeypatch, "expose_matmuls", fails)
     x, weight = torch.randn(2, 32, 64).bfloat16(), nn.Parameter(torch.randn(48, 64).bfloat16())
     compiled = torch.compile(alone, backend="fp8", options={"select": "all"})
     settings = inductor_config.patch(_micro_pipeline_tp=True, force_disable_caches=True)

@@ -18,7 +18,7 @@ from fp8compile import ops
 from fp8compile.passes.core import operators
 from fp8compile.passes.core.compilation import aten, value
 from fp8compile.passes.core.stride_demands import ALIGNED, EXACT, RECORDED, ROWS, broken_strides, record
-from fp8compile.passes.lower.call_matmuls import keep_strides
+from fp8compile.passes.lower.keep_strides import keep_strides
 from fp8compile.passes.save.save_as_fp8 import _wasteful_slices
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")

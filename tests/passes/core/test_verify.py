@@ -6,13 +6,14 @@ import re
 
 import pytest
 import torch
+from pipelines import add_pass
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import ops
 from fp8compile.errors import VerificationError
-from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.core.verify import signature, verify
 
 BF16 = torch.bfloat16
@@ -339,8 +340,7 @@ def break_a_scale(c) -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_the_pipeline_verifies_after_every_pass_unless_told_not_to(monkeypatch, checked):
-    bad = pipeline.Pass("a_bad_pass", break_a_scale, "")
-    monkeypatch.setattr(pipeline, "PIPELINE", (*pipeline.PIPELINE, bad))
+    add_pass(monkeypatch, Stage.JOINT, "a_bad_pass", break_a_scale)
     options = {"select": "all", "executor": "eager", "strict": True, "verify": checked}
     compiled = torch.compile(nn.Linear(32, 32), backend="fp8", options=options)
     if not checked:

@@ -15,14 +15,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 from models import SIZES
+from pipelines import look_after_stage
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile import backend
 from fp8compile.kernels.loss import chunked_loss as chunked
 from fp8compile.kernels.loss.softmax_step import plain_step
 from fp8compile.passes.core.compilation import Compilation
+from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.loss import chunk_loss
 from llama import Llama, LlamaConfig
 
@@ -241,14 +242,12 @@ def test_inductor_gives_the_same(form: str):
 def logits_of(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> list[str]:
     """Which values of joint graphs have rows and classes once all passes have run."""
     found: list[str] = []
-    passes = backend.run_pipeline
 
-    def watched(c: Compilation, *args: Any, **kwargs: Any) -> None:
-        passes(c, *args, **kwargs)
+    def look(c: Compilation) -> None:
         vals = [(n, n.meta.get("val")) for n in c.graph.nodes]
         found.extend(n.name for n, v in vals if isinstance(v, Tensor) and v.numel() >= ROWS * CLASSES)
 
-    monkeypatch.setattr(backend, "run_pipeline", watched)
+    look_after_stage(monkeypatch, Stage.JOINT, look)
     run()
     return found
 

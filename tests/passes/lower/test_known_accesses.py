@@ -27,6 +27,7 @@ def analysed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name in known_accesses.ANALYSES:
         monkeypatch.setattr(triton_kernel_wrap, name, analysis, raising=False)
     monkeypatch.setattr(known_accesses, "_ours", {})
+    known_accesses.analyse_kernels_once()
     return asked
 
 

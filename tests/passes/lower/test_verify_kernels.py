@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import add_pass, look_after
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8compile import backend, ops
+from fp8compile import ops
 from fp8compile.errors import VerificationError
 from fp8compile.kernels.check.coverage import unwritten
 from fp8compile.kernels.codegen.choose_schedule import choose
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
-from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import aten, attach_views
+from fp8compile.passes.core.stages import HalfGraph, Stage
 from fp8compile.passes.core.verify_halves import verify_halves
+from fp8compile.passes.lower import verify_kernels as verify_kernels_module
 from fp8compile.passes.lower.lower_regions import lower_regions
 from fp8compile.passes.lower.verify_kernels import late_read, outputs_of, verify_kernels
 from fp8compile.passes.optimizer.verify_optimizer import verify_optimizer, written_inputs
@@ -58,20 +60,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.halves = copies[0], copies[1], outputs
         verify_halves(forward, backward, outputs)
 
-    def combine(step: pipeline.Lowering) -> pipeline.Lowering:
-        def run(graph: fx.Graph) -> Any:
-            result: Any = step.run(graph)
-            if step.name == "combine_regions":
-                copy = fx.Graph(graph.owning_module)
-                copy.output(copy.graph_copy(graph, {}))
-                attach_views(copy)
-                found.regions.append((copy, outputs_of(copy)))
-            return result
-
-        return dataclasses.replace(step, run=run)
+    def keep(c: HalfGraph) -> None:
+        copy = fx.Graph(c.graph.owning_module)
+        copy.output(copy.graph_copy(c.graph, {}))
+        attach_views(copy)
+        found.regions.append((copy, outputs_of(copy)))
 
     monkeypatch.setattr(partitioner, "verify_halves", halves)
-    monkeypatch.setattr(pipeline, "AFTER_CUT", tuple(map(combine, pipeline.AFTER_CUT)))
+    look_after(monkeypatch, "combine_regions", keep)
     model = nn.Sequential(Block(), Block()).bfloat16()
     options = {"select": "all", "executor": "eager", "strict": True, "kernels": "generated", "save_min_bytes": 1}
     torch.compile(model, backend="fp8", options=options)(torch.randn(48, D).bfloat16()).sum().backward()
@@ -221,7 +217,7 @@ def test_two_launches_share_a_buffer(seen: Seen, monkeypatch: pytest.MonkeyPatch
 
 def test_every_step_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
-    monkeypatch.setattr(pipeline, "verify_kernels", lambda graph, stage, *_: stages.append(stage))
+    monkeypatch.setattr(verify_kernels_module, "verify_kernels", lambda graph, stage, *_: stages.append(stage))
     options = {"select": "all", "executor": "eager", "strict": True}
     model = nn.Linear(D, D).bfloat16()
     torch.compile(model, backend="fp8", options=options)(torch.randn(32, D).bfloat16()).sum().backward()
@@ -236,16 +232,14 @@ def test_every_step_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_step_is_a_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that breaks a rule never becomes a wrong number."""
 
-    def breaks(graph: fx.Graph) -> None:
-        for node in regions_of(graph):
+    def breaks(c: HalfGraph) -> None:
+        for node in regions_of(c.graph):
             region, _ = spec_of(node)
             stores = [s for p in region.parts for s in p.stores]
             if stores:
                 changed(node, lambda r: dataclasses.replace(r, strides=tuple((*s[:-1], 7) for s in r.strides)))
 
-    broken = pipeline.Lowering("breaks", breaks, "a test", ("operators",))
-    monkeypatch.setattr(pipeline, "AFTER_CUT", (*pipeline.AFTER_CUT, broken))
-    monkeypatch.setattr(backend, "AFTER_CUT", (*pipeline.AFTER_CUT, broken))
+    add_pass(monkeypatch, Stage.HALF, "breaks", breaks)
     x = torch.randn(32, D).bfloat16()
     model = Block().bfloat16()
     run = torch.compile(model, backend="fp8", options={"select": "all", "executor": "eager"})

@@ -20,8 +20,9 @@ from fp8compile.errors import VerificationError
 from fp8compile.options import Options
 from fp8compile.passes.core.compilation import Compilation, Input
 from fp8compile.passes.core.verify import verify
-from fp8compile.passes.matmul import canonicalize, grouped_matmuls, quantize_matmuls, roles, select_matmuls
+from fp8compile.passes.matmul import canonicalize, find_matmuls, grouped_matmuls, quantize_matmuls, select_matmuls
 from fp8compile.passes.save import save_budget
+from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import Matmul, Plan
 
 RAGGED = "contracts groups of tokens: FP8 needs multiples of 16, and only the data knows"
@@ -176,7 +177,7 @@ def decide(
     c.inputs = {x: Input(False), w: Input(True, "w"), offs: Input(False)}
     canonicalize.run(c)
     select_matmuls.run(c)
-    return c.plan.matmuls
+    return c.matmuls.rows()
 
 
 def test_the_estimate_counts_every_token_once_and_every_experts_weight():
@@ -193,7 +194,9 @@ def test_the_estimate_counts_every_token_once_and_every_experts_weight():
 @pytest.mark.parametrize("recipe", ["mixed", "tensorwise", "blockwise"])
 def test_the_rate_is_that_of_rows_whatever_the_recipe(recipe):
     assert decide(65536, 4096, 4096, 8, recipe=recipe) == [
-        dataclasses.replace(decide(65536, 4096, 4096, 8, recipe="rowwise")[0], reason=reason(recipe))
+        dataclasses.replace(
+            decide(65536, 4096, 4096, 8, recipe="rowwise")[0], reason=reason(recipe), remarks=(Reason.ROWS_ALONE,)
+        )
     ]
 
 
@@ -218,7 +221,7 @@ def test_a_budget_counts_operations_of_a_token_once():
     nodes = [graph.placeholder(name) for name in "xwo"]
     for node, shape in zip(nodes, shapes, strict=True):
         node.meta["val"] = torch.empty(shape, device="meta")
-    call = graph.call_function(roles.GROUPED, tuple(nodes))
+    call = graph.call_function(find_matmuls.GROUPED_MM, tuple(nodes))
     assert save_budget._operations(call) == 2 * 96 * 64 * 32
     marker = graph.call_function(ops.scaled_mm, (nodes[0], nodes[2], "row", nodes[1], nodes[2], "row", None))
     nodes[1].meta["val"] = torch.empty(4, 32, 64, device="meta")

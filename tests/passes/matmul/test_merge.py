@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pipelines import drop_pass, look_after_stage
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
-from fp8compile import backend, devices
-from fp8compile.passes import pipeline
+from fp8compile import devices
 from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.matmul import matmul_costs
 from fp8compile.passes.matmul.merge_matmuls import common_path
 
@@ -25,12 +26,7 @@ graphs: list = []
 def _recorded(monkeypatch):
     """Keep every graph that left the pipeline."""
     graphs.clear()
-
-    def run(c, observe=None):
-        pipeline.run_pipeline(c, observe)
-        graphs.append(c.graph)
-
-    monkeypatch.setattr(backend, "run_pipeline", run)
+    look_after_stage(monkeypatch, Stage.JOINT, lambda c: graphs.append(c.graph))
 
 
 class Projections(nn.Module):
@@ -71,7 +67,7 @@ def run(model: nn.Module, x: torch.Tensor, recipe="rowwise", **options):
 
 def run_unmerged(monkeypatch, model: nn.Module, x: torch.Tensor, recipe="rowwise"):
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "PIPELINE", tuple(p for p in pipeline.PIPELINE if p.name != "merge_matmuls"))
+        drop_pass(patch, "merge_matmuls")
         outputs, gradients, plan = run(model, x, recipe)
     assert not any(m.merged for m in plan.matmuls)
     return outputs, gradients

@@ -15,8 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8compile import devices
 from fp8compile.options import Options
 from fp8compile.passes.core.compilation import Compilation, Input
+from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.matmul import canonicalize, select_matmuls
-from fp8compile.passes.matmul.grouped_matmuls import role_of
+from fp8compile.passes.matmul.grouped_matmuls import casts_of
 from fp8compile.passes.matmul.matmul_costs import Costs
 from fp8compile.plan.rows import Matmul, Plan
 
@@ -57,31 +58,28 @@ def layers(m: int, sizes: tuple[int, ...], k: int, device: devices.Device = DEVI
     return c
 
 
-def in_fp8(c: Compilation) -> frozenset[str]:
-    return frozenset(row.node for row in c.plan.matmuls if row.decision == "fp8")
+def in_fp8(c: Compilation) -> frozenset[MatmulNode]:
+    return frozenset(c.matmuls.converted)
 
 
-def milliseconds(c: Compilation, chosen: frozenset[str]) -> float:
+def milliseconds(c: Compilation, chosen: frozenset[MatmulNode]) -> float:
     """Of all matmuls, those of `chosen` in FP8."""
-    everything, costs = (
-        Costs(c.device, (site for key, site in c.sites.items() if key in keys)) for keys in (c.sites.keys(), chosen)
-    )
+    everything, costs = Costs(c.device, c.matmuls), Costs(c.device, chosen)
     total = 0.0
-    for key, site in c.sites.items():
-        role = role_of(site, c.options.recipe)
+    for matmul in c.matmuls:
+        role = casts_of(matmul, c.options.recipe)
         assert role is not None
-        total += costs.milliseconds(site, role)[1] if key in chosen else everything.milliseconds(site, role)[0]
+        total += costs.milliseconds(matmul, role)[1] if matmul in chosen else everything.milliseconds(matmul, role)[0]
     return total
 
 
-def ways(c: Compilation) -> Iterator[frozenset[str]]:
+def ways(c: Compilation) -> Iterator[frozenset[MatmulNode]]:
     """All sets of matmuls."""
-    keys = list(c.sites)
-    for size in range(len(keys) + 1):
-        yield from map(frozenset, itertools.combinations(keys, size))
+    for size in range(len(c.matmuls) + 1):
+        yield from map(frozenset, itertools.combinations(c.matmuls, size))
 
 
-def fastest(c: Compilation) -> frozenset[str]:
+def fastest(c: Compilation) -> frozenset[MatmulNode]:
     return min(ways(c), key=lambda chosen: milliseconds(c, chosen))
 
 
@@ -106,7 +104,7 @@ def test_one_that_is_dear_by_itself_stays_where_the_others_would_get_dearer() ->
     """The plan says why, and only there."""
     together = 0
     for m, n, k in SIZES:
-        for row in layers(m, (n,), k).plan.matmuls:
+        for row in layers(m, (n,), k).matmuls.rows():
             assert row.milliseconds_bf16 is not None
             assert row.milliseconds_fp8 is not None
             dear = row.milliseconds_fp8 >= row.milliseconds_bf16
@@ -153,7 +151,7 @@ def test_what_is_tiny_does_not_win_by_starting_once() -> None:
     m, n, k = 64, 256, 256
     device = dataclasses.replace(DEVICE, start=20.0)
     assert not in_fp8(layers(m, (n, n, n), k, device))
-    for row in layers(m, (n, n, n), k, device, select="all").plan.matmuls:
+    for row in layers(m, (n, n, n), k, device, select="all").matmuls.rows():
         if row.role != "grad_input":
             assert row.milliseconds_bf16 == pytest.approx(2 * 2 * m * n * k / BF16 * 1e3)
 
@@ -170,7 +168,7 @@ def test_matmuls_that_become_one_start_once_and_are_not_added_up() -> None:
 
 
 def started(sizes: tuple[int, ...], start: float) -> list[Matmul]:
-    return layers(8192, sizes, 2048, dataclasses.replace(DEVICE, start=start), select="all").plan.matmuls
+    return layers(8192, sizes, 2048, dataclasses.replace(DEVICE, start=start), select="all").matmuls.rows()
 
 
 def grown(a: Matmul, b: Matmul) -> tuple[float, float]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_quantized import sqnr
+from pipelines import look_after_stage
 from torch import Tensor, fx, nn
 
-from fp8compile import backend
 from fp8compile.kernels.codegen.spec import ELEMENT
-from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import STANDS_ALONE
+from fp8compile.passes.core.stages import HalfGraph, Stage
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
 from fp8compile.passes.regions.sum_pieces import adds_pieces
 
@@ -100,14 +100,12 @@ def strided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What regions read that does not lie in rows."""
     found: list[str] = []
 
-    def run(graph: fx.Graph, *args: Any) -> Any:
-        lowered = pipeline.run_after_cut(graph, *args)
-        for region in (spec_of(node)[0] for node in regions_of(graph)):
+    def look(c: HalfGraph) -> None:
+        for region in (spec_of(node)[0] for node in regions_of(c.graph)):
             for part in () if adds_pieces(region) else region.parts:
                 found.extend(str(i) for i in part.inputs if i.extent == ELEMENT and i.cols[-1][1] not in (0, 1))
-        return lowered
 
-    monkeypatch.setattr(backend, "run_after_cut", run)
+    look_after_stage(monkeypatch, Stage.HALF, look)
     return found
 
 

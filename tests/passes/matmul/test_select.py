@@ -270,7 +270,7 @@ def decide(
     c.inputs = {x: Input(False), w: Input(True, "w")}
     canonicalize.run(c)
     select_matmuls.run(c)
-    return c.plan.matmuls
+    return c.matmuls.rows()
 
 
 READS = {"mixed": (1, 2), "tensorwise": (2, 2), "rowwise": (1, 1), "blockwise": (1, 1)}  # of x and of w, to be cast
@@ -393,7 +393,7 @@ def decide_training(
     c.inputs = {x.name: Input(False), w.name: Input(True, "w")}
     canonicalize.run(c)
     select_matmuls.run(c)
-    return c.plan.matmuls
+    return c.matmuls.rows()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from optimizers import assert_near, compiled, make_parameters, set_gradients, step_both, twins
+from pipelines import Run, look_after, wrap_pass
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
@@ -18,6 +19,7 @@ from fp8compile.kernels.optimizer.update_spec import from_json
 from fp8compile.optimizer import state_ops
 from fp8compile.passes.core.compilation import aten, update_value, value
 from fp8compile.passes.core.snapshot import copy_graph
+from fp8compile.passes.core.stages import OptimizerGraph
 from fp8compile.passes.optimizer import batch_scalars
 
 EXACT = "float32"
@@ -27,14 +29,16 @@ EXACT = "float32"
 def pairs(monkeypatch) -> list[tuple[fx.Graph, fx.Graph]]:
     """Graphs before the pass, and after it."""
     seen: list[tuple[fx.Graph, fx.Graph]] = []
-    run = batch_scalars.run
 
-    def observed(graph: fx.Graph) -> None:
-        before = copy_graph(graph)
-        run(graph)
-        seen.append((before, copy_graph(graph)))
+    def wrap(run: Run) -> Run:
+        def observed(c: OptimizerGraph) -> None:
+            before = copy_graph(c.graph)
+            run(c)
+            seen.append((before, copy_graph(c.graph)))
 
-    monkeypatch.setattr(batch_scalars, "run", observed)
+        return observed
+
+    wrap_pass(monkeypatch, "stack_numbers", wrap)
     return seen
 
 
@@ -93,13 +97,7 @@ def test_rates_of_the_cpu_for_parameters_elsewhere(pairs, groups, of_each, first
 def graphs(monkeypatch) -> list[fx.Graph]:
     """Graphs as the pass leaves them."""
     seen: list[fx.Graph] = []
-    run = batch_scalars.run
-
-    def observed(graph: fx.Graph) -> None:
-        run(graph)
-        seen.append(graph)
-
-    monkeypatch.setattr(batch_scalars, "run", observed)
+    look_after(monkeypatch, "stack_numbers", lambda c: seen.append(c.graph))
     return seen
 
 

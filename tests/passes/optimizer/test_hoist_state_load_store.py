@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import dynamo_graph
 from torch import Tensor, fx
 
 from fp8compile.optimizer.states import FP8State
@@ -46,7 +47,7 @@ def adam(graph: fx.Graph, s: fx.Node, g: fx.Node) -> tuple[fx.Node]:
 
 def test_a_state_is_read_once_and_written_once() -> None:
     gm = graph_of(adam)
-    hoist_state_load_store.run(gm)
+    hoist_state_load_store.run(dynamo_graph(gm))
     assert on_state(gm) == ["dequantize", "store"]
     assert methods(gm) == Counter(["dequantize", "store", "lerp_", "mul_", "addcmul_", "sqrt"])
 
@@ -56,7 +57,7 @@ def test_what_is_stored_is_the_unrounded_update() -> None:
     g = torch.rand(4, 128)
     x = gm.s.dequantize()
     expected = x.lerp(g, 0.1).mul(0.9).addcmul(g, g)
-    hoist_state_load_store.run(gm)
+    hoist_state_load_store.run(dynamo_graph(gm))
     (root,) = gm(g)
     assert torch.equal(root, expected.sqrt())
     assert torch.equal(gm.s.payload, FP8State.of(expected, format="log").payload)
@@ -65,7 +66,7 @@ def test_what_is_stored_is_the_unrounded_update() -> None:
 def test_one_operation_stores_what_it_stored_before() -> None:
     g = torch.randn(4, 128)
     before, after = (graph_of(lambda graph, s, g: graph.call_method("lerp_", (s, g, 0.1))) for _ in range(2))
-    hoist_state_load_store.run(after)
+    hoist_state_load_store.run(dynamo_graph(after))
     before(g)
     after(g)
     assert torch.equal(before.s.payload, after.s.payload)
@@ -74,13 +75,13 @@ def test_one_operation_stores_what_it_stored_before() -> None:
 
 def test_lists_of_foreach_operators() -> None:
     gm = graph_of(lambda graph, s, g: graph.call_function(torch._foreach_lerp_, ([s], [g], 0.1)) and ())
-    hoist_state_load_store.run(gm)
+    hoist_state_load_store.run(dynamo_graph(gm))
     assert on_state(gm) == ["dequantize", "store"]
 
 
 def test_a_state_that_is_only_read_is_not_written() -> None:
     gm = graph_of(lambda graph, s, g: graph.call_method("add", (s, g)))
-    hoist_state_load_store.run(gm)
+    hoist_state_load_store.run(dynamo_graph(gm))
     assert on_state(gm) == ["dequantize"]
 
 
@@ -90,7 +91,7 @@ def test_a_copy_in_the_dtype_of_the_state_is_arithmetic() -> None:
         graph.call_method("copy_", (s, g))
 
     gm = graph_of(step)
-    hoist_state_load_store.run(gm)
+    hoist_state_load_store.run(dynamo_graph(gm))
     assert on_state(gm) == ["dequantize", "store"]
 
 
@@ -119,14 +120,14 @@ def written_to(graph: fx.Graph, s: fx.Node, g: fx.Node) -> fx.Node:
 def test_other_uses_leave_the_state_as_it_is(step: Step) -> None:
     gm = graph_of(step)
     before = on_state(gm)
-    hoist_state_load_store.run(gm)
+    hoist_state_load_store.run(dynamo_graph(gm))
     assert on_state(gm) == before
     assert not methods(gm)["dequantize"]
 
 
 def test_plain_tensors_are_none_of_its_business() -> None:
     gm = graph_of(lambda graph, s, g: graph.call_method("mul_", (g, 0.5)) and ())
-    hoist_state_load_store.run(gm)
+    hoist_state_load_store.run(dynamo_graph(gm))
     assert methods(gm) == Counter(["mul_"])
 
 
@@ -138,7 +139,7 @@ def test_inputs_that_are_states() -> None:
     graph.call_method("mul_", (s, 0.5))
     graph.output(())
     gm = fx.GraphModule({}, graph)
-    hoist_state_load_store.run(gm)
+    hoist_state_load_store.run(dynamo_graph(gm))
     x: Tensor = state.dequantize()
     gm(state)
     assert torch.equal(state.payload, FP8State.of(x * 0.5, format="log").payload)

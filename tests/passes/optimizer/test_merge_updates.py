@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pipelines import optimizer_graph
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -47,7 +48,8 @@ def test_what_a_copy_returns_is_still_there(step: Callable[..., tuple[Tensor, ..
     gm = make_fx(step, tracing_mode="fake")(*given())
     before = fx.GraphModule({}, fx.Graph())
     before.graph.output(before.graph.graph_copy(gm.graph, {}))
-    (row,) = merge_updates.run(gm.graph)
+    merge_updates.run(c := optimizer_graph(gm.graph))
+    (row,) = c.lowered.updates
     assert not row.reason
     assert not gm.graph.find_nodes(op="call_function", target=aten.copy_.default)
     gm.graph.lint()

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from pipelines import dynamo_graph, look_after
 from test_hoist_state_load_store import Step, adam, graph_of, returned, view
 from torch import fx
 
@@ -19,7 +20,7 @@ def as_buffer(step: Step, format: str, rounding: str) -> fx.GraphModule:
     del gm.s
     torch.manual_seed(0)
     gm.register_buffer("s", FP8State.of(torch.rand(4, 128), rounding, format=format, salt=3))
-    hoist_state_load_store.run(gm)
+    hoist_state_load_store.run(dynamo_graph(gm))
     return gm
 
 
@@ -29,9 +30,9 @@ def test_its_parts_are_written_as_the_state_is(format: str, rounding: str) -> No
     gm = as_buffer(adam, format, rounding)
     closed = copy.deepcopy(gm)
     state, g = gm.s, torch.rand(4, 128)
-    made = open_states.run(gm)
+    open_states.run(c := dynamo_graph(gm))
     present = [part for part in INNER if getattr(state, part) is not None]
-    assert made == {f"s_{part}": ("s", part) for part in present}
+    assert c.opened == {f"s_{part}": ("s", part) for part in present}
     assert not any(isinstance(x, FP8State) for x in gm.buffers())
     for _ in range(2):
         assert torch.equal(gm(g)[0], closed(g)[0])
@@ -42,14 +43,14 @@ def test_its_parts_are_written_as_the_state_is(format: str, rounding: str) -> No
 @pytest.mark.parametrize("step", [view, returned])
 def test_a_state_that_meets_anything_else_stays_closed(step: Step) -> None:
     gm = as_buffer(step, "log", "nearest")
-    assert open_states.run(gm) == {}
+    open_states.run(c := dynamo_graph(gm))
+    assert c.opened == {}
     assert isinstance(gm.s, FP8State)
 
 
 def test_a_compiled_step_has_only_parts_as_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, tuple[str, str]]] = []
-    real = open_states.run
-    monkeypatch.setattr(open_states, "run", lambda gm: seen.append(real(gm)) or seen[-1])
+    look_after(monkeypatch, "open_states", lambda c: seen.append(c.opened))
     p = torch.nn.Parameter(torch.randn(64, 128))
     opt = torch.optim.AdamW([p], lr=1e-2)
     step = torch.compile(opt.step, backend="fp8", options={"executor": "eager"})

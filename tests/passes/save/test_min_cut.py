@@ -14,7 +14,7 @@ from models import ZOO
 from torch import fx, nn
 from torch._functorch import partitioners
 
-from fp8compile import backend, ops
+from fp8compile import compile_graph, ops
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.torch_hooks import partitioner
 
@@ -107,4 +107,4 @@ def test_a_graph_without_fp8_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -
     run = torch.compile(model, backend="fp8", options={"executor": "eager"})
     run(torch.randn(2, 4)).sum().backward()
     assert called == []
-    assert backend.Partitioner is partitioner.Partitioner
+    assert compile_graph.Partitioner is partitioner.Partitioner

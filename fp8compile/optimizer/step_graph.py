@@ -1,0 +1,83 @@
+"""The graph of an optimizer's step, as Dynamo hands it over, made ready for AOTAutograd.
+
+    torch.compile(opt.step, backend="fp8")        of an optimizer that nobody has prepared
+
+If the optimizer has plain states which should be 8-bit ones, they are exchanged and Dynamo is told to trace again,
+before anything is compiled; likewise if a rate was taken for a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.optim import Optimizer
+
+from fp8compile.optimizer.parameter_groups import group_rows
+from fp8compile.optimizer.prepare import prepare_optimizer
+from fp8compile.optimizer.state_conversion import (
+    convert_states,
+    is_fp8,
+    is_prepared,
+    parameters_of,
+    recipe_of,
+    state_rows,
+)
+from fp8compile.optimizer.trace import let_rates_change, name_sources, trace_again
+from fp8compile.optimizer.unscaling import unscaled_by
+from fp8compile.options import Options
+from fp8compile.passes import pipeline
+from fp8compile.passes.core.stages import DynamoGraph
+from fp8compile.plan.rows import MergedUpdate, Plan
+from fp8compile.torch_hooks.user_frame import warn_user
+
+
+def prepare_step(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Plan:
+    """Make the states of `opt` 8-bit ones, and its graph ready for AOTAutograd.
+
+    Returns a plan with a row for each state, to which passes add what they merge. Raises Dynamo's own signal to trace
+    again if any state changed, the optimizer was not prepared, or a rate was taken for a constant.
+    """
+    known = is_prepared(opt)
+    prepare_optimizer(opt, options.states if not known else None)
+    changed = not _is_captured(options) and let_rates_change()
+    if convert_states(opt, traced=True) or not known or changed:
+        trace_again(gm)
+    _warn_of_rounding(opt)
+    unscaling = unscaled_by(opt)
+    pipeline.run_stage(c := DynamoGraph(gm.graph, options, gm, example_inputs, is_step=True, unscaling=unscaling))
+    name_sources(gm, c.opened, c.added)
+    states = state_rows(opt)
+    return Plan("optimizer", states=states, groups=group_rows(opt, states))
+
+
+def _is_captured(options: Options) -> bool:
+    """Return True if a CUDA graph is made of the step, in which a number of the CPU has no place."""
+    settings = dict(options.inductor)
+    return options.mode in ("reduce-overhead", "max-autotune") or bool(settings.get("triton.cudagraphs"))
+
+
+def warn_of_unmerged(updates: list[MergedUpdate]) -> None:
+    """Say how many updates run operator by operator, and why one of them does; the plan says it of each."""
+    if reasons := [u.reason for u in updates if u.reason]:
+        others = ", others likewise (fp8compile.last_compile() has the reason of each)" if len(set(reasons)) > 1 else ""
+        warn_user(f"fp8: {len(reasons)} parameter updates run operator by operator: {min(reasons)}{others}.")
+
+
+def _warn_of_rounding(opt: Optimizer) -> None:
+    """Say so where a BF16 parameter has no state that could carry what its rounding needs."""
+    recipe = recipe_of(opt)
+    bare = [
+        p
+        for p in parameters_of(opt)
+        if p.grad is not None
+        and recipe.rounding(p) != "nearest"
+        and not any(isinstance(x, torch.Tensor) and is_fp8(x) for x in opt.state.get(p, {}).values())
+    ]
+    if bare:
+        warn_user(
+            f"fp8: {len(bare)} BF16 parameters are rounded to nearest, not {recipe.parameters}: they have no state to "
+            "carry what that needs (an optimizer without states, its first step, or a parameter of one element)."
+        )

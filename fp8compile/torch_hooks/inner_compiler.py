@@ -1,0 +1,89 @@
+"""What makes callables of forward, backward and inference graphs: Inductor, or an executor that runs node by node.
+
+compile_fx calls it with each half; the hook for halves (`half_passes.py`) has then been called, or a cache was hit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch._inductor.compile_fx import compile_fx_inner
+
+from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.core.graph_text import graph_text
+from fp8compile.passes.core.stages import HalfGraph
+from fp8compile.plan import store
+from fp8compile.plan.rows import Lowered
+from fp8compile.torch_hooks import failures, nested_regions
+from fp8compile.torch_hooks.half_passes import LoweringPass, has_states, lower_half, lower_optimizer
+from fp8compile.torch_hooks.output_strides import keep_strides_of_bases
+
+Compiled = Callable[..., Any]
+
+
+def compile_half(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: store.Record, **settings: Any
+) -> Compiled:
+    """Compile a half with Inductor, and record what became of it: the hook says so, or what was kept when that ran."""
+    lowering.half, lowering.lowered = _half(settings), None
+    keep_strides_of_bases(gm)
+    text = "".join(graph_text(body.graph) for body in nested_regions.bodies(gm))
+    key = hashlib.sha256(f"{text}{lowering.uuid()}".encode()).hexdigest()
+    try:
+        compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
+    except Exception as error:
+        if lowering.dump:
+            lowering.dump.failed(lowering.half, error, gm.graph, "inductor")
+        record.add_half(lowering.half, Lowered(failure=f"Inductor did not compile it: {failures.first_line(error)}"))
+        raise
+    if lowering.dump:
+        lowering.dump.code(lowering.half, getattr(compiled, "source_code", ""))
+    if lowering.lowered is not None:
+        store.remember_half(key, lowering.lowered)
+    lowered = lowering.lowered or store.recall_half(key)
+    if lowered is not None:
+        record.add_half(lowering.half, lowered)
+    return compiled
+
+
+def _half(settings: Mapping[str, Any]) -> str:
+    """Return which graph compile_fx hands to its inner compiler."""
+    if settings.get("is_backward"):
+        return "backward"
+    return "inference" if settings.get("is_inference") else "forward"
+
+
+def run_eagerly(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: store.Record, **settings: Any
+) -> Compiled:
+    """Return what runs the graph node by node. It takes its arguments as one list, and empties it."""
+    half = _half(settings)
+    lowered = Lowered()
+    for body in nested_regions.bodies(gm):
+        lowered += _lower(body.graph, half, lowering)
+        for view in body.graph.find_nodes(op="call_function", target=aten.view.default):
+            view.target = aten.reshape.default  # an attention's result may not lie in memory as its fake does
+        body.recompile()
+    record.add_half(half, lowered)
+
+    def run(args: list[Any]) -> Any:
+        given = list(args)
+        args.clear()
+        return gm.forward(*given)
+
+    vars(run)["_boxed_call"] = True  # AOTAutograd's protocol for callables that free their inputs
+    return run
+
+
+def _lower(graph: fx.Graph, half: str, lowering: LoweringPass) -> Lowered:
+    """Run the passes that a graph needs which is run node by node."""
+    if has_states(graph):
+        return lower_optimizer(graph, lowering.options, lowering.dump)
+    if lowering.options.kernels == "generated":
+        return lower_half(HalfGraph(graph, lowering.options, half, "operators"), lowering.dump)
+    if lowering.dump:
+        lowering.dump.stage(half, "cut", graph)
+    return Lowered()

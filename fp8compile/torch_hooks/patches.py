@@ -1,0 +1,188 @@
+"""Every place where torch is changed for this backend, or does what it has no public way for: one list.
+
+    PERMANENT    changes of this process: `apply_patches` makes them, once, when the backend is imported
+    TEMPORARY    changes for one compilation, for one call, or of one object: made where the row says
+
+Permanent ones ask first whether the frame is compiled for this backend: for any other one torch does what it did.
+Each row has a test, `tests/torch_hooks/test_patches.py::test_<name>_is_needed`, which fails as soon as torch does by
+itself what the change is for. Then remove the change, the row and the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from fp8compile.passes.lower import known_accesses
+from fp8compile.torch_hooks import backward_hooks, compiled_calls, recurrent_modules
+
+IsOurs: TypeAlias = Callable[[Any], bool]  # of a backend, as Dynamo holds it
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change. changes: of torch; made_by: "module:function" below `fp8compile`; lasts: how long it is in place."""
+
+    name: str
+    changes: str
+    reason: str
+    made_by: str
+    lasts: str = "the process"
+    apply: Callable[[IsOurs], None] | None = None
+
+
+PERMANENT = (
+    Patch(
+        "backward_hooks",
+        "torch._dynamo.variables.BackwardHookVariable.create, ._setup_hook; compiled_autograd_enabled meanwhile",
+        "Dynamo traces backward hooks of modules for compiled autograd alone, and leaves such modules to Python",
+        "torch_hooks.backward_hooks:trace_hooks",
+        apply=backward_hooks.trace_hooks,
+    ),
+    Patch(
+        "recurrent_modules",
+        "torch._dynamo.variables.builder.VariableBuilder.wrap_module; config.allow_rnn meanwhile",
+        "Dynamo refuses a recurrent module where an attribute gives it, and so leaves what is around it to Python",
+        "torch_hooks.recurrent_modules:call_between_graphs",
+        apply=recurrent_modules.call_between_graphs,
+    ),
+    Patch(
+        "call_contexts",
+        "torch._TorchCompileWrapper.compiler_fn",
+        "torch's wrapper of a backend hands on its `reset` and not its `backend_ctx_ctor`",
+        "torch_hooks.compiled_calls:hand_on_contexts",
+        apply=lambda is_ours: compiled_calls.hand_on_contexts(),
+    ),
+    Patch(
+        "known_accesses",
+        "torch._higher_order_ops.triton_kernel_wrap.identify_accessed_tensors (before 2.13 identify_mutated_tensors)",
+        "torch makes the intermediate representation of a Triton kernel anew for each of its launches, twice",
+        "passes.lower.known_accesses:analyse_kernels_once",
+        apply=lambda is_ours: known_accesses.analyse_kernels_once(),
+    ),
+)
+TEMPORARY = (
+    Patch(
+        "reset_of_backends",
+        "torch._dynamo.eval_frame.cached_backends has a row more",
+        "torch.compiler.reset() tells a backend once; after that, only if something is compiled with it from the start",
+        "torch_hooks.compiled_calls:asked",
+        "until torch.compiler.reset()",
+    ),
+    Patch(
+        "option_errors",
+        "an OptionError that is a torch._dynamo.exc.ShortenTraceback, too",
+        "Dynamo wraps what a backend raises into a BackendCompilerFailed, behind a long traceback",
+        "torch_hooks.unwrapped_errors:unwrapped",
+        "one error",
+    ),
+    Patch(
+        "base_strides",
+        "user_visible_output_idxs of a graph's output has more indices",
+        "Inductor keeps the strides of a model's own outputs, not of results that these are views of",
+        "torch_hooks.output_strides:keep_strides_of_bases",
+        "one compilation",
+    ),
+    Patch(
+        "summed_places",
+        "is_recomputable of torch's partitioner is False for places of symbolic shape, on CPUs",
+        "Inductor's C++ counts the inner loop of a tile that it transposes twice, and adds at other places",
+        "torch_hooks.partitioner:_but_for_places",
+        "one compilation",
+    ),
+    Patch(
+        "buffer_reuse",
+        "torch._inductor.config.allow_buffer_reuse = False",
+        "Inductor keeps a freed buffer for the next one of its size, however far away that is, and nobody else has it",
+        "torch_hooks.inductor_settings:inductor_settings",
+        "one compilation",
+    ),
+    Patch(
+        "combined_kernels",
+        "torch._inductor.config.combo_kernels = True, for optimizers",
+        "Inductor makes a kernel for each parameter's step count",
+        "torch_hooks.inductor_settings:inductor_settings",
+        "one compilation",
+    ),
+    Patch(
+        "caches_while_dumping",
+        "torch._inductor.config.force_disable_caches = True, with option `dump`",
+        "on a hit of torch's caches no pass runs, and there is nothing to dump",
+        "torch_hooks.inductor_settings:inductor_settings",
+        "one compilation",
+    ),
+    Patch(
+        "random_numbers",
+        "torch._inductor.config.fallback_random = True, with executor=eager",
+        "Inductor's random operators ignore their seed when they run without Inductor",
+        "torch_hooks.inductor_settings:inductor_settings",
+        "one compilation",
+    ),
+    Patch(
+        "vector_width",
+        "torch._inductor.config.cpp.simdlen = 256, on CPUs with AVX-512",
+        "Inductor's C++ with vectors of 512 bits transposes tiles of BF16 wrongly (GCC 12, torch 2.11 and 2.13)",
+        "torch_hooks.inductor_settings:inductor_settings",
+        "one compilation",
+    ),
+    Patch(
+        "numbers_in_steps",
+        "torch._dynamo.config.capture_scalar_outputs = True",
+        "a step of an optimizer that reads a number from a tensor breaks into two graphs",
+        "torch_hooks.compiled_calls:_reading_numbers",
+        "one call of an optimizer's step",
+    ),
+    Patch(
+        "changing_rates",
+        "torch._dynamo.pgo: learning rates are auto_dynamic",
+        "Dynamo takes a learning rate for a constant, and compiles again when it first changes",
+        "optimizer.trace:let_rates_change",
+        "until torch.compiler.reset()",
+    ),
+    Patch(
+        "new_states",
+        "torch.optim.Optimizer._init_group of an object",
+        "torch has no hook between making states and handing them to the step",
+        "optimizer.prepare:_wrap_init_group",
+        "the optimizer",
+    ),
+    Patch(
+        "exchanged_states",
+        "torch._C._swap_tensor_impl, DTensor._local_tensor",
+        "torch.utils.swap_tensors refuses tensors with weak references, which Dynamo has to the states it traces",
+        "optimizer.state_conversion:_become",
+        "the state",
+    ),
+    Patch(
+        "loss_scales",
+        "grad_scale and found_inf are taken off an optimizer for a step, _step_supports_amp_scaling is set",
+        "torch's optimizers refuse what GradScaler leaves on them, unless they are fused",
+        "optimizer.unscaling:_before_step",
+        "one step",
+    ),
+    Patch(
+        "recompile_limits",
+        "torch._dynamo.config.recompile_limit and accumulated_recompile_limit; sizes in torch._dynamo.pgo",
+        "what explain() compiles counts against the limits of the user's own code",
+        "insight.isolation:recompiling",
+        "one explain()",
+    ),
+    Patch(
+        "names_of_backends",
+        "accelerate.utils.DynamoBackend._missing_",
+        "accelerate knows the backends of a list of its own alone",
+        "registration:_tell_accelerate",
+        "the process, after register_backend()",
+    ),
+)
+
+_applied: set[str] = set()  # names of permanent changes that have been made
+
+
+def apply_patches(is_ours: IsOurs) -> None:
+    """Make the permanent changes that have not been made. is_ours: returns True of this backend, wrapped or not."""
+    for patch in PERMANENT:
+        if patch.name not in _applied and patch.apply is not None:
+            patch.apply(is_ours)
+            _applied.add(patch.name)

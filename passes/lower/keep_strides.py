@@ -1,0 +1,61 @@
+"""Keep strides: matmuls that are calls, and attention, read what they were given, as it lies in memory.
+
+Before      %y = _scaled_mm(%p, %columns, %s, %t, …)
+After       %k = force_stride_order(%p, (64, 1))  …      %y = _scaled_mm(%k, …)
+
+Inductor may lay out what it computes otherwise. cuBLAS takes rows, columns, and their scales in one way only. Of
+attention's inputs Inductor looks at the strides that a buffer would have if it were laid out there and then, and, where
+those will do, leaves it open: what is fused later with others that lie across (a position bias with the table that it
+is looked up in) then does so, too.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch._inductor.inductor_prims import force_stride_order  # as its own passes keep strides
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+from fp8compile.passes.core import operators
+from fp8compile.passes.core.compilation import aten, value
+from fp8compile.passes.core.iteration import same
+from fp8compile.passes.core.node_views import first_input
+from fp8compile.passes.core.stages import HalfGraph
+from fp8compile.passes.core.stride_demands import demanded
+from fp8compile.passes.lower.call_matmuls import CALLED
+
+
+def run(c: HalfGraph) -> None:
+    """Keep the strides of what calls of matmuls and attentions read."""
+    keep_strides(c.graph)
+
+
+def keep_strides(graph: fx.Graph) -> None:
+    """Have Inductor keep the strides of what calls of matmuls and attentions of `graph` read."""
+    for node in list(graph.nodes):
+        for given in dict.fromkeys(_read_by_strides(node)):
+            _keep(graph, node, given)
+
+
+def _read_by_strides(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs of `node` whose strides must stay."""
+    if node.target is aten._scaled_mm.default and node.meta.get(CALLED):
+        operands_and_scales = [a for a in node.args[:4] if isinstance(a, fx.Node)]
+        return [a for a in operands_and_scales if value(a).dim() == 2]
+    if operators.name_of(node.target) in operators.SCALED_DOT_PRODUCT:
+        inputs = [x for _, x in demanded(node).values() if value(x).dim() > 2 and x.op == "call_function"]
+        return [x for x in inputs if not has_free_unbacked_symbols(value(x))]
+    return []
+
+
+def _keep(graph: fx.Graph, node: fx.Node, given: fx.Node) -> None:
+    """Have `node` read `given` with the strides that it has here; of what is expanded, what lies beneath keeps its own,
+    as no memory can be written through a stride of 0."""
+    x = value(given)
+    if any(same(stride, 0) and not same(n, 1) for stride, n in zip(x.stride(), x.shape, strict=True)):
+        if given.target is aten.expand.default and first_input(given).op == "call_function":
+            _keep(graph, given, first_input(given))
+        return
+    with graph.inserting_before(node):
+        kept = graph.call_function(force_stride_order, (given, x.stride()))
+    kept.meta = dict(given.meta)
+    node.replace_input_with(given, kept)

@@ -1,0 +1,53 @@
+"""Weights: what is computed from parameters (and buffers and constants) alone.
+
+A parameter, its cast, its transpose, its normalised form, the sum of it and a low-rank product. Two weights have no
+role: their product keeps the precision of weights. What else has been through a matmul is no weight: attention to
+learned queries is attention.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8compile.passes.core.compilation import Compilation, aten, is_tensor, same_sizes, value
+from fp8compile.passes.core.walk import walk
+from fp8compile.passes.matmul.find_matmuls import MATMULS
+
+SIZES = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def weight_nodes(c: Compilation) -> set[fx.Node]:
+    """Return the nodes computed from a parameter, and beside it from parameters, buffers and constants alone."""
+    static: dict[fx.Node, bool] = {}  # node -> True if a parameter is in it
+    for node in c.graph.nodes:
+        if node.op == "placeholder":
+            known = c.inputs.get(node.name)
+            if known is not None and (known.is_parameter or known.is_buffer):
+                static[node] = known.is_parameter
+        elif node.op in ("get_attr", "call_function"):
+            tensors = [i for i in node.all_input_nodes if not isinstance(i.meta.get("val"), SIZES)]
+            if all(i in static for i in tensors):
+                static[node] = any(static[i] for i in tensors)
+    return {node for node, has_parameter in static.items() if has_parameter}
+
+
+def is_weight(operand: fx.Node | None, weights: set[fx.Node]) -> bool:
+    """Return True if a matmul takes `operand` for its weight."""
+    return operand is not None and operand in weights and (not _has_matmul(operand) or _is_updated_weight(operand))
+
+
+def _is_updated_weight(node: fx.Node) -> bool:
+    """Return True if `node` is a weight plus something of its shape that a matmul made, as a low-rank update is."""
+    while len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    if not is_tensor(node):  # attention, or another operator of several outputs, which is no sum
+        return False
+    shape = value(node).shape
+    terms = [i for i in node.all_input_nodes if is_tensor(i) and same_sizes(value(i).shape, shape)]
+    return node.target is aten.add.Tensor and len(terms) == 2 and not all(map(_has_matmul, terms))
+
+
+def _has_matmul(node: fx.Node) -> bool:
+    """Return True if a matmul takes part in what `node` computes; asked of weights only, whose history is short."""
+    return any(step.target in MATMULS for step in walk([node]))

@@ -1,0 +1,340 @@
+"""Changes to torch are in one list, made once; each has a test here that fails once torch needs the change no more."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import itertools
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.variables import BackwardHookVariable
+from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
+from torch.optim import SGD, AdamW
+
+import fp8compile
+from fp8compile.errors import OptionError
+from fp8compile.passes.lower import known_accesses
+from fp8compile.torch_hooks import patches
+from fp8compile.torch_hooks.output_strides import VISIBLE
+from fp8compile.torch_hooks.patches import PERMANENT, TEMPORARY
+
+PACKAGE = Path(fp8compile.__file__).parent
+PATCHES = (*PERMANENT, *TEMPORARY)
+
+
+def still(is_needed: bool) -> None:
+    """Fail where torch does by itself what a change is for."""
+    assert is_needed, "torch has this now: remove the patch, its row in torch_hooks/patches.py, and this test"
+
+
+def seen_up_to(*version: int) -> None:
+    """Fail under a newer torch. What Inductor's C++ gets wrong varies with the code around it: nothing small shows it.
+
+    Then let tests/train/test_hostile.py and test_scattered_gradients.py run without the change.
+    """
+    here = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    assert here <= version, "look whether this torch has it still; if not, remove the patch, its row and this test"
+
+
+class Counting:
+    """A backend that runs graphs as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+        self.resets = 0
+
+    def __call__(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs.append(gm)
+        return gm.forward
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def backend_ctx_ctor(self) -> Any:
+        raise AssertionError("not called here")
+
+
+# ---- the list -------------------------------------------------------------------------------------------------------
+
+
+def test_each_patch_has_a_test_that_says_when_it_is_over():
+    tests = {name for name, value in globals().items() if callable(value)}
+    assert {f"test_{p.name}_is_needed" for p in PATCHES} <= tests
+    assert len({p.name for p in PATCHES}) == len(PATCHES)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name)
+def test_each_patch_names_the_function_that_makes_it(patch: patches.Patch):
+    module, _, function = patch.made_by.partition(":")
+    assert callable(getattr(importlib.import_module(f"fp8compile.{module}"), function))
+    assert (patch.apply is not None) == (patch in PERMANENT)
+
+
+def changes_torch(tree: ast.Module) -> set[str]:
+    """Names from torch whose attributes a module sets, or whose settings it changes."""
+    torchs = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("torch", "accelerate"))
+        for alias in node.names
+    }
+    found = set()
+    for node in ast.walk(tree):
+        changed: list[Any] = []
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            changed = [t.value for t in targets if isinstance(t, ast.Attribute)]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+            changed = node.args[:1]
+        elif isinstance(node, ast.Attribute) and node.attr in ("patch", "_make_closure_patcher"):
+            changed = [node.value]
+        found |= {x.id for x in changed if isinstance(x, ast.Name)}
+    return found & torchs
+
+
+def test_nothing_of_torch_is_changed_that_is_not_in_the_list():
+    named = {p.made_by.partition(":")[0] for p in PATCHES}
+    changing = set()
+    for root in (PACKAGE, PACKAGE / "passes", PACKAGE / "kernels"):
+        for file in root.rglob("*.py"):
+            if changes_torch(ast.parse(file.read_text())):
+                changing.add(".".join(file.relative_to(PACKAGE).with_suffix("").parts))
+    assert changing <= named
+    assert {"torch_hooks.backward_hooks", "torch_hooks.recurrent_modules", "passes.lower.known_accesses"} <= changing
+
+
+def test_patches_are_made_once():
+    before = BackwardHookVariable.create, torch._TorchCompileWrapper.__dict__["compiler_fn"]
+    patches.apply_patches(lambda backend: False)
+    assert (BackwardHookVariable.create, torch._TorchCompileWrapper.__dict__["compiler_fn"]) == before
+
+
+# ---- permanent ------------------------------------------------------------------------------------------------------
+
+
+def test_backward_hooks_is_needed():
+    model, backend = nn.Linear(8, 8), Counting()
+    model.register_full_backward_hook(lambda module, inputs, outputs: None)
+    torch.compile(model, backend=backend)(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    still(not backend.graphs)
+
+
+class Around(nn.Module):
+    """A recurrent module as an attribute, and a linear before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.recurrent = nn.Linear(8, 8), nn.GRU(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(self.first(x))[0]
+
+
+def test_recurrent_modules_is_needed():
+    backend = Counting()
+    torch.compile(Around(), backend=backend)(torch.randn(3, 2, 8))
+    still(not backend.graphs)
+
+
+def test_call_contexts_is_needed():
+    wrapper = torch._TorchCompileWrapper(Counting(), None, {"an": "option"}, None)
+    still(not hasattr(wrapper, "backend_ctx_ctor"))
+
+
+def test_known_accesses_is_needed(monkeypatch: pytest.MonkeyPatch):
+    made: list[Any] = []
+
+    def generate(kernel: Any, *_: Any) -> Any:
+        made.append(kernel)
+        raise NotImplementedError  # torch then takes all arguments for written
+
+    name = next(n for n in known_accesses.ANALYSES if hasattr(triton_kernel_wrap, n))
+    monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", generate)
+    kernel = object()
+    for _ in range(2):
+        getattr(triton_kernel_wrap, name)(kernel, {"x": torch.ones(1)}, {})
+    still(len(made) == 2)
+
+
+# ---- for a time -----------------------------------------------------------------------------------------------------
+
+
+def test_reset_of_backends_is_needed():
+    backend = Counting()
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    for _ in range(2):
+        compiled(torch.ones(2))
+        torch.compiler.reset()
+    assert len(backend.graphs) == 2
+    still(backend.resets == 1)
+
+
+def test_option_errors_is_needed():
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        raise OptionError("unknown option")
+
+    with pytest.raises(Exception, match="unknown option") as raised:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    still(isinstance(raised.value, BackendCompilerFailed))
+
+
+def test_base_strides_is_needed():
+    left_out = []
+
+    def inner(gm: fx.GraphModule, inputs: Any, **_: Any) -> Callable[..., Any]:
+        meta = gm.graph.output_node().meta
+        bases = [i for i, desc in enumerate(meta.get("desc") or []) if isinstance(desc, IntermediateBaseAOTOutput)]
+        if bases and VISIBLE in meta:
+            left_out.append(not {*bases} & {*meta[VISIBLE]})
+        return run_boxed(gm)
+
+    def views(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ x
+        return y.flatten(), y.t()
+
+    backend = functools.partial(compile_fx, inner_compile=inner)
+    torch.compile(views, backend=backend)(torch.randn(4, 4, requires_grad=True))
+    still(left_out == [True])
+
+
+def run_boxed(gm: fx.GraphModule) -> Callable[..., Any]:
+    """A graph as AOTAutograd calls it."""
+
+    def run(args: list[Any]) -> Any:
+        return gm.forward(*args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def test_summed_places_is_needed():
+    seen_up_to(2, 13)
+
+
+def reusing(x: Tensor, weights: list[Tensor]) -> Tensor:
+    for w in weights:
+        x = x @ w
+    return x
+
+
+def test_buffer_reuse_is_needed():
+    sizes = [
+        64,
+        64,
+        8,
+        16,
+        64,
+        64,
+    ]  # what the first product leaves is free three matmuls before the fourth could take it
+    x, weights = torch.randn(64, 64), [torch.randn(k, n) for k, n in itertools.pairwise(sizes)]
+    with torch.no_grad(), inductor_config.patch(inplace_buffers=False, force_disable_caches=True):
+        _, (code,) = run_and_get_code(torch.compile(reusing), x, weights)
+        with inductor_config.patch(allow_buffer_reuse=False):
+            torch.compiler.reset()
+            _, (ours,) = run_and_get_code(torch.compile(reusing), x, weights)
+    assert "# reuse" not in ours
+    still("# reuse" in code)
+
+
+def test_combined_kernels_is_needed():
+    still(not inductor_config.combo_kernels)
+
+
+class CountingPass(CustomGraphPass):
+    """Notes that it is called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.calls += 1
+
+    def uuid(self) -> str:
+        return "counting"
+
+
+def test_caches_while_dumping_is_needed():
+    counting = CountingPass()
+    backend = functools.partial(compile_fx, config_patches={"joint_custom_pre_pass": counting})
+    for _ in range(2):
+        torch.compiler.reset()
+        torch.compile(lambda x: x @ x, backend=backend)(torch.ones(8, 8))  # no C++ to compile
+    still(counting.calls == 1)
+
+
+def test_random_numbers_is_needed():
+    seed = torch.tensor(3)
+    first, second = (torch.ops.prims.inductor_random.default([64], seed, "rand") for _ in range(2))
+    still(not torch.equal(first, second))
+
+
+def test_vector_width_is_needed():
+    seen_up_to(2, 13)
+
+
+def test_numbers_in_steps_is_needed():
+    still(not dynamo_config.capture_scalar_outputs)
+
+
+def test_changing_rates_is_needed():
+    parameter, backend = nn.Parameter(torch.zeros(4)), Counting()
+    parameter.grad = torch.ones(4)
+    optimizer = SGD([parameter], lr=0.5, foreach=False)
+    step = torch.compile(optimizer.step, backend=backend)
+    step()
+    before = len(backend.graphs)
+    optimizer.param_groups[0]["lr"] = 0.25
+    step()
+    assert before
+    still(len(backend.graphs) > before)
+
+
+def test_new_states_is_needed():
+    parameter, seen = nn.Parameter(torch.zeros(4)), []
+    parameter.grad = torch.ones(4)
+    optimizer = AdamW([parameter])
+    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(len(opt.state)))
+    optimizer.step()
+    assert len(optimizer.state) == 1
+    still(seen == [0] and not any("state" in name and "init" in name for name in vars(torch.optim.Optimizer)))
+
+
+def test_exchanged_states_is_needed():
+    state, other = torch.zeros(4), torch.ones(4)
+    reference = weakref.ref(state)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(state, other)
+    assert reference() is state
+
+
+def test_loss_scales_is_needed():
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    optimizer: Any = AdamW([parameter], foreach=False)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+    with pytest.raises(AssertionError):
+        optimizer.step()
+
+
+def test_recompile_limits_is_needed():
+    still(dynamo_config.recompile_limit < 1 << 20)
+
+
+def test_names_of_backends_is_needed():
+    utils = pytest.importorskip("accelerate.utils")
+    with pytest.raises(ValueError, match="FP8_OF_ANOTHER_NAME"):
+        utils.DynamoBackend("FP8_OF_ANOTHER_NAME")
