@@ -32,19 +32,22 @@ from fp8compile.errors import (  # noqa: E402
     VerificationError,
 )
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
+from fp8compile.insight.compiled import last_compile  # noqa: E402
 from fp8compile.insight.dry_run import explain  # noqa: E402
 from fp8compile.insight.dump.dumps import dump  # noqa: E402
 from fp8compile.insight.dump.graph_files import example_inputs, load_graph  # noqa: E402
 from fp8compile.insight.dump.stages import diff  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
+from fp8compile.insight.printers import register_printers  # noqa: E402
 from fp8compile.insight.watching import watch  # noqa: E402
 from fp8compile.optimizer.prepare import plain_state_dict, prepare_optimizer  # noqa: E402
 from fp8compile.optimizer.state_recipe import StateRecipe  # noqa: E402
 from fp8compile.optimizer.states import FP8State  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan.cast_statistics import Statistics  # noqa: E402
-from fp8compile.plan.rows import Kernel, Loss, Lowered, Mask, Matmul, Plan, Saved, Transfer  # noqa: E402
-from fp8compile.plan.store import compiles, last_compile  # noqa: E402
+from fp8compile.plan.plan import Plan  # noqa: E402
+from fp8compile.plan.rows import Kernel, Loss, Lowered, Mask, Matmul, Saved, Transfer  # noqa: E402
+from fp8compile.plan.store import compiles  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
 from fp8compile.registration import register_backend, register_what_is_not_installed  # noqa: E402
 
@@ -96,3 +99,4 @@ __all__ = [
 ]
 
 register_what_is_not_installed()
+register_printers()

@@ -39,8 +39,9 @@ from fp8compile.passes.lower import call_matmuls
 from fp8compile.passes.optimizer import skip_overflow
 from fp8compile.passes.optimizer.optimizer_pipeline import OPTIMIZER, has_states, run_optimizer
 from fp8compile.passes.pipeline import AFTER_CUT, PIPELINE, run_after_cut, run_pipeline
-from fp8compile.plan import store
-from fp8compile.plan.rows import Lowered, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.record import Record, key_of, recall_half, remember_half
+from fp8compile.plan.rows import Lowered
 from fp8compile.source_digest import source_digest
 from fp8compile.torch_hooks import (
     backward_hooks,
@@ -126,8 +127,8 @@ def _compile(
         )
     settings = _inductor_settings(parsed, states is not None) | dict(parsed.inductor)
     joint = JointPass(parsed, known, namespace, dump, optimizer=states, regions=regions)
-    key = store.key(gm, example_inputs, joint.uuid() + graph_passes.theirs_uuid(settings, "joint_custom_pre_pass"))
-    record = joint.record = store.Record(key, parsed, dump.plans if dump else None, states)
+    key = key_of(gm, example_inputs, joint.uuid() + graph_passes.theirs_uuid(settings, "joint_custom_pre_pass"))
+    record = joint.record = Record(key, parsed, dump.plans if dump else None, states)
     lowering = LoweringPass(parsed, dump)
     joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
     graph_passes.warn_of_other_cut(settings)
@@ -152,7 +153,7 @@ class JointPass(CustomGraphPass):
     inputs: tuple[Input, ...]
     namespace: str
     dump: Dump | None = None
-    record: store.Record | None = field(default=None, repr=False)
+    record: Record | None = field(default=None, repr=False)
     optimizer: Plan | None = None  # of an optimizer's graph, which is rewritten after Inductor's own passes
     partitioner: Partitioner | None = field(default=None, repr=False)
     regions: Mapping[nested_regions.Types, Sequence[Input]] = field(default_factory=dict)
@@ -336,7 +337,12 @@ def _inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str
 
 
 def _compile_half(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: store.Record, **settings: Any
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    lowering: LoweringPass,
+    record: Record,
+    **settings: Any,
 ) -> Compiled:
     """Inductor, and what became of this half: the lowering pass says so, or what was kept when it ran."""
     lowering.half, lowering.lowered = _half(settings), None
@@ -353,8 +359,8 @@ def _compile_half(
     if lowering.dump:
         lowering.dump.code(lowering.half, getattr(compiled, "source_code", ""))
     if lowering.lowered is not None:
-        store.remember_half(key, lowering.lowered)
-    lowered = lowering.lowered or store.recall_half(key)
+        remember_half(key, lowering.lowered)
+    lowered = lowering.lowered or recall_half(key)
     if lowered is not None:
         record.add_half(lowering.half, lowered)
     return compiled
@@ -368,7 +374,12 @@ def _half(settings: Mapping[str, Any]) -> str:
 
 
 def _run_eagerly(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: store.Record, **settings: Any
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    lowering: LoweringPass,
+    record: Record,
+    **settings: Any,
 ) -> Compiled:
     """An executor that runs the graph node by node. It takes its arguments as one list, and empties it."""
     half, options, dump = _half(settings), lowering.options, lowering.dump

@@ -10,7 +10,8 @@ import pytest
 from fp8compile.adaptive.policy import Ladders, Rung, outermost
 from fp8compile.adaptive.settings import Schedule
 from fp8compile.plan.cast_statistics import ALTERNATIVES, Row
-from fp8compile.plan.rows import Matmul, Operand, Plan, Saved
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Matmul, Operand, Saved
 
 FINE, LOST = (31.0, 31.0, 31.0), (31.0, 31.0, 1.0)  # SQNR, by rows, by columns
 TENSOR, ROW, GROUP = "e4m3 tensor", "e4m3 row", "e4m3 group(128)"

@@ -28,7 +28,8 @@ from typing import TypeAlias
 from fp8compile.adaptive.settings import Schedule
 from fp8compile.plan.cast_statistics import Row
 from fp8compile.plan.overrides import SCHEDULED
-from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Plan, Saved
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Saved
 
 Key: TypeAlias = tuple[str, str, int]  # module path, role, occurrence
 GROUP = "e4m3 group(128)"

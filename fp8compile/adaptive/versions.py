@@ -30,7 +30,7 @@ from fp8compile.passes.core.snapshot import copy_graph
 from fp8compile.plan import cast_statistics, overrides, store
 from fp8compile.plan.cast_statistics import Row
 from fp8compile.plan.overrides import Edits, SavedKey, saved_key
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 from fp8compile.recipe import Recipe
 from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.user_frame import warn_user

@@ -19,7 +19,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir  # where plans and kernels are kept
 
 from fp8compile import NEWEST, OLDEST, devices, environment
-from fp8compile.insight.tables.text import size
+from fp8compile.insight.tables.numbers import size
 from fp8compile.plan import store
 
 FINE, NOTE, WRONG = "ok", "note", "WRONG"

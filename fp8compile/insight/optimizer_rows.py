@@ -22,7 +22,8 @@ from fp8compile.optimizer import prepare
 from fp8compile.optimizer.parameter_groups import group_rows
 from fp8compile.options import Options
 from fp8compile.plan import store
-from fp8compile.plan.rows import Lowered, MergedUpdate, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Lowered, MergedUpdate
 from fp8compile.torch_hooks import uncompiled_calls
 from fp8compile.torch_hooks.failures import first_line
 

@@ -23,7 +23,8 @@ from fp8compile.optimizer import prepare, unscaling
 from fp8compile.optimizer.parameter_groups import group_rows
 from fp8compile.options import Options
 from fp8compile.passes.optimizer import hoist_state_load_store, open_states, refuse_view_writes, spread_scalars
-from fp8compile.plan.rows import MergedUpdate, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import MergedUpdate
 from fp8compile.torch_hooks import compiled_calls
 from fp8compile.torch_hooks.compilations import translator
 from fp8compile.torch_hooks.user_frame import warn_user

@@ -37,7 +37,9 @@ from fp8compile.errors import Fp8Error, OptionError
 from fp8compile.formats import parse_granularity
 from fp8compile.kernels.casts.cast_losses import ALTERNATIVES, LINE, SUMS, measure
 from fp8compile.plan.json_rows import an_object, made, parsed, require
-from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.printers import printers
+from fp8compile.plan.rows import BF16, FP8, Matmul, Operand
 
 RUNNABLE = ("e4m3 tensor", "e4m3 row")  # what any operand of a matmul may be, cheapest first
 Operands: TypeAlias = tuple[tuple[str, str, int, str], ...]  # path, role, occurrence, left or right
@@ -135,12 +137,8 @@ class Statistics:
         return Statistics(data["name"], data["steps"], plans=plans, _kept=rows)
 
     def __str__(self) -> str:
-        from fp8compile.insight.tables.text import (
-            statistics_text,  # the tables know statistics, not the other way round
-        )
-
         rows = self.rows()
-        return statistics_text(rows) if rows else self._nothing()
+        return printers.statistics(rows) if rows else self._nothing()
 
     def _nothing(self) -> str:
         if not self.plans:

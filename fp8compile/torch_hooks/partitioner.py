@@ -38,8 +38,8 @@ from fp8compile.passes.save.save_budget import plan_within
 from fp8compile.passes.save.saved_forms import Form, Graph, as_it_is, find_forms
 from fp8compile.passes.save.saved_overrides import edit_saved, saved_keys
 from fp8compile.plan import overrides
-from fp8compile.plan.rows import Plan
-from fp8compile.plan.store import Record
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.record import Record
 from fp8compile.source_digest import source_digest
 from fp8compile.torch_hooks import failures, nested_regions
 from fp8compile.torch_hooks.user_frame import warn_user

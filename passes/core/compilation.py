@@ -18,7 +18,7 @@ from fp8compile import ops
 from fp8compile.devices import Device
 from fp8compile.options import Options
 from fp8compile.plan.overrides import Decision
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 
 aten = torch.ops.aten
 VIEWS = {

@@ -22,7 +22,8 @@ from fp8compile.passes.core.compilation import Compilation, Input
 from fp8compile.passes.core.verify import verify
 from fp8compile.passes.matmul import canonicalize, grouped_matmuls, quantize_matmuls, roles, select_matmuls
 from fp8compile.passes.save import save_budget
-from fp8compile.plan.rows import Matmul, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Matmul
 
 RAGGED = "contracts groups of tokens: FP8 needs multiples of 16, and only the data knows"
 ALL = "every matmul that can run"

@@ -18,7 +18,8 @@ from fp8compile.passes.core.compilation import Compilation, Input
 from fp8compile.passes.matmul import canonicalize, select_matmuls
 from fp8compile.passes.matmul.grouped_matmuls import role_of
 from fp8compile.passes.matmul.matmul_costs import Costs
-from fp8compile.plan.rows import Matmul, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Matmul
 
 BF16, CASTS = 700e12, 3e12  # FLOP/s, bytes/s
 DEVICE = devices.Device(

@@ -16,7 +16,8 @@ from fp8compile.errors import Fp8Warning
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import Compilation, aten
 from fp8compile.plan import overrides
-from fp8compile.plan.rows import Lowered, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Lowered
 
 
 def _break_and_raise(c: Compilation) -> None:

@@ -12,7 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition  #
 from fp8compile.insight.dump.dumps import Dump
 from fp8compile.insight.dump.memory import timeline
 from fp8compile.options import Options
-from fp8compile.plan.store import Record
+from fp8compile.plan.record import Record
 from fp8compile.torch_hooks.partitioner import Partitioner, with_static_parts
 
 

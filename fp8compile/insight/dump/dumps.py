@@ -35,7 +35,7 @@ from fp8compile.kernels.codegen import generated
 from fp8compile.option_values import read_option
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 from fp8compile.torch_hooks.user_frame import warn_user
 
 HALVES = ("joint", "optimizer", "inference", "forward", "backward")  # as a reader meets them
@@ -95,7 +95,7 @@ class Dump:
         with _lock:
             explanation = Explanation(list(plans))
             (self.path / "plan.json").write_text(explanation.to_json())
-            (self.path / "plan.txt").write_text(str(explanation))
+            (self.path / "plan.txt").write_text(explanation.full_text())
 
     def memory(self, kind: str, half: str, timeline: Timeline) -> None:
         """Keep a timeline; kind: "compiled" or "bf16"."""

@@ -13,7 +13,7 @@ from fp8compile.insight.dump.dumps import graphs, versions
 from fp8compile.insight.dump.layout import drawing
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.tables.optimizer_text import others, settings
-from fp8compile.insight.tables.text import summary, title
+from fp8compile.insight.tables.summary import summary, title
 from fp8compile.insight.tables.totals import totals
 from fp8compile.plan.from_json import read_plans
 from fp8compile.plan.json_rows import an_object, parsed, require

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import TypeVar
 
+from fp8compile.plan.plan import Plan
 from fp8compile.plan.rows import (
     Group,
     Kernel,
@@ -15,7 +16,6 @@ from fp8compile.plan.rows import (
     Mask,
     Matmul,
     MergedUpdate,
-    Plan,
     Recomputed,
     Saved,
     State,

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
 from fp8compile.optimizer.parameter_groups import plain_bytes
-from fp8compile.plan.rows import Kernel, Matmul, Plan, Recomputed, Saved, State, Transfer
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Kernel, Matmul, Recomputed, Saved, State, Transfer
 
 ROLES = ("output", "grad_input", "grad_weight", "other")
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 NUMBER_OF = re.compile(r"\d+(?= elements)")  # in reasons that differ in the size of a parameter only
+ANY_NUMBER = re.compile(r"(?<![\w.'\"-])\d+(?:\.\d+)?(?![\w'\"])")  # not those of names: "e4m3", skip='2'
 Row = TypeVar("Row", Matmul, Saved, Recomputed, Transfer)
 
 
@@ -88,11 +90,24 @@ def state_groups(plan: Plan) -> list[States]:
     return sorted(found, key=lambda g: (-g.before, g.first.name))
 
 
-def ranged(reasons: Sequence[str]) -> str:
-    """One text for reasons that differ in numbers of elements only: "64 to 128 elements" for what lies between."""
-    columns = zip(*(map(int, NUMBER_OF.findall(reason)) for reason in reasons), strict=True)
-    texts = iter([str(min(c)) if min(c) == max(c) else f"{min(c)} to {max(c)}" for c in map(list, columns)])
-    return NUMBER_OF.sub(lambda _: next(texts), reasons[0])
+def alike(reasons: Mapping[str, int], number: re.Pattern[str] = NUMBER_OF) -> dict[str, int]:
+    """Return the counts of reasons, those that differ in numbers alone as one, the most frequent first."""
+    same: dict[str, Counter[str]] = {}
+    for why, count in reasons.items():
+        same.setdefault(number.sub("…", why), Counter())[why] += count
+    found = {ranged(list(counts), number): counts.total() for counts in same.values()}
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def ranged(reasons: Sequence[str], number: re.Pattern[str] = NUMBER_OF) -> str:
+    """Return one text of reasons that differ in these numbers only: "64 to 128 elements" for what lies between."""
+    texts = iter([_range(column) for column in zip(*(number.findall(reason) for reason in reasons), strict=True)])
+    return number.sub(lambda _: next(texts), reasons[0])
+
+
+def _range(numbers: Sequence[str]) -> str:
+    least, most = min(numbers, key=float), max(numbers, key=float)
+    return least if least == most else f"{least} to {most}"
 
 
 def _matmul_key(m: Matmul) -> Hashable:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fp8compile.optimizer.parameter_groups import PLAIN, plain_bytes
-from fp8compile.plan.rows import FP8, Loss, Matmul, Plan, Saved
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import FP8, Loss, Matmul, Saved
 
 
 @dataclass(frozen=True)

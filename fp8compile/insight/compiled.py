@@ -1,0 +1,19 @@
+"""Explanations of what this process has compiled."""
+
+from __future__ import annotations
+
+from fp8compile.insight.explanation import Explanation
+from fp8compile.plan import store
+
+
+def last_compile() -> Explanation:
+    """Return what `explain` tells, of what was compiled last, without compiling again; also where a cache had it.
+
+    All graphs that the last call of a compiled function made (graph breaks make several), one without matmuls left out;
+    graphs which that call found compiled are not in it. If torch compiled nothing of it, `failure` says why.
+    An optimizer that was compiled after a model does not hide it: where graphs with matmuls have been compiled, it is
+    of those. `compiles()` has everything. Raises `LookupError` before the first, and after `torch.compiler.reset()`.
+    """
+    if found := store.last_call():
+        return Explanation(found)
+    raise LookupError("nothing has been compiled with backend='fp8' yet: call the compiled model once")
