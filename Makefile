@@ -30,20 +30,23 @@ lint: $(STAMP)dev ## style
 types: $(STAMP)dev ## static types
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test-cpu: $(STAMP)dev ## the tests alone, two at a time (ARGS="-k name")
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+# A room among ARGS is a folder of tests: ARGS="passes/save" runs tests/passes/save.
+ROOMS = $(foreach word,$(ARGS),$(if $(wildcard tests/$(word)),tests/$(word),$(word)))
+
+test-cpu: $(STAMP)dev ## the tests alone, two at a time (ARGS="passes/save" or ARGS="-k name")
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ROOMS)
 
 test-gpu: ## every GPU test, with the python on the path; prints what failed
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
 
 field: $(STAMP)dev $(STAMP)field ## gradients of small versions of all rows of the field suite (ARGS="-k T5")
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_field.py -m "field or not field" -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks/test_field.py -m "field or not field" -n 2 --dist worksteal $(ARGS)
 
 fuzz: ## random models, with the python on the path (ARGS="--models 5000 --device cuda --jobs 32"; docs/fuzzing.md)
 	$(PYTHON) -m tests.fuzz $(ARGS)
 
 accept: $(STAMP)dev ## renew the golden graphs and the outputs in the docs, after reading their differences
-	FP8COMPILE_ACCEPT=1 $(BIN)/python -m pytest tests/graph tests/test_docs.py $(ARGS)
+	FP8COMPILE_ACCEPT=1 $(BIN)/python -m pytest tests/passes tests/project/test_docs.py $(ARGS)
 
 format: $(STAMP)dev ## let ruff lay out the code
 	$(BIN)/ruff check --fix .

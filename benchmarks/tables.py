@@ -1,7 +1,7 @@
 """The tables of README.md and docs/ that benchmarks have measured, made from the files in benchmarks/results/.
 
-    python benchmarks/tables.py             write them
-    python benchmarks/tables.py --check     say which are not what the files give
+    python -m benchmarks.tables             write them
+    python -m benchmarks.tables --check     say which are not what the files give
 
 A page has a place for each table:
 
@@ -24,15 +24,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import block
-import compile_time
-import field
-import field_tables
-import matmul
-import runs
-import train_step
-from columns import MISSING, Row, baseline_of, cells, markdown, ratio
-from runs import Benchmark
+from benchmarks.field import suite as field
+from benchmarks.field import tables as field_tables
+from benchmarks.harness import runs
+from benchmarks.harness.columns import MISSING, Row, baseline_of, cells, markdown, ratio
+from benchmarks.harness.runs import Benchmark
+from benchmarks.micro import matmul
+from benchmarks.training import block, compile_time, train_step
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = {
@@ -61,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if made == text:
             continue
         if given.check:
-            print(f"{page.relative_to(given.root)} is not what the files give; run: python benchmarks/tables.py")
+            print(f"{page.relative_to(given.root)} is not what the files give; run: python -m benchmarks.tables")
             status = 1
         else:
             page.write_text(made)

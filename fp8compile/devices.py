@@ -1,15 +1,15 @@
 """What each device can do in FP8, and how fast: the constants of the cost model, in one table.
 
-Rates in TFLOP/s on random data at Llama-8B shapes (`benchmarks/casts_and_matmuls.py`; groups: `benchmarks/matmul.py`).
-`casts` in TB/s (bytes read + written, as `passes/matmul/matmul_costs.py` counts them) by which casts in generated
-kernels lengthen a training step: 2.6 for the SwiGLU of Qwen2-1.5B (16384 × 8960), 3.7 for that of a 100 M model (16384
-× 2048), which partly stays in the cache; matmuls that are in doubt are of the second kind. `launch` in microseconds for
-one more kernel in a compiled graph. `start` in microseconds that a matmul takes beyond its FLOPs, in BF16 as in FP8:
-the device fills and drains (a fit over `benchmarks/matmul.py`: 10.2 in BF16, 10.5 with tensor scales; it is then within
-4 and 8 % of the times, and without it within 8 and 13 %). `processors`: streaming multiprocessors, over which tiles of
-an output are spread (`Device.filled`). `grouped`: whether torch's grouped FP8 matmul runs there; it is written for
-Hopper. H200: measured with torch 2.11. Where `measured` is False the figures are scaled from the vendor's peaks, to be
-replaced by a measurement.
+Rates in TFLOP/s on random data at Llama-8B shapes (`benchmarks/micro/casts_and_matmuls.py`; groups:
+`benchmarks/micro/matmul.py`). `casts` in TB/s (bytes read + written, as `passes/matmul/matmul_costs.py` counts them) by
+which casts in generated kernels lengthen a training step: 2.6 for the SwiGLU of Qwen2-1.5B (16384 × 8960), 3.7 for that
+of a 100 M model (16384 × 2048), which partly stays in the cache; matmuls that are in doubt are of the second kind.
+`launch` in microseconds for one more kernel in a compiled graph. `start` in microseconds that a matmul takes beyond its
+FLOPs, in BF16 as in FP8: the device fills and drains (a fit over `benchmarks/micro/matmul.py`: 10.2 in BF16, 10.5 with
+tensor scales; it is then within 4 and 8 % of the times, and without it within 8 and 13 %). `processors`: streaming
+multiprocessors, over which tiles of an output are spread (`Device.filled`). `grouped`: whether torch's grouped FP8
+matmul runs there; it is written for Hopper. H200: measured with torch 2.11. Where `measured` is False the figures are
+scaled from the vendor's peaks, to be replaced by a measurement.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Device:
 
         Matmuls with scales of rows, groups or blocks give each tile of 128 × 128 to one multiprocessor, where those of
         BF16 and of tensor scales share one among several if there are few: [768, 768] of 16384 tokens has 36 tiles, and
-        takes an H200 over 3 times what its FLOPs would (`benchmarks/matmul.py`).
+        takes an H200 over 3 times what its FLOPs would (`benchmarks/micro/matmul.py`).
         """
         return tiles / round_up(tiles, self.processors) if tiles else 1.0
 

@@ -16,7 +16,7 @@ from poison import poison
 from quick import quicken
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # generated kernels run on the CPU (tests/interpreter.py)
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # generated kernels run on the CPU (tests/support/interpreter.py)
 
 _cache = tempfile.TemporaryDirectory(prefix="fp8compile-tests-")  # lives as long as the process
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name

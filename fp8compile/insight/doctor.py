@@ -85,7 +85,7 @@ def _gpus() -> Iterator[Finding]:
             yield Finding(NOTE, f"GPU {i}", device.why_not, "Matmuls stay in BF16 there.")
         elif not device.measured or device.name not in name:
             seen = f"{name}: FP8; the cost model uses figures of {device.name}, which are not measured on this GPU"
-            yield Finding(NOTE, f"GPU {i}", seen, "`python benchmarks/casts_and_matmuls.py` measures them.")
+            yield Finding(NOTE, f"GPU {i}", seen, "`python -m benchmarks.micro.casts_and_matmuls` measures them.")
         else:
             yield Finding(FINE, f"GPU {i}", f"{name}: FP8, with a measured cost model")
 

@@ -11,7 +11,7 @@
 `split` keeps the 16 bits that an FP32 parameter has more: the BF16 parameter is always the FP32 one, rounded. The first
 state of a parameter carries them, so an optimizer without states cannot have them.
 
-The defaults are what measured best (`benchmarks/optimizer_states.py`): over 2000 steps of real training the mean of
+The defaults are what measured best (`benchmarks/optimizer/states.py`): over 2000 steps of real training the mean of
 v̂ / v is 0.9995, and m / √v has 2 % of the error of plain FP8. The rule what is small asks for the size of the global
 parameter, so sharding changes no format.
 """

@@ -6,7 +6,8 @@ makes the sum of all times least is done with it and its neighbours: all stay, o
 the matmul alone, a layer's two gradients, its three matmuls, and the same of all layers that read one activation (q, k
 and v).
 
-What has left does not come back, and not all sets are tried: `tests/graph/test_what_pays.py` compares with all ways.
+What has left does not come back, and not all sets are tried: `tests/passes/matmul/test_profitability.py` compares with
+all ways.
 """
 
 from __future__ import annotations

@@ -20,15 +20,15 @@ from fp8compile.kernels.codegen.expressions import EXPRESSIONS
 from fp8compile.kernels.codegen.spec import Part
 from fp8compile.kernels.reference import markers
 from fp8compile.passes.lower import verify_kernels
-from fuzz import run
-from fuzz.bounds import noise
-from fuzz.draw import draw
-from fuzz.judge import OK, SKIPPED, Settings, Verdict, judge
-from fuzz.shrink import manner, script, shrink, simpler_ones
-from fuzz.source import source
-from fuzz.spec import Output, Spec, Step, from_json
-from fuzz.stepping import WAYS, Subject, imported
-from fuzz.writer import KINDS
+from tests.fuzz import run
+from tests.fuzz.bounds import noise
+from tests.fuzz.draw import draw
+from tests.fuzz.judge import OK, SKIPPED, Settings, Verdict, judge
+from tests.fuzz.shrink import manner, script, shrink, simpler_ones
+from tests.fuzz.source import source
+from tests.fuzz.spec import Output, Spec, Step, from_json
+from tests.fuzz.stepping import WAYS, Subject, imported
+from tests.fuzz.writer import KINDS
 
 SEEDS, INTERPRETED = 24, (1, 14, 30, 34, 41)
 ROOT = Path(__file__).parents[2]

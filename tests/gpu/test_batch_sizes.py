@@ -6,21 +6,17 @@ The rows of a batch are contracted in every gradient of a weight, and are filled
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from fake_quantized import sqnr
+from models import BATCH, LENGTH, SIZES, ZOO, Case, noise, unsettled
 from poison import poison_free_memory
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fake_quantized import sqnr
-from models import BATCH, LENGTH, SIZES, ZOO, Case, noise, unsettled
-from train.test_models import LEAST, Reference, train_step
+from tests.train.test_models import LEAST, Reference, train_step
 
 pytestmark = pytest.mark.gpu
 

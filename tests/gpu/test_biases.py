@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from fake_quantized import sqnr
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.gpu
 LEAST = 12.0  # dB: gradients that have been through four layers in FP8, each of whose casts keeps 31

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_quantized import sqnr
 from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.plan import store
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fake_quantized import sqnr
 
 pytestmark = [pytest.mark.gpu]
 WIDTH = 256

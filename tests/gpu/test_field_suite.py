@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import field
-from field_steps import OURS
-from peers import BASELINE
+from benchmarks.field import suite as field
+from benchmarks.field.steps import OURS
+from benchmarks.harness.peers import BASELINE
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz import poison
+
+from tests.fuzz import poison
 
 pytestmark = pytest.mark.gpu
 

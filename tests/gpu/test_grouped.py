@@ -8,24 +8,20 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from experts import GROUPS, Experts, ends
+from fake_quantized import fake_quantized, sqnr
+from models import unsettled
 from torch.profiler import ProfilerActivity, profile
 
 import fp8compile
 from fp8compile.kernels.matmul import scaled_mm
 from fp8compile.kernels.matmul.check_grouped import why_it_fails
 from fp8compile.kernels.reference import markers
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from experts import GROUPS, Experts, ends
-from fake_quantized import fake_quantized, sqnr
-from models import unsettled
-from train.test_experts import LEAST, NEAR, losses, mixtral, qwen3_moe, step
+from tests.train.test_experts import LEAST, NEAR, losses, mixtral, qwen3_moe, step
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from fp8compile.kernels.codegen import schedule as schedules
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
 
 pytestmark = pytest.mark.gpu
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from llama import Block, LlamaConfig, Rotary  # noqa: E402
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import fp8compile
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from train.test_nested import Nested, Plain, assert_close, batch, gradients, stack
+from tests.torch_hooks.test_nested import Nested, Plain, assert_close, batch, gradients, stack
 
 pytestmark = [pytest.mark.gpu]
 

@@ -3,20 +3,14 @@ minutes, and that gradients are those of BF16."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 from fake_quantized import sqnr
+from torch import Tensor, nn
 
 import diffusion
 from llama import Block, LlamaConfig, Rotary

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_quantized import sqnr
+from models import ZOO
 from torch import Tensor, nn
 
 import fp8compile
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from fake_quantized import sqnr
-from gpu.test_zoo import check, compiled, on_gpu
-from models import ZOO
-from train.test_models import train_step
-
 from llama import Block, LlamaConfig, Rotary
+from tests.gpu.test_zoo import check, compiled, on_gpu
+from tests.train.test_models import train_step
 
 pytestmark = pytest.mark.gpu
 WIDTH, TOKENS = 2048, (4, 1024)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from fake_quantized import sqnr
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8compile
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fake_quantized import sqnr
-from graph.test_attention_masks import CAUSAL, EVERYTHING, Attention
-from graph.test_attention_strides import Attention as Strided
-from graph.test_attention_strides import both_directions
+from tests.passes.attention.test_attention_masks import CAUSAL, EVERYTHING, Attention
+from tests.passes.attention.test_attention_strides import Attention as Strided
+from tests.passes.attention.test_attention_strides import both_directions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")]
 

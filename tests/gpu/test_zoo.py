@@ -14,15 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_quantized import sqnr
+from models import ZOO, Case
 from torch.profiler import ProfilerActivity, profile
 
 import fp8compile
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fake_quantized import sqnr
-from models import ZOO, Case
-from train.test_models import LEAST, Reference, train_step
+from tests.train.test_models import LEAST, Reference, train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -130,7 +127,7 @@ def test_default_selection_converts_large_matmuls() -> None:
 
 
 LOSSES = """
-import sys; sys.path[:0] = [{tests!r}, {gpu!r}]
+import sys; sys.path[:0] = [{support!r}, {gpu!r}]
 import torch, fp8compile
 from test_zoo import compiled, on_gpu, train_step
 from torch._dynamo.utils import counters
@@ -150,7 +147,7 @@ print(len(fp8compile.last_compile().converted), counters["aot_autograd"]["autogr
 
 def test_warm_and_cold_cache_give_the_same_numbers(tmp_path: Path) -> None:
     here = Path(__file__).parent
-    code = LOSSES.format(tests=str(here.parent), gpu=str(here))
+    code = LOSSES.format(support=str(here.parent / "support"), gpu=str(here))
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     outs = []
     for _ in range(2):

@@ -1,0 +1,1 @@
+"""Models as their libraries ship them, trained by BF16 torch.compile and by this compiler."""

@@ -1,0 +1,1 @@
+"""Single kernels: matmuls, casts, the loss, and how exact they are."""

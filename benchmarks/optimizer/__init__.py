@@ -1,0 +1,1 @@
+"""Optimizer steps with 8-bit states."""

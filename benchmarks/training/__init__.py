@@ -1,0 +1,1 @@
+"""Training: whole steps, blocks, what is saved, compile time, convergence."""

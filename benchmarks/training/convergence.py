@@ -1,0 +1,288 @@
+"""Does training in FP8 lose anything? BF16, fp8compile in parts and whole, and torchao, on the same data and seeds.
+
+    python -m benchmarks.training.convergence --out runs/convergence --minutes 9
+        # again and again, until nothing is left
+    python -m benchmarks.training.convergence --out runs/convergence --report    # the table of what there is
+    python -m benchmarks.training.convergence --tiny --out /tmp/tiny    # on a CPU, in a minute
+
+The model is `examples/llama.py` (`--size 125m`), its text `examples/corpus.py`. A seed decides weights and the order of
+the data, for every configuration alike. `BF16` is FP32 parameters under BF16 autocast, torch's fused AdamW, Inductor;
+the others differ in what their name says: `8-bit states` in those of the optimizer alone (its step is compiled), O2 in
+its matmuls, O3 in matmuls, saved activations and states. With `--parameters bf16` the parameters of ours are BF16, with
+the masters of their level.
+
+What is in --out: a JSON for each run, written at each evaluation, `results.json`, `loss.svg`, and in `checkpoints/` (or
+--scratch) the state of the run that --minutes interrupted; without it that run begins anew. A run looks at the clock
+between two evaluations, and compiling takes a minute or two on a GPU: ask for less than there is. What shares the GPU
+with other work (--untimed) gives losses and no times: a configuration's times are those of its other seeds.
+
+    loss       held-out loss, the mean of the last three evaluations; ± is the half width of a 95 % interval over seeds
+    gap        loss / BF16's of the same seed - 1; its mean, with an interval of the same kind
+    spikes     readings of the training loss that lie 0.2 above the least of the five before them, all seeds
+    matched    time until the worst configuration's loss is reached, beside BF16's: speed at the same quality
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import fp8compile
+from benchmarks.training.convergence_report import CONFIGURATIONS, OURS, STATES, Run, report
+from corpus import Corpus, even_starts, load_corpus, random_starts, windows
+from llama import Llama, LlamaConfig
+from training import MAX_GRADIENT_NORM, WEIGHT_DECAY, Size, lr_factor
+
+SIZES = {
+    "tiny": Size(LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden=192), 8, 64, 60, 3e-3, 4),
+    "125m": Size(LlamaConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, hidden=3584), 32, 1024, 2000, 6e-4, 8),
+}
+EVALUATIONS, READING = 40, 10  # in a run; steps in a reading of the training loss
+UNTIMED = 5  # steps after a (re)start that are not timed: compilation, autotuning
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a folder share."""
+
+    size: Size
+    device: str
+    select: str
+    parameters: str
+    executor: str
+    text: str
+
+
+class Trainer:
+    """A model in one configuration, with what updates it."""
+
+    def __init__(self, settings: Settings, corpus: Corpus, run: Run) -> None:
+        torch.compiler.reset()
+        gc.collect()
+        if settings.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.settings, self.corpus, self.run = settings, corpus, run
+        size = settings.size
+        torch.manual_seed(run.seed)
+        with torch.device(settings.device):
+            self.model = Llama(size.model, max_seq=size.seq)
+        ours = OURS.get(run.name)
+        self.autocast = ours is None or settings.parameters == "fp32"
+        if not self.autocast:
+            self.model.bfloat16()
+        self.step = self._compiled(ours)
+        matrices, vectors = ([p for p in self.model.parameters() if (p.dim() >= 2) == big] for big in (True, False))
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": WEIGHT_DECAY},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        level = "O3" if run.name == STATES else ours["level"] if ours else None
+        compiled = level == "O3" or (level is not None and not self.autocast)
+        self.opt = torch.optim.AdamW(groups, lr=size.lr, betas=(0.9, 0.95), fused=not compiled)
+        self.schedule = LambdaLR(self.opt, lambda done: lr_factor(done, size.steps))
+        self.update: Callable[[], Any] = self.opt.step
+        if compiled:
+            options = {"level": level, "executor": settings.executor, "strict": True}
+            fp8compile.prepare_optimizer(self.opt, fp8compile.Options.parse(options).states)
+            self.update = torch.compile(self.opt.step, backend="fp8", options=options)
+        self.starts = random_starts(corpus.train, size.steps, size.batch, size.seq, run.seed)
+        self.done = 0
+
+    def _compiled(self, ours: dict[str, str] | None) -> Callable[[Tensor, Tensor], Tensor]:
+        eager = self.settings.executor == "eager"
+        if ours is not None:
+            options = {**ours, "select": self.settings.select, "executor": self.settings.executor, "strict": True}
+            return torch.compile(self.model, backend="fp8", options=options)
+        if self.run.name.startswith("torchao"):
+            _convert_by_torchao(self.model)
+        return self.model if eager else torch.compile(self.model)
+
+    def loss(self, text: Tensor, starts: Tensor) -> Tensor:
+        tokens, targets = windows(text, starts, self.settings.size.seq)
+        with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.autocast):
+            return self.step(tokens, targets)
+
+    def train(self, steps: int) -> list[Tensor]:
+        """So many steps; their losses."""
+        losses = []
+        for starts in self.starts[self.done : self.done + steps]:
+            loss = self.loss(self.corpus.train, starts)
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+            self.update()
+            self.schedule.step()
+            self.opt.zero_grad()
+            losses.append(loss.detach())
+        self.done += len(losses)
+        return losses
+
+    @torch.no_grad()
+    def held_out(self) -> float:
+        size, text = self.settings.size, self.corpus.held_out
+        starts = even_starts(text, size.held_out_batches, size.batch, size.seq)
+        return torch.stack([self.loss(text, batch) for batch in starts]).mean().item()
+
+    def state(self) -> dict[str, Any]:
+        """All that a later process needs to go on."""
+        return {
+            "model": self.model.state_dict(), "opt": self.opt.state_dict(), "schedule": self.schedule.state_dict(),
+            "delayed": fp8compile.delayed.state_dict(), "done": self.done, "run": asdict(self.run),
+        }  # fmt: skip
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.opt.load_state_dict(state["opt"])
+        self.schedule.load_state_dict(state["schedule"])
+        fp8compile.delayed.load_state_dict(state["delayed"])
+        self.done = state["done"]
+
+
+def _convert_by_torchao(model: nn.Module) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, path: path != "lm_head")
+
+
+def train(
+    settings: Settings, corpus: Corpus, run: Run, file: Path, checkpoint: Path, deadline: float, timed: bool = True
+) -> bool:
+    """Train until the run is finished or time is over; returns whether it is finished."""
+    trainer = Trainer(settings, corpus, run)
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location=settings.device, weights_only=False)
+        if (state["run"]["name"], state["run"]["seed"]) == (run.name, run.seed):
+            trainer.load(state)
+            run.__dict__.update(Run(**state["run"]).__dict__)
+    if not trainer.done:
+        run.__dict__.update(Run(run.name, run.seed, run.steps).__dict__)
+    every = max(1, run.steps // EVALUATIONS)
+    begin = trainer.done
+    while not run.finished:
+        if time.monotonic() > deadline:
+            checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(trainer.state(), checkpoint)
+            return False
+        end = min(run.steps, (trainer.done // every + 1) * every)
+        fresh = trainer.done < begin + UNTIMED
+        began, count = time.perf_counter(), end - trainer.done
+        losses = trainer.train(count)
+        values = torch.stack(losses).tolist()  # waits for the device
+        if timed and not fresh:
+            run.seconds.append((time.perf_counter() - began) / count)
+        run.readings += [statistics.mean(values[i : i + READING]) for i in range(0, count, READING)]
+        if begin == 0 and end == every and run.name in OURS:
+            run.fp8_matmuls = len(fp8compile.last_compile().converted)
+        run.evaluations.append((trainer.done, trainer.held_out()))
+        run.diverged = not all(map(math.isfinite, (*values, run.evaluations[-1][1])))
+        if settings.device == "cuda":
+            run.peak_bytes = max(run.peak_bytes, torch.cuda.max_memory_allocated())
+        file.write_text(json.dumps(asdict(run)))
+    checkpoint.unlink(missing_ok=True)
+    return True
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = parser().parse_args(arguments)
+    began = time.monotonic()
+    if given.report:
+        print(report(given.out, _settings_of(given.out)))
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() and not given.tiny else "cpu"
+    size = SIZES["tiny" if given.tiny else given.size]
+    size = size if given.steps is None else replace(size, steps=given.steps)
+    corpus = load_corpus(given.text, size.seq).to(torch.device(device))
+    executor = "eager" if device == "cpu" else "inductor"
+    settings = Settings(size, device, given.select, given.parameters, executor, corpus.source)
+    _check_folder(given.out, asdict(settings))
+    torch.set_float32_matmul_precision("high")
+    names = [name for name in given.configurations or CONFIGURATIONS if _is_there(name)]
+    left = _run_all(given, names, settings, corpus, began + 60 * given.minutes)
+    print(f"{left} of {len(names) * given.seeds} runs left: the same command goes on" if left else "all runs done")
+    print("\n" + report(given.out, asdict(settings)))
+
+
+def _run_all(
+    given: argparse.Namespace, names: Sequence[str], settings: Settings, corpus: Corpus, deadline: float
+) -> int:
+    """Runs in order, seed by seed, so that what is there can be compared; returns how many are left."""
+    checkpoint = (given.scratch or given.out / "checkpoints") / "interrupted.pt"
+    todo = [(seed, name) for seed in range(given.seeds) for name in names]
+    for i, (seed, name) in enumerate(todo):
+        file = given.out / f"{name.replace(' ', '-')}-seed{seed}.json"
+        run = Run(**json.loads(file.read_text())) if file.exists() else Run(name, seed, settings.size.steps)
+        if run.finished:
+            continue
+        if time.monotonic() > deadline or not train(
+            settings, corpus, run, file, checkpoint, deadline, timed=not given.untimed
+        ):
+            return len(todo) - i
+        time_of_step = f"{1000 * run.seconds_per_step:.1f} ms a step" if run.seconds else "not timed"
+        print(f"{name:<20} seed {seed}: {run.loss:.4f}, {time_of_step}", flush=True)
+    return 0
+
+
+def _is_there(name: str) -> bool:
+    if name.startswith("torchao"):
+        try:
+            import torchao.float8  # type: ignore[import-not-found]  # noqa: F401
+        except ImportError:
+            print("torchao is not installed: left out")
+            return False
+    return True
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    """The settings of the runs in a folder, which may have been made elsewhere."""
+    file = folder / "settings.json"
+    if not file.exists():
+        raise SystemExit(f"{folder} holds no runs")
+    return json.loads(file.read_text())
+
+
+def _check_folder(folder: Path, settings: dict[str, Any]) -> None:
+    """Runs of other settings must not be mixed."""
+    file = folder / "settings.json"
+    now = json.loads(json.dumps(settings))
+    if file.exists() and (before := json.loads(file.read_text())) != now:
+        changed = [name for name in now if before.get(name) != now[name]]
+        raise SystemExit(f"{folder} holds runs of other settings ({', '.join(changed)}): take another --out")
+    file.write_text(json.dumps(now, indent=1) + "\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, default=Path("runs/convergence"))
+    p.add_argument("--scratch", type=Path, help="where the checkpoint of an interrupted run is (default: in --out)")
+    p.add_argument("--minutes", type=float, default=math.inf, help="stop, and be ready to go on, after so long")
+    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--untimed", action="store_true", help="other work shares the GPU: keep no times")
+    p.add_argument("--size", choices=["125m"], default="125m")
+    p.add_argument("--tiny", action="store_true", help="a very small model, on the CPU")
+    p.add_argument("--steps", type=int)
+    p.add_argument("--text", type=Path, help="as for examples/train_lm.py")
+    p.add_argument("--select", choices=["all", "profitable"], default="all", help="which matmuls are in FP8")
+    p.add_argument("--parameters", choices=["fp32", "bf16"], default="fp32", help="of O2 and O3")
+    p.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, help="default: all")
+    p.add_argument("--report", action="store_true", help="train nothing, show what there is")
+    return p
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Whole training steps of Hugging Face models: forward, loss, backward and AdamW, in FP8 and beside its peers.
+
+    python -m benchmarks.training.train_step --only "Llama 1.1B" --json FILE [--picture FOLDER]    one GPU
+    python -m benchmarks.training.train_step --tiny    tiny models on a CPU: that it runs, no times
+
+Random weights and tokens, BF16 parameters, medians after warm-up. All systems train the same weights on the same batch.
+
+ms        median time of a step, from the end of one to the end of the next
+peak      GiB allocated at most; above: beyond weights and optimizer states
+states    bytes of optimizer state a parameter
+compile   seconds of the first step, with empty caches: compiling, and running once
+loss      at the last step: it shows that a system trains
+
+`--help` and runs.py have the other options.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters  # graph breaks would make several graphs
+
+from benchmarks.harness import peers, runs
+from benchmarks.harness.columns import Row, figure, ratio
+from benchmarks.harness.measuring import bytes_of, intervals, peak_gib
+from benchmarks.harness.peers import BASELINE, EAGER, TORCHAO, ours
+from benchmarks.harness.processes import Case
+from benchmarks.harness.runs import Benchmark
+from benchmarks.harness.workloads import MODULES, WORKLOADS
+
+MASKS_MADE = ours("8-bit states, masks made", eight_bit=True, fold_masks=False)
+SYSTEMS = (BASELINE, EAGER, ours(), ours("8-bit states", eight_bit=True), MASKS_MADE, *TORCHAO)
+WARMUP, STEPS, TINY_STEPS = 4, 20, 2
+COLUMNS = (
+    figure("ms", "ms"),
+    ratio("speed-up", "ms"),
+    figure("tokens/s", "tokens_per_second", ".0f"),
+    figure("peak", "peak_gib", ".2f"),
+    ratio("of BF16's", "peak_gib", inverse=True),
+    figure("above", "above_gib", ".2f"),
+    figure("states", "state_bytes", ".2f"),
+    figure("compile", "compile_seconds"),
+    figure("loss", "loss", ".4f"),
+)
+
+
+class Training:
+    """One system that trains one model."""
+
+    def __init__(self, case: Case):
+        workload = next(w for w in WORKLOADS if w.name == case.model)
+        self.system = next(s for s in SYSTEMS if s.name == case.system)
+        self.model = workload.built(case.device, case.tiny)
+        self.batch = workload.made(self.model, case.device, case.tiny)
+        self.run: Any = peers.prepare(self.system, self.model, case.device)
+        self.opt, self.opt_step = peers.optimizer(self.system, self.model, case.device)
+        self.loss = torch.zeros(())
+
+    def step(self) -> None:
+        loss = self.run(**self.batch)
+        loss.backward()
+        self.opt_step()
+        self.opt.zero_grad(set_to_none=True)
+        self.loss = loss.detach()
+
+    def timed_step(self) -> float:
+        """Seconds of a step that is waited for."""
+        start = time.perf_counter()
+        self.step()
+        self.loss.item()
+        return time.perf_counter() - start
+
+    def state_bytes(self) -> float:
+        """Bytes of optimizer state for each parameter."""
+        state = sum(bytes_of(x) for states in self.opt.state.values() for x in states.values())
+        return state / sum(p.numel() for p in self.model.parameters())
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The figures of one system on one model."""
+    training = Training(case)
+    first = training.timed_step()
+    graphs = counters["stats"]["unique_graphs"]
+    if case.compile_only:
+        return {}
+    count = TINY_STEPS if case.tiny else STEPS
+    for _ in range(1 if case.tiny else WARMUP):
+        training.step()
+    ms = statistics.median(intervals(training.step, count, case.device))
+    peak, above = peak_gib(training.step, 2, case.device)
+    labels = training.batch["labels"]
+    return {
+        "ms": ms,
+        "tokens_per_second": labels.numel() / ms * 1e3,
+        "peak_gib": peak,
+        "above_gib": above,
+        "state_bytes": training.state_bytes(),
+        "compile_seconds": None if case.warm else first,
+        "loss": float(training.loss),
+        "parameters": sum(p.numel() for p in training.model.parameters()),
+        "graphs": graphs,
+        "in_fp8": peers.in_fp8(training.system, training.model),
+        "note": peers.failure(),
+    }
+
+
+BENCHMARK = Benchmark(
+    "train_step",
+    {w.name: [s.name for s in SYSTEMS] for w in WORKLOADS},
+    measure,
+    COLUMNS,
+    BASELINE.name,
+    axes=(("above_gib", "peak above weights and states, GiB"), ("ms", "step, ms")),
+    imports=MODULES,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Row]:
+    """Print the table; see the top of this file."""
+    return runs.main(BENCHMARK, __doc__, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""benchmarks/training/compile_time.py without a GPU: the parts make up the whole, and every pass is among them."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.harness.columns import Row
+from benchmarks.training import compile_time
+from fp8compile.passes import pipeline
+
+PARTS = ("trace", "autograd", "passes", "inductor", "kernels", "rest")
+
+
+def test_tiny_run(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {r.system: r for r in compile_time.main(["--tiny", "--only", "*100M", "--systems", "BF16*,fp8compile"])}
+    for row in rows.values():
+        assert sum(row.get(part) for part in PARTS) == pytest.approx(row.get("cold_seconds"))
+        assert min(row.get(part) for part in PARTS) >= 0
+        assert row.get("warm_seconds") > 0
+    assert rows["BF16 compile"].get("passes") == 0
+    by_pass = rows["fp8compile"].get("by_pass")
+    after_cut = {step.name for step in pipeline.AFTER_CUT if "operators" in step.executors}
+    assert {step.name for step in pipeline.PIPELINE} | {"verify", "cut"} | after_cut <= by_pass.keys()
+    assert rows["fp8compile"].get("passes") == pytest.approx(sum(by_pass.values()))
+    assert "ms of each pass: canonicalize" in capsys.readouterr().out
+
+
+def test_passes_are_timed_in_the_context_alone() -> None:
+    before = pipeline.PIPELINE
+    with compile_time.timed_passes():
+        assert pipeline.PIPELINE is not before
+    assert pipeline.PIPELINE is before
+
+
+def test_passes_within_inductor_are_not_counted_as_its() -> None:
+    stages = {"bytecode_tracing": 1.0, "compile_fx_inner": 10.0, "async_compile.wait": 3.0}
+    parts = compile_time.shares(20.0, stages, {"canonicalize": 0.5, "form_regions": 2.0})
+    assert parts == {"trace": 1.0, "autograd": 0.0, "passes": 2.5, "inductor": 5.0, "kernels": 3.0, "rest": 8.5}
+
+
+def test_passes_are_printed_for_those_who_have_them(capsys: pytest.CaptureFixture[str]) -> None:
+    compile_time.print_passes(
+        [Row("m", "BF16 compile", "", {"by_pass": {}}), Row("m", "s", "", {"by_pass": {"a": 0.5}})]
+    )
+    assert capsys.readouterr().out == "m, ms of each pass: a 500\n"

@@ -1,0 +1,132 @@
+"""benchmarks/training/convergence.py on a CPU: runs that are interrupted end as others do; the table says what is in
+them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.training import convergence as benchmark
+from benchmarks.training import convergence_report as shown
+
+
+def made(name: str, seed: int, losses: list[float], second: float, readings: list[float] | None = None) -> Any:
+    evaluations = [(10 * (i + 1), loss) for i, loss in enumerate(losses)]
+    return shown.Run(name, seed, 10 * len(losses), evaluations, readings or [], [second])
+
+
+def interrupted(folder: Path, name: str, evaluations: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run `name` for so many evaluations at a time; how many calls it took."""
+    arguments = ["--tiny", "--steps", "12", "--seeds", "1", "--configurations", name, "--out", str(folder)]
+    calls = 0
+    while True:
+        ticks = iter([0.0, 0.0, *[0.0] * evaluations, *[1e9] * 1000])
+        monkeypatch.setattr(benchmark.time, "monotonic", lambda ticks=ticks: next(ticks))
+        benchmark.main([*arguments, "--minutes", "1"])
+        calls += 1
+        if not (folder / "checkpoints" / "interrupted.pt").exists():
+            return calls
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_ends_like_another(tmp_path, monkeypatch, capsys):
+    name = "O3 mixed"
+    assert interrupted(tmp_path / "parts", name, 7, monkeypatch) == 2
+    monkeypatch.undo()
+    arguments = ["--tiny", "--steps", "12", "--seeds", "1", "--configurations", name]
+    benchmark.main([*arguments, "--out", str(tmp_path / "whole")])
+    assert "all runs done" in capsys.readouterr().out
+    (parts,), (whole,) = (shown.read_runs(tmp_path / folder) for folder in ("parts", "whole"))
+    assert parts.finished
+    assert (parts.evaluations, parts.readings) == (whole.evaluations, whole.readings)  # to the bit
+    assert len(whole.evaluations) == 12
+    assert whole.fp8_matmuls > 0
+    assert whole.evaluations[-1][1] < whole.evaluations[0][1] - 0.3  # it learns
+
+
+@pytest.mark.slow
+def test_all_configurations_run_and_are_reported(tmp_path, capsys):
+    arguments = ["--tiny", "--steps", "6", "--seeds", "1", "--out", str(tmp_path)]
+    benchmark.main([*arguments, "--configurations", "BF16", "O2 blockwise", "O3 mixed"])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["BF16", "O2 blockwise", "O3 mixed"]
+    for row in rows[1:]:
+        assert 0 < abs(row["gap"]["mean"]) < 0.02  # six steps: hardly anything could differ; but they are not the same
+    drawn = ElementTree.fromstring((tmp_path / "loss.svg").read_text())
+    assert sum(element.tag.endswith("polyline") for element in drawn) == 3
+    with pytest.raises(SystemExit, match=r"holds runs of other settings \(size\)"):
+        benchmark.main([*arguments[:1], "--steps", "7", "--out", str(tmp_path)])
+    capsys.readouterr()
+    benchmark.main([*arguments, "--report"])
+    assert "O2 blockwise            1" in capsys.readouterr().out
+
+
+def test_bf16_parameters_have_masters(tmp_path):
+    settings = benchmark.Settings(benchmark.SIZES["tiny"], "cpu", "all", "bf16", "eager", "")
+    corpus = benchmark.load_corpus(None, 64)
+    trainer = benchmark.Trainer(settings, corpus, shown.Run("O2 mixed", 0, 60))
+    trainer.train(2)
+    p = trainer.model.blocks[0].attention.q.weight
+    assert p.dtype == benchmark.torch.bfloat16
+    assert trainer.opt.state[p]["exp_avg"].low is not None
+
+
+def test_intervals_are_student_s():
+    found = shown.Interval.of([1.0, 2.0, 4.0])
+    # mean 7/3, deviation √(7/3), times 4.303 / √3
+    assert found.mean == pytest.approx(7 / 3)
+    assert found.half == pytest.approx(4.303 * math.sqrt(7 / 3) / math.sqrt(3))
+    assert shown.Interval.of([1.0]).half is None
+
+
+def test_the_summary_compares_equal_seeds_and_equal_losses():
+    runs = [
+        made("BF16", 0, [4.0, 2.0, 1.0, 1.0, 1.0], 2.0),
+        made("BF16", 1, [4.0, 2.0, 1.5, 1.5, 1.5], 2.0),
+        made("O2 mixed", 0, [4.0, 2.0, 1.1, 1.1, 1.1], 1.0),
+        made("O2 mixed", 1, [4.0, 2.0, 1.8, 1.8, 1.8], 1.0, [3.0, 2.0, 2.5, 1.9, 1.8]),
+        made("O3 mixed", 0, [4.0, 2.0], 1.0),
+    ]
+    runs[-1].steps = 50  # unfinished
+    rows = {row["name"]: row for row in shown.summary(runs)}
+    assert list(rows) == ["BF16", "O2 mixed"]
+    assert rows["O2 mixed"]["gap"]["mean"] == pytest.approx((0.1 + 0.2) / 2)
+    assert rows["O2 mixed"]["gap"]["half"] == pytest.approx(12.706 * math.sqrt(0.005) / math.sqrt(2))
+    assert rows["O2 mixed"]["spikes"] == 1  # 2.5 after 2.0
+    assert rows["BF16"]["equal_loss"] == pytest.approx(1.8)
+    # smoothed: 4, 3, 7/3, 4/3, 1 → 1.8 between steps 30 and 40; 4, 3, 2.5, 5/3, 1.5 → likewise
+    first, second = 30 + 10 * (7 / 3 - 1.8) / 1.0, 30 + 10 * (2.5 - 1.8) / (2.5 - 5 / 3)
+    assert rows["BF16"]["time_to_equal_loss"] == pytest.approx(2.0 * (first + second) / 2)
+    assert "BF16                    2  1.2500 ± 3.1765" in shown.table(list(rows.values()))
+
+
+def test_a_run_that_was_not_timed_takes_the_time_of_its_configuration():
+    untimed = made("BF16", 1, [4.0, 2.0, 1.0, 1.0, 1.0], 0.0)
+    untimed.seconds = []
+    rows = shown.summary([made("BF16", 0, [4.0, 2.0, 1.0, 1.0, 1.0], 2.0), untimed])
+    assert rows[0]["seconds_per_step"] == 2.0
+    assert rows[0]["time_to_equal_loss"] == pytest.approx(2.0 * 50)
+    assert "2000.0" in shown.table(rows)
+    assert "nan" in shown.table(shown.summary([untimed]))
+
+
+def test_what_shares_the_gpu_keeps_no_times(tmp_path, capsys):
+    arguments = ["--tiny", "--steps", "8", "--seeds", "1", "--out", str(tmp_path), "--configurations", "BF16"]
+    benchmark.main([*arguments, "--untimed"])
+    assert "not timed" in capsys.readouterr().out
+    (run,) = shown.read_runs(tmp_path)
+    assert run.finished
+    assert run.seconds == []
+
+
+def test_a_diverged_run_is_said():
+    bad = made("O2 mixed", 0, [4.0, math.nan], 1.0)
+    bad.diverged = True
+    rows = shown.summary([made("BF16", 0, [4.0, 2.0], 1.0), bad])
+    assert (rows[1]["diverged"], rows[1]["gap"]) == (1, None)
+    assert "1 diverged" in shown.table(rows)

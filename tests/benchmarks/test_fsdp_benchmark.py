@@ -1,0 +1,39 @@
+"""The benchmark of FSDP2 without a GPU: it runs, and its figures are what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_tiny_run(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.distributed.fsdp", "--tiny", "--more", "--json", str(file)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(file.read_text())
+    rows = {row["name"]: row for row in figures["rows"]}
+    assert len(rows) == 7
+    assert figures["ranks"] == 2
+    ran = [row for row in rows.values() if not row["note"]]
+    assert {"bf16", "ours", "ours + FP8 gather"} <= {row["name"] for row in ran}
+    assert all(row["note"] == "torchao is not installed" for row in rows.values() if row not in ran)
+    for row in ran:
+        assert abs(row["loss"] - rows["bf16"]["loss"]) < 0.01
+        assert row["name"] in done.stdout
+    # two layers of (2 · 64 · 64 + 2 · 64 · 32 + 3 · 64 · 128) elements of linears, half of them received, twice a step
+    linears = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    saved = rows["bf16"]["gather_mib"] - rows["ours + FP8 gather"]["gather_mib"]
+    assert saved * 2**20 == linears / 2 * 2
+    assert rows["ours"]["gather_mib"] == rows["bf16"]["gather_mib"]
+    compressed = rows["ours + FP8 gather, FP8 gradients"]["reduce_mib"] / rows["bf16"]["reduce_mib"]
+    assert 0.25 < compressed < 0.27  # of FP32: a byte, and 1/32 for scales

@@ -1,0 +1,83 @@
+"""benchmarks/micro/kernels.py without a GPU: what the passes make of every row, and that it computes the right
+thing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.micro import kernels as benchmark
+
+
+@pytest.mark.parametrize("row", benchmark.ROWS, ids=lambda row: row.name)
+def test_row_forms_what_it_states_and_computes_its_function(row):
+    result = benchmark.fake(row)
+    assert result.notes == []  # launches as stated, every cast in a region, results of the plain function
+    assert (result.launches, result.left) == (row.launches, 0)
+    assert result.mib > 0
+
+
+@pytest.mark.parametrize("row", benchmark.ROWS, ids=lambda row: row.name)
+def test_no_cast_is_left(row):
+    for shapes in (benchmark.TINY, benchmark.FULL):
+        formed = benchmark.form(row, shapes, "cpu")
+        assert formed.casts == []
+        assert formed.reasons == []
+
+
+def test_bytes_count_every_input_and_output_once():
+    (row,) = benchmark.selected("swiglu_backward_cast")
+    s = benchmark.FULL
+    elements = s.rows * s.wide
+    scalars = 4 * (2 + 2)  # two amaxes, two scales
+    assert benchmark.fake(row).mib * benchmark.MIB == elements * (3 * 2 + 5) + scalars
+
+
+def test_a_row_that_states_something_else_is_noted():
+    (row,) = benchmark.selected("cast_row")
+    assert benchmark.fake(replace(row, launches=2)).notes == ["expected 2 launches, and nothing left"]
+
+
+def test_a_cast_that_no_region_takes_is_noted():
+    (row,) = benchmark.selected("cast_group128")
+    shapes = replace(benchmark.FULL, cols=4000)  # no multiple of 128
+    formed = benchmark.form(row, shapes, "cpu")
+    assert not formed.regions
+    assert [n.target for n in formed.casts] == [torch.ops.fp8.amax.default, torch.ops.fp8.scale.default,
+                                                torch.ops.fp8.quantize.default]  # fmt: skip
+    expected, left = benchmark.describe(row, formed).notes[:2]
+    assert expected == "expected 1 launches, and nothing left"
+    assert left == "left as it is: %amax"
+
+
+def test_wrong_results_are_noted():
+    (row,) = benchmark.selected("cast_row")
+
+    def call(fp8, x):
+        return row.call(fp8, x if fp8 is benchmark.reference else x.flip(0))
+
+    lines = benchmark.check(replace(row, call=call), benchmark.TINY, "cpu")
+    assert [line.split(":")[0] for line in lines] == ["result 0", "result 1"]
+
+
+def test_table_and_json(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    (result,) = benchmark.main(["--fake", "--only", "amax", "--regions", "--json", str(file)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split() == ["amax", "2", "128.0", *["–"] * 6]
+    assert len(lines) == 3 + result.launches
+    assert json.loads(file.read_text())["rows"][0]["kernels"][0]["text"] == result.kernels[0].text
+
+
+def test_table_with_times():
+    result = benchmark.Result("cast_row", 1, 2, 192.0625, 50.25, 0.934, 120.5, 2, 2.398, 119.0, ["wrong: y0"])
+    cells = "cast_row 1 + 2 192.1 50.2 93% 120.5 2 2.40 119.0 wrong: y0"
+    assert benchmark.table_line(result).split() == cells.split()
+
+
+def test_a_name_that_no_row_has():
+    with pytest.raises(SystemExit, match="no row is called 'cast_col'; there are: cast_row, "):
+        benchmark.main(["--fake", "--only", "cast_row,cast_col"])

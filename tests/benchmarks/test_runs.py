@@ -1,0 +1,179 @@
+"""How benchmarks are run: processes, time, files, tables, pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness import processes, runs
+from benchmarks.harness.columns import Row, figure, markdown, ratio, text_line
+from benchmarks.harness.peers import LeftOutError
+from benchmarks.harness.processes import Case, Clock, FailedError
+from benchmarks.harness.runs import Benchmark
+
+MS = {"right away": 2.0, "twice": 1.0}
+
+
+def behave(case: Case) -> dict[str, Any]:
+    """A system that does what its name says."""
+    if case.system == "dies":
+        os._exit(3)
+    if case.system == "hangs":
+        time.sleep(60)
+    if case.system == "fails":
+        raise ValueError("no such thing\nat all")
+    if case.system == "is left out":
+        raise LeftOutError("it is not installed")
+    if case.system == "compiles":
+        Path(case.cache, f"{case.model}.best_config").write_text("")
+        Path(case.cache, case.model).write_text(str(case.compile_only))
+        return {}
+    caches = [os.environ[name] for name in processes.CACHES]
+    return {"ms": MS.get(case.system, 0.0), "mib": 3, "caches": caches, "files": os.listdir(caches[0])}
+
+
+def in_warm_caches(case: Case) -> dict[str, Any]:
+    assert case.warm
+    return {"warm": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
+
+
+def about_nothing(case: Case) -> dict[str, Any]:
+    return {"device": "none"}
+
+
+def no_gpu(case: Case) -> dict[str, Any]:
+    raise RuntimeError("none here")
+
+
+BENCHMARK = Benchmark(
+    "waiting",
+    {model: ["right away", "twice", "is left out", "fails", "hangs"] for model in ("one", "other")},
+    behave,
+    (figure("ms", "ms"), ratio("speed-up", "ms"), ratio("share", "ms", inverse=True)),
+    "right away",
+    axes=(("mib", "MiB"), ("ms", "ms")),
+)
+
+
+def given(*arguments: str) -> Any:
+    return runs.options("").parse_args(arguments)
+
+
+def test_a_process_has_the_caches_it_is_given_and_returns_figures(tmp_path: Path) -> None:
+    found = processes.isolated(behave, Case("one", "twice", cache=str(tmp_path)), "fork", 20.0)
+    assert found == {"ms": 1.0, "mib": 3, "caches": [str(tmp_path), str(tmp_path / "triton")], "files": []}
+    assert str(tmp_path) not in os.environ.values()
+
+
+def test_systems_have_empty_caches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "about_machine", about_nothing)
+    rows = runs.run(replace(BENCHMARK, again=in_warm_caches), given("--only", "one", "--systems", "right*,twice,fails"))
+    first, second, failed = rows
+    assert [r.get("files") for r in (first, second)] == [[], []]
+    assert first.get("warm") == first.get("caches")[0] != second.get("caches")[0]
+    assert not any(Path(folder).exists() for r in (first, second) for folder in r.get("caches"))
+    assert failed.note == "failed: ValueError: no such thing"
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "about_machine", no_gpu)
+    with pytest.raises(SystemExit, match=r"this needs a GPU \(RuntimeError: none here\); --tiny runs anywhere"):
+        runs.run(BENCHMARK, given())
+
+
+@pytest.mark.parametrize(
+    ("system", "error", "message"),
+    [
+        ("dies", FailedError, "its process died"),
+        ("hangs", LeftOutError, "stopped after 0 s"),
+        ("fails", FailedError, "ValueError: no such thing"),
+        ("is left out", LeftOutError, "it is not installed"),
+    ],
+)
+def test_what_goes_wrong_in_a_process(system: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}$"):
+        processes.isolated(behave, Case("one", system), "fork", 0.4 if system == "hangs" else 20.0)
+
+
+def test_compiling_ahead_fills_one_cache_and_leaves_choices_of_schedules_open(tmp_path: Path) -> None:
+    cases = [Case(model, "compiles", cache=str(tmp_path)) for model in "abc"] + [Case("d", "dies", cache=str(tmp_path))]
+    processes.precompile(behave, cases, "fork", 2, Clock(30))
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "True", "b": "True", "c": "True"}
+
+
+def test_compiling_ahead_ends_in_time(tmp_path: Path) -> None:
+    start = time.monotonic()
+    processes.precompile(behave, [Case("a", "hangs", cache=str(tmp_path))] * 3, "fork", 2, Clock(0.5))
+    assert time.monotonic() - start < 10
+
+
+def test_a_run_adds_itself_to_the_file_and_compares_with_its_own_baseline(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in processes.CACHES:
+        monkeypatch.setenv(name, str(tmp_path))
+    file = tmp_path / "figures.json"
+    for models in ("one", "on*"):
+        runs.run(
+            BENCHMARK, given("--tiny", "--only", models, "--systems", "right*,twice,is*,fails", "--json", str(file))
+        )
+    first, second = runs.load(file)["runs"]
+    assert [len(run["rows"]) for run in (first, second)] == [4, 4]
+    rows = {row.system: row for row in first["rows"]}
+    assert rows["twice"].get("ms") == 1.0
+    assert rows["is left out"].note == "it is not installed"
+    assert rows["fails"].note == "failed: ValueError: no such thing"
+    assert first["machine"]["torch"]
+    lines = capsys.readouterr().out.splitlines()
+    assert "one: twice               1.0     2.00×      0.50" in lines
+    assert "one: is left out    it is not installed" in lines
+
+
+def test_what_may_not_end_in_time_is_left_out() -> None:
+    clock = Clock(100.0)
+    clock.longest = 101.0
+    case = Case("one", "right away")
+    log = runs.Log(BENCHMARK, None, {}, {}, [case])
+    (row,) = runs.measure_all([case], log, clock, behave)
+    assert row.note == "left out: 0 of 100 s were over"
+
+
+def test_nothing_selected() -> None:
+    with pytest.raises(SystemExit, match="nothing to run; there are"):
+        runs.run(BENCHMARK, given("--only", "none"))
+
+
+def test_compile_times_are_not_measured_with_everything_compiled() -> None:
+    with pytest.raises(SystemExit, match="waiting measures compiling; --jobs would have it done before"):
+        runs.run(replace(BENCHMARK, again=in_warm_caches), given("--jobs", "2"))
+
+
+def test_pictures_have_the_systems_that_were_measured(tmp_path: Path) -> None:
+    rows = [Row("A b-1", "BF16", "", {"ms": 2.0, "mib": 3.0}), Row("A b-1", "torchao", "not installed"), Row("C", "x")]
+    runs.draw(BENCHMARK, rows, tmp_path)
+    (picture,) = tmp_path.iterdir()
+    assert picture.name == "waiting_a_b_1.svg"
+    assert ">BF16<" in picture.read_text()
+    assert "torchao" not in picture.read_text()
+
+
+def test_cells_without_a_figure() -> None:
+    row = Row("m", "s", "", {"ms": 1.0})
+    assert text_line((figure("ms", "ms"), ratio("speed-up", "ms"), figure("peak", "gib")), 6, row, None).split() == [
+        "m:", "s", "1.0", "–", "–",
+    ]  # fmt: skip
+    assert markdown(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+
+
+def test_a_file_is_whole_at_any_time(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    log = runs.Log(BENCHMARK, file, {"device": "none"}, {}, [Case("one", "twice")])
+    for n in range(3):
+        log.add(Row("one", f"system {n}"))
+        assert len(json.loads(file.read_text())["runs"][0]["rows"]) == n + 1

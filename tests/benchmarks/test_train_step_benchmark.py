@@ -1,0 +1,51 @@
+"""benchmarks/training/train_step.py without a GPU: every model trains in one graph, with the states that it should
+have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.harness.processes import Case, in_this_process
+from benchmarks.harness.workloads import WORKLOADS
+from benchmarks.training import train_step
+
+BY_NAME = {w.name: w for w in WORKLOADS}
+CHEAP = "BF16 compile,fp8compile,torchao*"
+
+
+def test_tiny_llama() -> None:
+    rows = {r.system: r for r in train_step.main(["--tiny", "--only", "Llama 1.1B", "--systems", CHEAP])}
+    assert len(rows) == 5
+    assert all(r.note == "torchao is not installed" for r in rows.values() if not r.figures)
+    bf16 = rows["BF16 compile"]
+    for row in rows.values():
+        if row.figures:
+            assert row.get("loss") == pytest.approx(bf16.get("loss"), abs=0.005)
+            assert row.get("parameters") == 106_816
+    assert bf16.get("state_bytes") == pytest.approx(4.0, abs=0.01)  # two moments of BF16, and a count of steps
+    assert rows["fp8compile"].get("in_fp8") == f"{2 * 4 * 3} of {2 * 4 * 3 + 3} matmuls"  # all but the head's
+
+
+def test_eight_bit_states() -> None:
+    figures = in_this_process(train_step.measure, Case("Llama 100M", "fp8compile + 8-bit states", tiny=True))
+    assert 2.125 < figures["state_bytes"] < 3  # two moments of 8 bits with side data; those of small tensors stay BF16
+
+
+@pytest.mark.parametrize("name", [w.name for w in WORKLOADS if not w.name.startswith("Llama")])
+def test_a_model_is_one_graph(name: str) -> None:
+    figures = in_this_process(train_step.measure, Case(name, "fp8compile", tiny=True))
+    assert figures["graphs"] == 1
+    assert figures["note"] == ""
+    assert figures["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("Llama 1.1B", 1104), ("Llama-8B (8 layers)", 2796), ("Llama 100M", 110), ("Qwen2 1.5B", 1544),
+     ("GPT-2 XL (16 layers)", 574), ("ViT-H", 632), ("Mixtral (8 layers)", 3034)],
+)  # fmt: skip
+def test_sizes(name: str, millions: int) -> None:
+    model = BY_NAME[name].built("meta")
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -1,0 +1,159 @@
+"""Generated optimizer kernels: bit for bit what the reference stores (by Triton's interpreter), and fit for Hopper."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import interpreter
+import pytest
+import torch
+from updates import Data, adam, data_for, hard, unscaled
+
+from fp8compile.kernels.optimizer import update as reference
+from fp8compile.kernels.optimizer import update_launch
+from fp8compile.kernels.optimizer.emit_update import UpdateSchedule
+from fp8compile.kernels.optimizer.update_spec import Update
+
+FORMATS = ["log", "e4m3", "e5m2", "e4m3/linear", "e5m2/linear"]
+SCHEDULE = UpdateSchedule(groups=16)
+SCRIPT = Path(__file__).parents[2] / "support" / "compile_updates.py"
+
+pytestmark = pytest.mark.skipif(
+    not interpreter.INTERPRETED, reason="needs TRITON_INTERPRET=1, set before Triton's import"
+)
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    interpreter.prepare()
+
+
+def both(update: Update) -> tuple[Data, Data]:
+    mine, theirs = data_for(update), data_for(update)
+    update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
+    reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
+    return mine, theirs
+
+
+def assert_equal(update: Update, mine: Data, theirs: Data) -> None:
+    names = [(i, name) for i in update.stored for name in update.slots[i].tensors]
+    for k, (x, y) in enumerate(zip(mine.stored, theirs.stored, strict=True)):
+        slot, name = names[k % len(names)]
+        if name != "counter":
+            as_bits = torch.int32 if x.element_size() == 4 else torch.int16 if x.element_size() == 2 else torch.uint8
+            assert torch.equal(x.view(as_bits), y.view(as_bits)), (slot, name, k // len(names))
+
+
+@pytest.mark.parametrize("noise", ["", "/stochastic"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_states_bit_for_bit(name, noise):
+    update = adam(f"{name}{noise}", f"{name}{noise}", root="abs")
+    assert_equal(update, *both(update))
+
+
+@pytest.mark.parametrize("parameter", ["float32", "bfloat16", "stochastic", "split"])
+def test_parameters_bit_for_bit(parameter):
+    update = adam("log", "log/stochastic", parameter, "bfloat16", root="abs")
+    assert_equal(update, *both(update))
+
+
+@pytest.mark.parametrize("noise", ["", "/stochastic"])
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_hard_groups_bit_for_bit(name, positive, noise):
+    update, mine = hard(f"{name}{noise}", positive)
+    theirs = mine.clone()
+    update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
+    reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
+    assert_equal(update, mine, theirs)
+
+
+def test_states_in_fp32():
+    update = adam("float32", "float32", "split", "bfloat16", root="abs")
+    assert_equal(update, *both(update))
+
+
+def test_non_finite_values_reach_every_format():
+    for name in FORMATS:
+        update = adam(name, name)
+        mine, theirs = data_for(update), data_for(update)
+        for data in (mine, theirs):
+            data.read[4][300] = torch.inf
+            data.read[4][900] = torch.nan
+        update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
+        reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
+        k = 4 * update.width(update.stored)
+        payload, side = mine.stored[k + 1 : k + 3]
+        assert not side[2, 1].isfinite()
+        assert not side[7, 1].isfinite()
+        finite = torch.tensor([g not in (2, 7) for g in range(len(side))])
+        assert torch.equal(side[finite], theirs.stored[k + 2][finite])
+        assert torch.equal(payload[:256], theirs.stored[k + 1][:256])
+
+
+@pytest.mark.parametrize("parameter", ["bfloat16", "stochastic", "split"])
+def test_unscaled_and_skipped(parameter):
+    """Bit for bit as the reference, which unscales as GradScaler does; of parameters to skip nothing is written."""
+    plain = adam("log", "log/stochastic", parameter, "bfloat16", root="abs")
+    update = unscaled(plain)
+    mine, theirs, simple = data_for(update), data_for(update), data_for(plain)
+    inverse, wide = torch.tensor(3.0 * 2**14).double().reciprocal().float(), update.width(update.stored)
+    for data in (mine, theirs):
+        for k in range(0, len(data.scalars), 3):
+            data.scalars[k + 1], data.scalars[k + 2] = inverse, torch.tensor(float(k // 3 % 2))
+    simple.read = [(x.float() * inverse).bfloat16() for x in simple.read]
+    before = mine.clone()
+    update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
+    reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
+    assert_equal(update, mine, theirs)
+    reference.run(simple.stored, simple.read, simple.scalars, plain.to_json())
+    for k, (x, old, wanted) in enumerate(zip(mine.stored, before.stored, simple.stored, strict=True)):
+        if k // wide % 2:
+            assert torch.equal(x, old)
+        elif x.dtype != torch.int32:  # counters, which are advanced by the caller
+            assert torch.equal(x, wanted)
+    assert any(not torch.equal(x, y) for x, y in zip(mine.stored, before.stored, strict=True))
+
+
+def test_tensors_that_are_not_contiguous():
+    update = adam("log", "log", root="abs")
+    mine, theirs = data_for(update, (4096,)), data_for(update, (4096,))
+    mine.read[0] = mine.read[0].repeat_interleave(2)[::2]
+    storage = torch.zeros(8192)
+    storage[::2] = mine.stored[0]
+    mine.stored[0] = storage[::2]
+    update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
+    reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
+    assert torch.equal(storage[::2], theirs.stored[0])
+    assert storage[1::2].abs().max() == 0
+
+
+def test_addresses_that_changed_are_sent_again():
+    update = adam("log", "log", root="abs")
+    mine, theirs = data_for(update, (300,)), data_for(update, (300,))
+    for _ in range(2):
+        for data in (mine, theirs):
+            data.read[0] = data.read[0].clone() * 2
+        update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
+        reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
+    assert_equal(update, mine, theirs)
+
+
+def test_offsets_are_32_bit_and_addresses_64():
+    source = update_launch.file_source(adam("log", "log"), SCHEDULE, "cuda")
+    load = source[source.index("def load(") : source.index("def finish(")]
+    assert "int64" not in load
+    assert "tl.load(x0 + offset, mask=inside" in load
+    assert "multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.float32)), 16) + start" in source
+
+
+def test_every_kernel_compiles_for_hopper(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("compiled")

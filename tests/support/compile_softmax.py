@@ -1,0 +1,51 @@
+"""Compile the softmax of chunked losses for Hopper, without a GPU, in all its forms; prints how many compiled.
+
+    python tests/support/compile_softmax.py [--verbose]
+
+A process of its own, as Triton is either interpreted or compiled in one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp8compile.kernels.loss import softmax_gradient
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SIGNATURE = {
+    "index": "*i64", "weights": "*fp32", "chosen": "*fp32", "stride": "i32", "classes": "i32", "width": "i32",
+    "inner": "fp32", "outer": "fp32", "GRADIENT": "constexpr", "WEIGHTED": "constexpr", "CAPPED": "constexpr",
+    "EVERY_TERM": "constexpr", "BLOCK": "constexpr",
+}  # fmt: skip
+ALIGNED = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 6)}  # all but the number of classes
+NAMES = ("GRADIENT", "WEIGHTED", "CAPPED", "EVERY_TERM")
+FORMS = [
+    (*both, *rest) for both in ((False, False), (True, True)) for rest in itertools.product((False, True), repeat=2)
+]
+
+
+def main(verbose: bool) -> None:
+    compiled = 0
+    for dtype, form in itertools.product(("bf16", "fp16", "fp32"), FORMS):
+        values = dict(zip(NAMES, form, strict=True)) | {"BLOCK": softmax_gradient.BLOCK}
+        signature = {"logits": f"*{dtype}"} | SIGNATURE
+        source = ASTSource(softmax_gradient.softmax_gradient, signature, values, ALIGNED)
+        asm = triton.compile(source, target=HOPPER, options={"num_warps": softmax_gradient.WARPS}).asm
+        assert len(asm["cubin"]) > 0
+        compiled += 1
+        if verbose:
+            ptx = str(asm["ptx"])
+            print(dtype, form, {op: ptx.count(op) for op in ("ld.global", "st.global", "ex2", "bar.sync")})
+    print(f"{compiled} of {3 * len(FORMS)} compiled")
+
+
+if __name__ == "__main__":
+    main("--verbose" in sys.argv)
