@@ -19,8 +19,8 @@ if _version > NEWEST:
     )
 
 from fp8compile import delayed  # noqa: E402
-from fp8compile.adaptive.settings import Schedule  # noqa: E402
-from fp8compile.adaptive.versions import scheduled_plan, schedules  # noqa: E402
+from fp8compile.adaptive.adaptive_graph import AdaptiveGraph, adaptive_graphs  # noqa: E402
+from fp8compile.adaptive.settings import Adaptive  # noqa: E402
 from fp8compile.distributed.fsdp import prepare_fsdp  # noqa: E402
 from fp8compile.distributed.gradients import compress_gradients  # noqa: E402
 from fp8compile.errors import (  # noqa: E402
@@ -32,7 +32,7 @@ from fp8compile.errors import (  # noqa: E402
     VerificationError,
 )
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
-from fp8compile.insight.compiled import last_compile  # noqa: E402
+from fp8compile.insight.compiled import adaptive_plan, last_compile  # noqa: E402
 from fp8compile.insight.dry_run import explain  # noqa: E402
 from fp8compile.insight.dump.dumps import dump  # noqa: E402
 from fp8compile.insight.dump.graph_files import example_inputs, load_graph  # noqa: E402
@@ -55,6 +55,8 @@ __all__ = [
     "E4M3",
     "E5M2",
     "RECIPES",
+    "Adaptive",
+    "AdaptiveGraph",
     "Cast",
     "Delayed",
     "Explanation",
@@ -73,13 +75,14 @@ __all__ = [
     "Recipe",
     "Role",
     "Saved",
-    "Schedule",
     "ShardingError",
     "StateError",
     "StateRecipe",
     "Statistics",
     "Transfer",
     "VerificationError",
+    "adaptive_graphs",
+    "adaptive_plan",
     "compiles",
     "compress_gradients",
     "delayed",
@@ -93,8 +96,6 @@ __all__ = [
     "prepare_fsdp",
     "prepare_optimizer",
     "register_backend",
-    "scheduled_plan",
-    "schedules",
     "watch",
 ]
 

@@ -24,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
 from fp8compile import delayed, devices
-from fp8compile.adaptive import versions
+from fp8compile.adaptive.adaptive_graph import AdaptiveGraph
 from fp8compile.errors import OptionError
 from fp8compile.insight.dump.baseline import DumpingPartitioner
 from fp8compile.insight.dump.dumps import Dump
@@ -81,15 +81,15 @@ def fp8(
     opt = trace.traced_optimizer(gm, example_inputs)
     if opt is None:
         trainers.warn_of_fused_optimizer()
-    if parsed.recipe.is_delayed or (parsed.schedule is not None and opt is None):
+    if parsed.recipe.is_delayed or (parsed.adaptive is not None and opt is None):
         _guard_identity(gm, example_inputs)
     if parsed.recipe.is_delayed:
         namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
     known = tuple(_inputs(gm, example_inputs))
-    if parsed.schedule is not None and opt is None:
+    if parsed.adaptive is not None and opt is None:
         compile_again = functools.partial(_compile, known=known, namespace=namespace)
-        scheduled = versions.Scheduled(gm, example_inputs, parsed, compile_again)
-        return compiled_calls.counted(with_hooks(scheduled), [scheduled.plan])
+        adaptive = AdaptiveGraph(gm, example_inputs, parsed, compile_again)
+        return compiled_calls.counted(with_hooks(adaptive), [adaptive.plan])
     states = trace.plan_of(opt, gm, example_inputs, parsed) if opt is not None else None
     compiled, made = _compile(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)
     return compiled_calls.counted(with_hooks(compiled), made)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._inductor import config as inductor_config  # names and types of the settings that are passed on
 
-from fp8compile.adaptive.settings import Schedule
+from fp8compile.adaptive.settings import Adaptive
 from fp8compile.errors import OptionError, inside, shown, unknown_name
 from fp8compile.optimizer.state_recipe import StateRecipe
 from fp8compile.plan.overrides import Edits
@@ -238,7 +238,7 @@ READERS: Mapping[str, Reader] = {
     "mode": _one_of(MODES, absent=True),
     "inductor": _settings,
     "plan": _plan,
-    "schedule": _nested(Schedule.parse),
+    "adaptive": _nested(Adaptive.parse),
     "watch": _text,
     "dump": _dump,
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fp8compile import environment
-from fp8compile.adaptive.settings import Schedule
+from fp8compile.adaptive.settings import Adaptive
 from fp8compile.errors import OptionError, shown, unknown_name
 from fp8compile.levels import with_level
 from fp8compile.optimizer.state_recipe import StateRecipe
@@ -16,6 +16,7 @@ from fp8compile.option_values import OPERATIONS, read_option, writable_folder
 from fp8compile.plan.overrides import Edits
 from fp8compile.recipe import RECIPES, Recipe
 
+RENAMED = {"schedule": "adaptive"}
 KEEP_ALL = (("*", "bf16"),)  # option `save`: nothing is rounded
 
 
@@ -54,7 +55,8 @@ class Options:
     inductor: settings of torch._inductor.config for this compilation. Graph passes among them run before ours.
     plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one
     (`fp8compile/plan/overrides.py`).
-    schedule: "auto", or a mapping of settings (`Schedule`): casts change while it trains, on evidence.
+    adaptive: "auto", or a mapping of settings (`Adaptive`): the automatic mode, in which casts change while it trains,
+        on evidence.
     watch: the name under which casts are measured (`fp8compile.watch` does it all).
     dump: a folder for graphs, plan, kernels and Inductor's code (`fp8compile/insight/dump/dumps.py`).
     """
@@ -79,7 +81,7 @@ class Options:
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
     plan: Edits | None = None
-    schedule: Schedule | None = None
+    adaptive: Adaptive | None = None
     watch: str | None = None
     dump: str | None = None
 
@@ -92,8 +94,10 @@ class Options:
         values = {name: read_option(name, value) for name, value in given.items()}
         if "dump" not in values and (folder := environment.dump_folder()):
             values["dump"] = writable_folder("FP8COMPILE_DUMP", folder)
-        if values.get("schedule") is not None and values.get("watch") is not None:
-            raise OptionError("options 'schedule' and 'watch': a schedule measures by itself, leave 'watch' out")
+        if values.get("adaptive") is not None and values.get("watch") is not None:
+            raise OptionError(
+                "options 'adaptive' and 'watch': the automatic mode measures by itself, leave 'watch' out"
+            )
         return Options(**values)
 
     def __str__(self) -> str:
@@ -128,6 +132,8 @@ def _by_name(options: Any) -> dict[str, Any]:
         raise OptionError(f"options is a dict of options by name, and is not {shown(options)}{instead}")
     names = [f.name for f in fields(Options)]
     for name in options or ():
+        if name in RENAMED:
+            raise OptionError(f"option {name!r} is called {RENAMED[name]!r}")
         if not isinstance(name, str) or name not in names:
             raise unknown_name("option", name, names)
     return dict(options or {})

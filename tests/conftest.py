@@ -22,7 +22,7 @@ _cache = tempfile.TemporaryDirectory(prefix="fp8compile-tests-")  # lives as lon
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 
 from fp8compile import delayed  # noqa: E402
-from fp8compile.adaptive import versions  # noqa: E402
+from fp8compile.adaptive import adaptive_graph  # noqa: E402
 from fp8compile.plan import store  # noqa: E402
 
 quicken()
@@ -43,4 +43,4 @@ def _forget() -> None:
     torch.compiler.reset()  # Dynamo's code, Inductor's state
     store.reset()
     delayed.reset()
-    versions.reset()
+    adaptive_graph.reset()

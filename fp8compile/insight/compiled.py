@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fp8compile.adaptive.adaptive_graph import adaptive_graphs
 from fp8compile.insight.explanation import Explanation
 from fp8compile.plan import store
 
@@ -17,3 +18,14 @@ def last_compile() -> Explanation:
     if found := store.last_call():
         return Explanation(found)
     raise LookupError("nothing has been compiled with backend='fp8' yet: call the compiled model once")
+
+
+def adaptive_plan() -> Explanation:
+    """Return what all training graphs in automatic mode have come to; options={"plan": …} takes it, or its `to_json()`.
+
+    Raises `LookupError` where no graph trains in automatic mode.
+    """
+    found = [graph.plan for graph in adaptive_graphs() if graph.is_training]
+    if not found:
+        raise LookupError('no graph trains under options={"adaptive": "auto"}: call the compiled model once')
+    return Explanation(found)

@@ -48,7 +48,7 @@ def explain(
     options: as for the backend; of a step that is not compiled itself by default those of the models and of the
     optimizer's step that it calls compiled. `executor` is "eager" unless given: the decisions and kernels are the same
     ones, and compiling takes a tenth of the time.
-    A schedule is left out: what is explained is what it starts from.
+    The automatic mode is left out: what is explained is what it starts from.
     The model is as it was afterwards; so is `last_compile()`. Raises what the model or, if `strict`, a pass raises.
     """
     original, known = uncompiled(target)
@@ -58,7 +58,7 @@ def explain(
         known, of_optimizers = options_within(original, args, kwargs)
     if (opt := optimizer_of(original)) is not None:
         return Explanation([optimizer_plan(opt, known if options is None else options)])
-    chosen = {"executor": "eager", **(known if options is None else options), "schedule": None}
+    chosen = {"executor": "eager", **(known if options is None else options), "adaptive": None}
     reached: list[Optimizer] = []
     with unchanged(original, args, kwargs), store.collected() as found, _no_optimizer_step(reached), recompiling():
         dynamic = getattr(context, "_dynamic", None)  # as a compiled model was told

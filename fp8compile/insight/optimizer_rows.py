@@ -88,7 +88,7 @@ def _refuse_arguments(opt: Optimizer) -> None:
 
 def _updates(twin: Optimizer, options: Mapping[str, Any]) -> list[MergedUpdate]:
     """What becomes of the updates of `twin`, an optimizer without data that has made a step: it is compiled."""
-    chosen = {**options, "executor": "eager", "schedule": None}
+    chosen = {**options, "executor": "eager", "adaptive": None}
     with store.collected() as found, recompiling():
         try:
             torch.compile(function_aside(_step_of(twin)), backend=backend_aside(), options=chosen)()

@@ -25,7 +25,7 @@ class Watched:
 
     def __init__(self, model: Callable[..., Any], steps: int, every: int, options: Mapping[str, Any]):
         self.statistics: Statistics = cast_statistics.start(f"watch{next(_numbers)}", steps, every)
-        chosen: dict[str, Any] = {**options, "schedule": None, "watch": self.statistics.name}
+        chosen: dict[str, Any] = {**options, "adaptive": None, "watch": self.statistics.name}
         self._model = model
         self._compiled = torch.compile(model, backend="fp8", options=chosen)
 

@@ -31,7 +31,7 @@ from fp8compile.recipe import Cast, Delayed, Role
 
 FP8_FORMS = ("e4m3", "e5m2")
 REASON = "the plan says so"
-SCHEDULED = "schedule: "  # begins the reasons of rows that an automatic schedule moved; they are kept
+ADAPTIVE = "adaptive: "  # begins the reasons of rows that the automatic mode changed; they are kept
 Key: TypeAlias = tuple[str, str, int]  # module path, role, occurrence
 MERGED = {"output": 1, "grad_input": 2, "grad_weight": 0}  # which of m, n, k a merged matmul has the sum of
 SavedKey: TypeAlias = tuple[str, str, str, int | str, int]  # path, source, dtype, last dimension, occurrence
@@ -44,7 +44,7 @@ class Decision:
     decision: str
     role: Role | None
     sizes: tuple[int | str, ...]  # m, n, k of the row; 0: not said
-    reason: str = REASON  # a schedule's evidence, where the row has it
+    reason: str = REASON  # the automatic mode's evidence, where the row has it
     members: tuple[Key, ...] = ()  # of a merged row: all that it speaks of
 
 
@@ -114,7 +114,7 @@ def _decision(row: Matmul, name: str) -> Decision:
             role = Role(_cast(row.left), _cast(row.right), row.fast_accumulation)
         except OptionError as error:
             raise OptionError(f"{where}: {error}") from error
-    reason = row.reason if row.reason.startswith(SCHEDULED) else REASON
+    reason = row.reason if row.reason.startswith(ADAPTIVE) else REASON
     return Decision(row.decision, role, (row.m, row.n, row.k), reason)
 
 

@@ -13,7 +13,7 @@ from fp8compile.plan.rows import CAST_AGAIN, FP8, READ_ROUNDED, Matmul
 from fp8compile.torch_hooks.user_frame import warn_user
 
 # Left on purpose: a graph of nothing else is no surprise.
-BY_DEFAULT = ("the output head", "recipe ", "operations=", overrides.REASON, overrides.SCHEDULED)
+BY_DEFAULT = ("the output head", "recipe ", "operations=", overrides.REASON, overrides.ADAPTIVE)
 _matched: set[str] = set()  # patterns that have matched, or of which was said that they have not
 
 

@@ -7,8 +7,8 @@ Before      %s = fp8.scale(%a, e4m3)                                    After  %
 The operator returns the scale as it is, so no number changes. It stands for a border of generated kernels: while
 watching, less is fused. A scale that serves two layouts is observed in each, for rows and groups lie differently there.
 
-Operands of matmuls that a schedule has moved to BF16 have no cast; they pass `fp8::probe`, which measures what casts
-would lose, so that there is evidence for a way back.
+Operands of matmuls that the automatic mode has changed to BF16 have no cast; they pass `fp8::probe`, which measures
+what casts would lose, so that there is evidence for a way back.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ def _matmuls_above(node: fx.Node) -> set[fx.Node]:
 
 
 def _probe_moved(c: Compilation) -> None:
-    """Let the matmuls that a schedule moved to BF16 read their operands through a probe."""
+    """Let the matmuls that the automatic mode changed to BF16 read their operands through a probe."""
     seen: dict[tuple[str, str], int] = {}
     for row in c.plan.matmuls:
         occurrence = seen[row.path, row.role] = seen.get((row.path, row.role), -1) + 1
         site = c.sites.get(row.node)
-        moved = row.decision == BF16 and row.reason.startswith(overrides.SCHEDULED)
+        moved = row.decision == BF16 and row.reason.startswith(overrides.ADAPTIVE)
         if not moved or site is None or site.kind == "convolution":
             continue
         for side, operand, transpose in (("left", site.left, False), ("right", site.right, True)):
