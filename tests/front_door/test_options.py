@@ -69,7 +69,7 @@ def test_options_are_parsed_into_their_types():
     [
         (
             {"recpie": "mixed"},
-            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: activation_budget, adaptive, chunk_loss, dump, executor,",
+            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: activation_budget, adaptive, chunk_loss, dump,",
         ),
         ({"selct": "all"}, r"unknown option 'selct'\. Did you mean 'select'\?"),
         ({"schedule": "auto"}, "option 'schedule' is called 'adaptive'"),
