@@ -38,7 +38,7 @@ class _Pass:
     previous_seen: set[str] = field(default_factory=set)
 
     def enter(self, key: str) -> None:
-        """`key` is about to be recorded."""
+        """Note that `key` is about to be recorded."""
         if key in self.seen:
             self.previous_overflowed.copy_(self.overflowed)
             self.overflowed.zero_()
@@ -53,7 +53,7 @@ _models: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
 
 def scale(amax: Tensor, key: str, format: str, history: int, margin: int, power_of_two: bool = False) -> Tensor:
-    """The scale of this step (FP32 []), from the history under `key`; records `amax` (FP32 [])."""
+    """Return the scale of this step (FP32 []), from the history under `key`; records `amax` (FP32 [])."""
     kept, before = _history(key, history, amax.device)
     now = _pass_of(key, amax.device)
     now.enter(key)
@@ -69,7 +69,7 @@ def scale(amax: Tensor, key: str, format: str, history: int, margin: int, power_
 
 
 def _history(key: str, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The history under `key`, and as it was before its last entry; of another length, its newest entries."""
+    """Return the history under `key`, and as it was before its last entry; of another length, its newest entries."""
     kept = _histories.get(key)
     if kept is None or kept.shape[0] != length or kept.device != device:
         for known in (_histories, _before):
@@ -90,7 +90,7 @@ def _pass_of(key: str, device: torch.device) -> _Pass:
 
 
 def namespace(parameters: list[torch.nn.Parameter]) -> str:
-    """A name for the model these parameters belong to: model0, model1, … in order of first compilation."""
+    """Return a name for the model these parameters belong to: model0, model1, … in order of first compilation."""
     for index, known in _models.items():
         owner = known()
         if owner is not None and any(owner is p for p in parameters):
@@ -102,7 +102,7 @@ def namespace(parameters: list[torch.nn.Parameter]) -> str:
 
 
 def state_dict() -> dict[str, Tensor]:
-    """All amax histories of this process, copied: key → FP32 [history]. Save it beside the model's own state.
+    """Return all amax histories of this process, copied: key → FP32 [history]. Save it beside the model's own state.
 
     After a pass that overflowed they are those of before it.
     """

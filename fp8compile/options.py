@@ -87,7 +87,7 @@ class Options:
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-        """Options from what torch.compile passes on. Raises `OptionError` naming the option and the nearest name."""
+        """Return options from what torch.compile passes on. Raises `OptionError` naming the option and the nearest."""
         given = with_level(_by_name(options))
         if mode is not None:
             given["mode"] = mode
@@ -101,23 +101,23 @@ class Options:
         return Options(**values)
 
     def __str__(self) -> str:
-        """What differs from the defaults, for people to read; `repr` has everything."""
+        """Return what differs from the defaults, for people to read; `repr` has everything."""
         changed = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in ("recipe", "dump", "plan")]
         shown = [f"recipe={self.recipe.name}"]
         shown += [f"{name}={value!r}" for name, value in changed if value != getattr(Options(), name)]
         return ", ".join([*shown, *([f"plan={self.plan.name}"] if self.plan else [])])
 
     def skips(self, path: str) -> str | None:
-        """The first pattern of `skip` that names the module `path`, one of its ancestors, or a run of components."""
+        """Return the first pattern of `skip` that names the module `path`, an ancestor, or a run of its components."""
         return matching(self.skip, path)
 
     def saves(self, path: str) -> tuple[str, str]:
-        """The first pattern of `save` that names the module `path`, and its form; "" and the default if none does."""
+        """Return the first pattern of `save` that names the module `path`, and its form; else "" and the default."""
         return next(((pattern, form) for pattern, form in self.save if _names(pattern, path)), ("", "fp8"))
 
 
 def matching(given: Sequence[str], path: str) -> str | None:
-    """The first of the `given` patterns that names the module `path`, one of its ancestors, or a run of components."""
+    """Return the first of the `given` patterns that names the module `path`, an ancestor, or a run of components."""
     return next((pattern for pattern in given if _names(pattern, path)), None)
 
 
@@ -126,7 +126,7 @@ def _names(pattern: str, path: str) -> bool:
 
 
 def _by_name(options: Any) -> dict[str, Any]:
-    """`options` as a dict whose names are all known. Raises `OptionError`."""
+    """Return `options` as a dict whose names are all known. Raises `OptionError`."""
     if not isinstance(options, Mapping | None):
         instead = f": options={{'recipe': {options!r}}}" if isinstance(options, str) and options in RECIPES else ""
         raise OptionError(f"options is a dict of options by name, and is not {shown(options)}{instead}")

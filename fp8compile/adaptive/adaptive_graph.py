@@ -51,7 +51,7 @@ class Version:
 
 
 class AdaptiveGraph:
-    """What the backend returns for a graph in automatic mode: it calls the version of the hour.
+    """A graph in automatic mode, as the backend returns it: it calls the version of the hour.
 
     step: executions so far. changes: all changes, with their evidence. plan: how it runs now.
     """

@@ -18,7 +18,7 @@ Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any], Options], tuple[Co
 
 
 class CannotRecompileError(Exception):
-    """Why a graph cannot be compiled again."""
+    """A graph cannot be compiled again, for this reason."""
 
 
 @dataclass

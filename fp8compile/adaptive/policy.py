@@ -67,7 +67,7 @@ class Change:
 
 @dataclass
 class Policy:
-    """What is known of the matmuls of one graph between looks.
+    """The policy for one graph, with what it knows of its matmuls between looks.
 
     baselines: by member, how the plan had it at first. cheaper_looks: at how many looks in a row a cheaper choice
     would have kept enough.

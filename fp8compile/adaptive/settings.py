@@ -16,8 +16,9 @@ from fp8compile.errors import OptionError, shown, unknown_name
 
 @dataclass(frozen=True)
 class Adaptive:
-    """When the automatic mode looks, what it demands, and how often it may change a graph. Steps are executions of a
-    training graph.
+    """Settings of the automatic mode: when it looks, what it demands, and how often it may change a graph.
+
+    Steps are executions of a training graph.
 
     bf16_steps: the first so many steps run in BF16.
     every: steps between two looks; the first ones, and those after a change, come after 1, 2, 4, … steps.

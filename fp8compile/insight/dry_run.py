@@ -38,7 +38,7 @@ def explain(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """What `torch.compile(target, backend="fp8", options=options)` decides for target(*args, **kwargs).
+    """Return what `torch.compile(target, backend="fp8", options=options)` decides for target(*args, **kwargs).
 
     target: a model; a compiled model (then `options` are its own, unless given); or a function, such as a training
     step with its own `backward()`, which runs up to its optimizer's step; or the step of an optimizer alone, which
@@ -92,7 +92,7 @@ def _backward(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
 
 
 def _no_scalar(found: Any, given: bool) -> str:
-    """What is wrong with a loss, and what to do."""
+    """Return what is wrong with a loss, and what to do."""
     what = f"a {type(found).__name__}"
     if isinstance(found, torch.Tensor):
         what = f"a tensor of shape {list(found.shape)}"

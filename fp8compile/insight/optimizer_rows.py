@@ -32,13 +32,13 @@ PLAIN = "not merged: no state is in 8 bits, so the step is compiled as it would 
 
 
 def optimizer_of(target: Any) -> Optimizer | None:
-    """The optimizer whose `step` this is, compiled or not."""
+    """Return the optimizer whose `step` this is, compiled or not."""
     owner = getattr(target, "__self__", None)
     return owner if isinstance(owner, Optimizer) else None
 
 
 def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
-    """What `torch.compile(opt.step, backend="fp8", options=options)` makes of `opt`: states, groups, updates.
+    """Return what `torch.compile(opt.step, backend="fp8", options=options)` makes of `opt`: states, groups, updates.
 
     Before its first step: of the states that it will have. Updates are those of parameters that require gradients, all
     on one device. Of a fused optimizer nothing is compiled, as `failure` says. Raises `Fp8Error` where only a real step
@@ -87,7 +87,7 @@ def _refuse_arguments(opt: Optimizer) -> None:
 
 
 def _updates(twin: Optimizer, options: Mapping[str, Any]) -> list[MergedUpdate]:
-    """What becomes of the updates of `twin`, an optimizer without data that has made a step: it is compiled."""
+    """Return what becomes of the updates of `twin`, an optimizer without data that has made a step: it is compiled."""
     chosen = {**options, "executor": "eager", "adaptive": None}
     with store.collected() as found, recompiling():
         try:
@@ -107,18 +107,18 @@ def _unknown(opt: Optimizer, error: Exception) -> MergedUpdate:
 
 
 def _row(opt: Optimizer, reason: str) -> MergedUpdate:
-    """One row for all parameters of `opt`."""
+    """Return one row for all parameters of `opt`."""
     trained = [p for group in opt.param_groups for p in group["params"] if p.requires_grad]
     return MergedUpdate(len(trained), sum(p.numel() for p in trained), (), 0, reason)
 
 
 def _step_of(opt: Optimizer) -> Callable[[], Any]:
-    """The step of its class: a scheduler of learning rates puts a function of its own in its place."""
+    """Return the step of its class: a scheduler of learning rates puts a function of its own in its place."""
     return types.MethodType(type(opt).step, opt)
 
 
 def _without_data(opt: Optimizer) -> Optimizer:
-    """A copy of `opt` before its first step, whose parameters have shapes and no data; hooks are left out."""
+    """Return a copy of `opt` before its first step, whose parameters have shapes and no data; hooks are left out."""
     twin = copy.copy(opt)
     own = {name: value for name, value in vars(opt).items() if name not in ("step", "_init_group")}
     vars(twin).update({name: value for name, value in own.items() if name not in vars(twin)})

@@ -1,4 +1,4 @@
-"""How plans and statistics show themselves: registered by the front door, since plans import no tables."""
+"""The printers of plans and statistics, which the front door registers, since plans import no tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one call of the backend decides, kept on disk beside torch's compile caches.
+"""The decisions of one call of the backend, kept on disk beside torch's compile caches.
 
 On a warm cache torch calls no pass, so a plan that was not kept would be lost: it is stored under a key of the graph,
 its inputs and the compiler, in the folder of Inductor's own cache.
@@ -41,7 +41,7 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> str:
 
 
 class Record:
-    """What one call of the backend decides, written as it grows.
+    """The decisions of one call of the backend, written as they are made.
 
     The plan comes with the joint graph, each half's kernels when that half is compiled; backward may come much later.
     """
@@ -53,8 +53,8 @@ class Record:
         also: Callable[[Sequence[Plan]], None] | None = None,
         optimizer: Plan | None = None,
     ):
-        """`also` sees the plans whenever they are written. optimizer: what is known of one before any pass runs: its
-        settings may have changed since a cache was filled."""
+        """Begin a record. also: is called with the plans whenever they are written. optimizer: what is known of one
+        before any pass runs: its settings may have changed since a cache was filled."""
         self.plans: list[Plan] = []
         self.optimizer = optimizer
         self.options = options

@@ -13,7 +13,7 @@ CAST_AGAIN = "its weight was gathered in FP8 and is cast again"
 
 @dataclass(frozen=True)
 class Operand:
-    """How an operand is cast: the names of format and granularity, scaling "current" or "delayed(history, margin)".
+    """The cast of an operand: the names of format and granularity, scaling "current" or "delayed(history, margin)".
 
     gathered: it is not cast at all: it arrived as FP8 (`fp8compile.prepare_fsdp`).
     """
@@ -225,7 +225,7 @@ class MergedUpdate:
 
 @dataclass
 class Lowered:
-    """What the passes after the cut made of one half: its kernels, which casts were left to Inductor and why; of an
+    """One half after the passes that lower it: its kernels, which casts were left to Inductor and why; of an
     optimizer's graph the updates that were merged."""
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -234,6 +234,6 @@ class Lowered:
     updates: list[MergedUpdate] = field(default_factory=list)
 
     def __add__(self, other: Lowered) -> Lowered:
-        """Of a graph and the regions that it calls together."""
+        """Return what became of a graph and the regions that it calls, together."""
         failure, updates = self.failure or other.failure, self.updates + other.updates
         return Lowered(self.kernels + other.kernels, self.left + other.left, failure, updates)

@@ -1,4 +1,4 @@
-"""What torch would have done: the joint graph as it came, cut by its own partitioner, for a dump to compare with."""
+"""The baseline of a dump: the joint graph as it came, cut by torch's own partitioner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DumpingPartitioner(Partitioner):
         self.before: fx.GraphModule | None = None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        """(forward, backward) of `gm`, as `Partitioner` makes them."""
+        """Return (forward, backward) of `gm`, as `Partitioner` makes them."""
         known = with_static_parts(gm, kwargs)
         placeholders = [n.name for n in gm.graph.find_nodes(op="placeholder")]
         static = {placeholders[i] for i in known.get("static_lifetime_input_indices") or []}

@@ -34,27 +34,27 @@ class Layers:
 
 
 def matmul_groups(plan: Plan) -> list[Layers]:
-    """The matmuls of a graph by module, in the order in which the model runs them."""
+    """Return the matmuls of a graph by module, in the order in which the model runs them."""
     return _grouped(plan, plan.matmuls, _matmul_key, lambda m: ROLES.index(m.role))
 
 
 def saved_groups(plan: Plan) -> list[Layers]:
-    """The saved tensors of a graph by module."""
+    """Return the saved tensors of a graph by module."""
     return _grouped(plan, plan.saved, _saved_key, lambda row: 0)
 
 
 def transfer_groups(plan: Plan) -> list[Layers]:
-    """What ranks hand each other in a graph, by module."""
+    """Return what ranks hand each other in a graph, by module."""
     return _grouped(plan, plan.transfers, _transfer_key, lambda row: 0)
 
 
 def restored_groups(plan: Plan) -> list[Layers]:
-    """The values that backward computes again, by module."""
+    """Return the values that backward computes again, by module."""
     return _grouped(plan, plan.restored, _restored_key, lambda row: 0)
 
 
 def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
-    """Equal kernels of one half as one, with their count; the largest traffic first."""
+    """Return equal kernels of one half as one, with their count; the largest traffic first."""
     counts = Counter((k.half, k.name) for k in plan.kernels)
     first = {(k.half, k.name): k for k in reversed(plan.kernels)}
     found = [(first[key], count) for key, count in counts.items()]
@@ -77,7 +77,7 @@ class States:
 
 
 def state_groups(plan: Plan) -> list[States]:
-    """The states of an optimizer by name, format and reason; the largest first."""
+    """Return the states of an optimizer by name, format and reason; the largest first."""
     groups: dict[Hashable, list[State]] = {}
     for row in plan.states:
         groups.setdefault((row.name, row.dtype, row.format, NUMBER_OF.sub("…", row.reason)), []).append(row)
@@ -127,7 +127,7 @@ def _transfer_key(row: Transfer) -> Hashable:
 
 
 def _restored_key(row: Recomputed) -> Hashable:
-    """What is shown, without the names of nodes: they differ from layer to layer."""
+    """Return what is shown, without the names of nodes: they differ from layer to layer."""
     sources = tuple((source == "parameters", source.partition(" ")[2]) for source in row.sources)
     return (row.shape, row.dtype, row.bytes, sources)
 
@@ -157,7 +157,7 @@ def _counted(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[tuple[
 
 
 def pattern(paths: Sequence[str]) -> str:
-    """One text for paths that differ in numbers only: "layers.{0-3,5}.up"; `*` where the numbers make no grid."""
+    """Return one text of paths that differ in numbers only: "layers.{0-3,5}.up"; `*` where numbers make no grid."""
     numbers = [tuple(int(n) for n in NUMBER.findall(path)) for path in paths]
     columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
     is_grid = prod(len(c) for c in columns) == len(set(numbers))
@@ -166,7 +166,7 @@ def pattern(paths: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] → "{0-2,5}"; one number stays itself."""
+    """Return [0, 1, 2, 5] as "{0-2,5}"; one number stays itself."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][-1] == n - 1:

@@ -29,7 +29,7 @@ STYLE = (
 
 
 def explanation_html(plans: Sequence[Plan]) -> str:
-    """All tables of all graphs as one <div>."""
+    """Return all tables of all graphs as one <div>."""
     body = "".join(_plan(plan, i, len(plans)) for i, plan in enumerate(plans))
     whole = _lines(summary(totals(plans))) if len(plans) > 1 else ""
     return f'<div class="fp8compile">{STYLE}{whole}{body or "nothing has been compiled"}</div>'

@@ -39,7 +39,7 @@ def _change(before: int, after: int) -> str:
 
 
 def settings(row: Group) -> str:
-    """ "lr 0.001, betas (0.9, 0.999)": hyperparameters, those that are off left out."""
+    """Return the hyperparameters as "lr 0.001, betas (0.9, 0.999)"; those that are off are left out."""
     known: Mapping[str, Any] = row.settings
     names = [n for n in FIRST if n in known] + [n for n in known if n not in (*FIRST, *UNSAID)]
     said = [n for n in names if known[n] is not None and known[n] is not False]
@@ -51,7 +51,7 @@ def _number(value: Any) -> str:
 
 
 def others(row: Group) -> list[str]:
-    """Why parameters of a group have no states in 8 bits, with counts; reasons that differ in sizes alone as one."""
+    """Return why parameters of a group have no states in 8 bits, with counts; reasons that differ in sizes are one."""
     return [f"{count}× {why}" for why, count in alike(row.others).items()]
 
 
@@ -79,6 +79,6 @@ def updates_table(plan: Plan) -> Iterator[str]:
 
 
 def _wrapped(start: str, text: str) -> Sequence[str]:
-    """`text` after `start`, its further lines below its first one."""
+    """Return `text` after `start`, its further lines below its first one."""
     lines = textwrap.wrap(text, max(20, WIDTH - len(start))) or [""]
     return [f"{start if i == 0 else ' ' * len(start)}{line}".rstrip() for i, line in enumerate(lines)]

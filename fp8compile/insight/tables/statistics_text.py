@@ -37,7 +37,7 @@ def _cast(row: Row) -> str:
 
 
 def _operand(row: Row, room: int) -> str:
-    """Path, role and side in `room` columns; of a long path, its end."""
+    """Return path, role and side in `room` columns; of a long path, its end."""
     rest = f" {row.role} {row.side}"
     return end_of(row.path or "(the model itself)", room - len(rest)) + rest
 
