@@ -72,21 +72,21 @@ def main(description: str | None, sizes: Mapping[str, Task], arguments: list[str
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--level", choices=["O1", "O2", "O3"], default="O3")
     parser.add_argument("--recipe", default="mixed")
-    parser.add_argument("--schedule", choices=["auto"])
+    parser.add_argument("--adaptive", choices=["auto"])
     parser.add_argument("--select", choices=["all", "profitable"], default="profitable" if on_gpu else "all")
     given = parser.parse_args(arguments)
     task = sizes[given.size] if given.steps is None else replace(sizes[given.size], steps=given.steps)
     executor = "inductor" if on_gpu else "eager"
     options: dict[str, Any] = {"level": given.level, "executor": executor, "strict": True}
-    model = {**options, "recipe": given.recipe, "select": given.select, "schedule": given.schedule}
+    model = {**options, "recipe": given.recipe, "select": given.select, "adaptive": given.adaptive}
     device = torch.device("cuda" if on_gpu else "cpu")
     outcomes = [train(task, None, {}, device, given.seed), train(task, model, options, device, given.seed)]
     print(f"{'':<6}{'first loss':>11}{'final loss':>12}{'matmuls in FP8':>16}{'step':>13}")
     for outcome in outcomes:
         print(outcome.line())
     print(f"FP8 against BF16: {outcomes[1].final / outcomes[0].final - 1:+.2%}")
-    for schedule in fp8compile.schedules() if given.schedule else ():
-        print(schedule)
+    for graph in fp8compile.adaptive_graphs() if given.adaptive else ():
+        print(graph)
     return outcomes
 
 

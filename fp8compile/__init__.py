@@ -19,8 +19,8 @@ if _version > NEWEST:
     )
 
 from fp8compile import delayed  # noqa: E402
-from fp8compile.adaptive.settings import Schedule  # noqa: E402
-from fp8compile.adaptive.versions import scheduled_plan, schedules  # noqa: E402
+from fp8compile.adaptive.adaptive_graph import AdaptiveGraph, adaptive_graphs  # noqa: E402
+from fp8compile.adaptive.settings import Adaptive  # noqa: E402
 from fp8compile.distributed.fsdp import prepare_fsdp  # noqa: E402
 from fp8compile.distributed.gradients import compress_gradients  # noqa: E402
 from fp8compile.errors import (  # noqa: E402
@@ -32,11 +32,13 @@ from fp8compile.errors import (  # noqa: E402
     VerificationError,
 )
 from fp8compile.formats import E4M3, E5M2, Granularity  # noqa: E402
+from fp8compile.insight.compiled import adaptive_plan, last_compile  # noqa: E402
 from fp8compile.insight.dry_run import explain  # noqa: E402
 from fp8compile.insight.dump.dumps import dump  # noqa: E402
 from fp8compile.insight.dump.graph_files import example_inputs, load_graph  # noqa: E402
 from fp8compile.insight.dump.stages import diff  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
+from fp8compile.insight.printers import register_printers  # noqa: E402
 from fp8compile.insight.watching import watch  # noqa: E402
 from fp8compile.optimizer.checkpoints import plain_state_dict  # noqa: E402
 from fp8compile.optimizer.prepare import prepare_optimizer  # noqa: E402
@@ -44,8 +46,9 @@ from fp8compile.optimizer.state_recipe import StateRecipe  # noqa: E402
 from fp8compile.optimizer.states import FP8State  # noqa: E402
 from fp8compile.options import Options  # noqa: E402
 from fp8compile.plan.cast_statistics import Statistics  # noqa: E402
-from fp8compile.plan.rows import Kernel, Loss, Lowered, Mask, Matmul, Plan, Saved, Transfer  # noqa: E402
-from fp8compile.plan.store import compiles, last_compile  # noqa: E402
+from fp8compile.plan.plan import Plan  # noqa: E402
+from fp8compile.plan.rows import Kernel, Loss, Lowered, Mask, Matmul, Saved, Transfer  # noqa: E402
+from fp8compile.plan.store import compiles  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
 from fp8compile.registration import register_backend, register_what_is_not_installed  # noqa: E402
 
@@ -53,6 +56,8 @@ __all__ = [
     "E4M3",
     "E5M2",
     "RECIPES",
+    "Adaptive",
+    "AdaptiveGraph",
     "Cast",
     "Delayed",
     "Explanation",
@@ -71,13 +76,14 @@ __all__ = [
     "Recipe",
     "Role",
     "Saved",
-    "Schedule",
     "ShardingError",
     "StateError",
     "StateRecipe",
     "Statistics",
     "Transfer",
     "VerificationError",
+    "adaptive_graphs",
+    "adaptive_plan",
     "compiles",
     "compress_gradients",
     "delayed",
@@ -91,9 +97,8 @@ __all__ = [
     "prepare_fsdp",
     "prepare_optimizer",
     "register_backend",
-    "scheduled_plan",
-    "schedules",
     "watch",
 ]
 
 register_what_is_not_installed()
+register_printers()

@@ -16,7 +16,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale'
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
 from fp8compile import delayed
-from fp8compile.adaptive import versions
+from fp8compile.adaptive.adaptive_graph import AdaptiveGraph
 from fp8compile.compile_graph import compile_graph
 from fp8compile.optimizer.step_graph import prepare_step
 from fp8compile.optimizer.trace import traced_optimizer
@@ -52,15 +52,15 @@ def fp8(
     if opt is None:
         pipeline.run_stage(DynamoGraph(gm.graph, parsed, gm, example_inputs))
         trainers.warn_of_fused_optimizer()
-    if parsed.recipe.is_delayed or (parsed.schedule is not None and opt is None):
+    if parsed.recipe.is_delayed or (parsed.adaptive is not None and opt is None):
         _guard_identity(gm, example_inputs)
     if parsed.recipe.is_delayed:
         namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
     known = tuple(_inputs(gm, example_inputs))
-    if parsed.schedule is not None and opt is None:
+    if parsed.adaptive is not None and opt is None:
         compile_again = functools.partial(compile_graph, known=known, namespace=namespace)
-        scheduled = versions.Scheduled(gm, example_inputs, parsed, compile_again)
-        return compiled_calls.counted(with_hooks(scheduled), [scheduled.plan])
+        adaptive = AdaptiveGraph(gm, example_inputs, parsed, compile_again)
+        return compiled_calls.counted(with_hooks(adaptive), [adaptive.plan])
     states = prepare_step(opt, gm, example_inputs, parsed) if opt is not None else None
     compiled, made = compile_graph(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)
     return compiled_calls.counted(with_hooks(compiled), made)

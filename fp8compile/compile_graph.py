@@ -19,8 +19,8 @@ from fp8compile.insight.dump.baseline import DumpingPartitioner
 from fp8compile.insight.dump.dumps import Dump
 from fp8compile.options import Options
 from fp8compile.passes.core.compilation import Input
-from fp8compile.plan import store
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.record import Record, key_of
 from fp8compile.torch_hooks import graph_passes, nested_regions
 from fp8compile.torch_hooks.compilations import current_frame
 from fp8compile.torch_hooks.half_passes import EarlyHalfPass, LoweringPass
@@ -54,8 +54,8 @@ def compile_graph(
         )
     settings = inductor_settings(parsed, states is not None)
     joint = JointPass(parsed, known, namespace, dump, optimizer=states, regions=regions)
-    key = store.key(gm, example_inputs, joint.uuid() + graph_passes.theirs_uuid(settings, "joint_custom_pre_pass"))
-    record = joint.record = store.Record(key, parsed, dump.plans if dump else None, states)
+    key = key_of(gm, example_inputs, joint.uuid() + graph_passes.theirs_uuid(settings, "joint_custom_pre_pass"))
+    record = joint.record = Record(key, parsed, dump.plans if dump else None, states)
     lowering = LoweringPass(parsed, dump)
     joint.partitioner = DumpingPartitioner(parsed, record, dump) if dump else Partitioner(parsed, record)
     graph_passes.warn_of_other_cut(settings)

@@ -1,4 +1,4 @@
-"""What each device can do in FP8, and how fast: the constants of the cost model, in one table.
+"""The FP8 abilities and rates of each device: the constants of the cost model, in one table.
 
 Rates in TFLOP/s on random data at Llama-8B shapes (`benchmarks/micro/casts_and_matmuls.py`; groups:
 `benchmarks/micro/matmul.py`). `casts` in TB/s (bytes read + written, as `passes/matmul/matmul_costs.py` counts them) by
@@ -43,13 +43,13 @@ class Device:
     why_not: str = ""
 
     def rate(self, granularity: str) -> float:
-        """FP8 TFLOP/s of a matmul that fills the device: "tensor" (both operands), "row" (of either), "block" (of one,
-        groups of the other) or "group" (of both)."""
+        """Return the FP8 TFLOP/s of a matmul that fills the device: "tensor" (both operands), "row" (either), "block"
+        (of one, groups of the other) or "group" (of both)."""
         rates = {"tensor": self.fp8_tensor, "row": self.fp8_row, "block": self.fp8_block, "group": self.fp8_group}
         return rates[granularity]
 
     def filled(self, tiles: int) -> float:
-        """The share of the device that works on so many tiles of an output, on average over its rounds.
+        """Return the share of the device that works on so many tiles of an output, on average over its rounds.
 
         Matmuls with scales of rows, groups or blocks give each tile of 128 × 128 to one multiprocessor, where those of
         BF16 and of tensor scales share one among several if there are few: [768, 768] of 16384 tokens has 36 tiles, and
@@ -76,7 +76,7 @@ GENERIC = {8: TABLE["L40S"], 9: TABLE["H100"], 10: TABLE["B200"], 12: TABLE["RTX
 
 
 def describe(device: torch.device) -> Device:
-    """The table's row for `device`; for a CPU a row that emulates FP8, for an older GPU one that has none."""
+    """Return the table's row for `device`; for a CPU a row that emulates FP8, for an older GPU one that has none."""
     if device.type == "cpu":
         return Device("cpu", False, emulated=True, why_not="a CPU has no FP8 matmul units")
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""What the environment says: every FP8COMPILE_* variable that the compiler reads is read here, when it is imported.
+"""Environment variables: every FP8COMPILE_* variable that the compiler reads is read here, when it is imported.
 
 | variable | meaning |
 |---|---|
@@ -13,5 +13,5 @@ folder: str | None = os.environ.get("FP8COMPILE_DUMP") or None  # where to dump;
 
 
 def dump_folder() -> str | None:
-    """The folder for dumps of compilations whose options name none."""
+    """Return the folder for dumps of compilations whose options name none."""
     return folder

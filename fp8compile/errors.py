@@ -38,7 +38,7 @@ LONGEST = 200  # characters of a value that an error repeats
 
 
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> OptionError:
-    """An `OptionError` for `name`, offering the nearest of the `valid` names, and all of them unless they are many."""
+    """Return an `OptionError` for `name` with the nearest of the `valid` names, and all unless they are many."""
     names = {known.lower(): known for known in sorted(valid)}
     near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.55)  # of two letters both
     hint = f" Did you mean {names[near[0]]!r}?" if near else ""
@@ -47,14 +47,14 @@ def unknown_name(kind: str, name: object, valid: Iterable[str]) -> OptionError:
 
 
 def shown(value: object) -> str:
-    """A value that was given, as an error repeats it: not all of a tensor or a plan."""
+    """Return a value that was given, as an error repeats it: not all of a tensor or a plan."""
     text = repr(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 @contextlib.contextmanager
 def inside(where: str) -> Iterator[None]:
-    """An `OptionError` that is raised in here says where."""
+    """Say where in every `OptionError` that is raised in this context."""
     try:
         yield
     except OptionError as error:

@@ -43,7 +43,7 @@ FP8_DTYPES = {f.dtype: f for f in FORMATS.values()}
 
 
 def parse_format(value: Format | str) -> Format:
-    """The `Format` called `value` ("e4m3" or "e5m2")."""
+    """Return the `Format` called `value` ("e4m3" or "e5m2")."""
     if isinstance(value, Format):
         return value
     if not isinstance(value, str) or value not in FORMATS:
@@ -70,7 +70,7 @@ class Granularity:
         return f"{self.kind}({self.size})" if self.size else self.kind
 
     def scale_shape(self, shape: Sequence[Any]) -> list[Any]:
-        """Shape of the scale of data with this `shape` [..., R, C]; sizes may be symbolic."""
+        """Return the shape of the scale of data with this `shape` [..., R, C]; sizes may be symbolic."""
         *batch, rows, cols = shape
         if self.kind == "tensor":
             return []
@@ -91,17 +91,17 @@ BLOCK128 = Granularity("block", 128)
 
 
 def ceil_div(n: Any, d: int) -> Any:
-    """ceil(n / d), for ints and symbolic ints."""
+    """Return ceil(n / d), for ints and symbolic ints."""
     return -(-n // d)
 
 
 def round_up(n: Any, multiple: int) -> Any:
-    """The least multiple of `multiple` that is ≥ n, for ints and symbolic ints."""
+    """Return the least multiple of `multiple` that is ≥ n, for ints and symbolic ints."""
     return n if multiple == 1 else ceil_div(n, multiple) * multiple
 
 
 def parse_granularity(value: Granularity | str) -> Granularity:
-    """The `Granularity` written as `value`: "tensor", "row", "group(128)", "block(128)"."""
+    """Return the `Granularity` written as `value`: "tensor", "row", "group(128)", "block(128)"."""
     if isinstance(value, Granularity):
         return value
     match = re.fullmatch(r"(tensor|row|group|block)(?:\((\d{1,9})\))?", str(value).replace(" ", ""))

@@ -50,7 +50,7 @@ LEVELS: dict[str, Level] = {
 
 
 def with_level(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with those of its level that it does not name itself. Raises `OptionError` for an unknown level."""
+    """Return `options` with those of its level that it does not name. Raises `OptionError` for an unknown level."""
     given = dict(options)
     name = given.get("level")
     if name is None:
@@ -62,7 +62,7 @@ def with_level(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(name: object) -> OptionError:
-    """Names are of two letters: what looks alike is another level, not a slip, unless it is a small letter."""
+    """Return an error without a nearest name, unless a small letter was meant: of two letters, all names are near."""
     meant = str(name).strip().upper().removeprefix("O")
     hint = f" Did you mean 'O{meant}'?" if f"O{meant}" in LEVELS else ""
     if meant == "0":

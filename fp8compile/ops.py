@@ -132,7 +132,7 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
 
 
 def _scaled_mm_on_cpu(a: Tensor, scale_a: Tensor, granularity_a: str, b: Tensor, *rest: Any) -> Tensor:
-    """The reference, with the GPU's demand on layout, so that a wrong one is seen without a GPU too."""
+    """Return the reference, with the GPU's demand on layout, so that a wrong one is seen without a GPU too."""
     if not (a.is_contiguous() and b.is_contiguous()):
         raise RuntimeError(f"fp8::scaled_mm needs contiguous data, got strides {a.stride()} and {b.stride()}")
     return markers.scaled_mm(a, scale_a, granularity_a, b, *rest)

@@ -1,4 +1,4 @@
-"""How the value of each option is read: what it may be, and an `OptionError` that says so for anything else."""
+"""Readers of the options' values: each returns a value, or raises an `OptionError` that says what it may be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._inductor import config as inductor_config  # names and types of the settings that are passed on
 
-from fp8compile.adaptive.settings import Schedule
+from fp8compile.adaptive.settings import Adaptive
 from fp8compile.errors import OptionError, inside, shown, unknown_name
 from fp8compile.optimizer.state_recipe import StateRecipe
 from fp8compile.plan.overrides import Overrides
@@ -32,7 +32,7 @@ Reader = Callable[[str, Any], Any]
 
 
 def read_option(name: str, value: Any) -> Any:
-    """The value of the option `name` as the compiler wants it. Raises `OptionError`, which names the option."""
+    """Return the value of the option `name` as the compiler wants it. Raises `OptionError`, which names the option."""
     return READERS[name](name, value)
 
 
@@ -41,7 +41,7 @@ def _wrong(name: str, what: str, value: Any) -> OptionError:
 
 
 def _nested(read: Callable[[Any], Any]) -> Reader:
-    """A reader whose own errors do not name the option."""
+    """Return a reader whose own errors do not name the option."""
 
     def named(name: str, value: Any) -> Any:
         with inside(f"option {name!r}"):
@@ -147,7 +147,7 @@ def _dump(name: str, value: Any) -> str | None:
 
 
 def writable_folder(who: str, path: str | Path) -> str:
-    """The absolute `path`, where files can be written to it or it can be made. Raises `OptionError` elsewhere.
+    """Return the absolute `path`, where files can be written to it or it can be made. Raises `OptionError` elsewhere.
 
     who: what names it, for the error. Root may write anywhere by its rights, and yet not to /proc: so it is tried.
     """
@@ -169,7 +169,7 @@ def writable_folder(who: str, path: str | Path) -> str:
 
 
 def _settings(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    """Settings of torch._inductor.config, as torch.compile's own `options` takes them."""
+    """Return the settings of torch._inductor.config, as torch.compile's own `options` takes them."""
     if not isinstance(value, Mapping):
         raise OptionError(f"option {name!r} maps torch._inductor.config names to values, and is not {shown(value)}")
     known = inductor_config.get_config_copy()  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ def _settings(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether `value` is of the type `kind`, as far as that can be told."""
+    """Return True if `value` is of the type `kind`, as far as that can be told."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
@@ -200,7 +200,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
-    """A type as people write it."""
+    """Return a type as people write it."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(_words, parts))
@@ -238,7 +238,7 @@ READERS: Mapping[str, Reader] = {
     "mode": _one_of(MODES, absent=True),
     "inductor": _settings,
     "plan": _plan,
-    "schedule": _nested(Schedule.parse),
+    "adaptive": _nested(Adaptive.parse),
     "watch": _text,
     "dump": _dump,
 }

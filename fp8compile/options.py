@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fp8compile import environment
-from fp8compile.adaptive.settings import Schedule
+from fp8compile.adaptive.settings import Adaptive
 from fp8compile.errors import OptionError, shown, unknown_name
 from fp8compile.levels import with_level
 from fp8compile.optimizer.state_recipe import StateRecipe
@@ -16,6 +16,7 @@ from fp8compile.option_values import OPERATIONS, read_option, writable_folder
 from fp8compile.plan.overrides import Overrides
 from fp8compile.recipe import RECIPES, Recipe
 
+RENAMED = {"schedule": "adaptive"}
 KEEP_ALL = (("*", "bf16"),)  # option `save`: nothing is rounded
 
 
@@ -54,7 +55,8 @@ class Options:
     inductor: settings of torch._inductor.config for this compilation. Graph passes among them run before ours.
     plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one
     (`fp8compile/plan/overrides.py`).
-    schedule: "auto", or a mapping of settings (`Schedule`): casts change while it trains, on evidence.
+    adaptive: "auto", or a mapping of settings (`Adaptive`): the automatic mode, in which casts change while it trains,
+        on evidence.
     watch: the name under which casts are measured (`fp8compile.watch` does it all).
     dump: a folder for graphs, plan, kernels and Inductor's code (`fp8compile/insight/dump/dumps.py`).
     """
@@ -79,41 +81,43 @@ class Options:
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
     plan: Overrides | None = None
-    schedule: Schedule | None = None
+    adaptive: Adaptive | None = None
     watch: str | None = None
     dump: str | None = None
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-        """Options from what torch.compile passes on. Raises `OptionError` naming the option and the nearest name."""
+        """Return options from what torch.compile passes on. Raises `OptionError` naming the option and the nearest."""
         given = with_level(_by_name(options))
         if mode is not None:
             given["mode"] = mode
         values = {name: read_option(name, value) for name, value in given.items()}
         if "dump" not in values and (folder := environment.dump_folder()):
             values["dump"] = writable_folder("FP8COMPILE_DUMP", folder)
-        if values.get("schedule") is not None and values.get("watch") is not None:
-            raise OptionError("options 'schedule' and 'watch': a schedule measures by itself, leave 'watch' out")
+        if values.get("adaptive") is not None and values.get("watch") is not None:
+            raise OptionError(
+                "options 'adaptive' and 'watch': the automatic mode measures by itself, leave 'watch' out"
+            )
         return Options(**values)
 
     def __str__(self) -> str:
-        """What differs from the defaults, for people to read; `repr` has everything."""
+        """Return what differs from the defaults, for people to read; `repr` has everything."""
         changed = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in ("recipe", "dump", "plan")]
         shown = [f"recipe={self.recipe.name}"]
         shown += [f"{name}={value!r}" for name, value in changed if value != getattr(Options(), name)]
         return ", ".join([*shown, *([f"plan={self.plan.name}"] if self.plan else [])])
 
     def skips(self, path: str) -> str | None:
-        """The first pattern of `skip` that names the module `path`, one of its ancestors, or a run of components."""
+        """Return the first pattern of `skip` that names the module `path`, an ancestor, or a run of its components."""
         return matching(self.skip, path)
 
     def saves(self, path: str) -> tuple[str, str]:
-        """The first pattern of `save` that names the module `path`, and its form; "" and the default if none does."""
+        """Return the first pattern of `save` that names the module `path`, and its form; else "" and the default."""
         return next(((pattern, form) for pattern, form in self.save if _names(pattern, path)), ("", "fp8"))
 
 
 def matching(given: Sequence[str], path: str) -> str | None:
-    """The first of the `given` patterns that names the module `path`, one of its ancestors, or a run of components."""
+    """Return the first of the `given` patterns that names the module `path`, an ancestor, or a run of components."""
     return next((pattern for pattern in given if _names(pattern, path)), None)
 
 
@@ -122,12 +126,14 @@ def _names(pattern: str, path: str) -> bool:
 
 
 def _by_name(options: Any) -> dict[str, Any]:
-    """`options` as a dict whose names are all known. Raises `OptionError`."""
+    """Return `options` as a dict whose names are all known. Raises `OptionError`."""
     if not isinstance(options, Mapping | None):
         instead = f": options={{'recipe': {options!r}}}" if isinstance(options, str) and options in RECIPES else ""
         raise OptionError(f"options is a dict of options by name, and is not {shown(options)}{instead}")
     names = [f.name for f in fields(Options)]
     for name in options or ():
+        if name in RENAMED:
+            raise OptionError(f"option {name!r} is called {RENAMED[name]!r}")
         if not isinstance(name, str) or name not in names:
             raise unknown_name("option", name, names)
     return dict(options or {})

@@ -46,7 +46,7 @@ class Store:
 
 STORES = (
     Store("plan.store", "_compiled", "plans of all graphs, by the calls that compiled them", Until.TORCH_RESET),
-    Store("plan.store", "_matched", "patterns of options that matched, or were warned of", Until.TORCH_RESET),
+    Store("plan.plan_warnings", "_matched", "patterns of options that matched, or were warned of", Until.TORCH_RESET),
     Store("torch_hooks.compiled_calls", "_given_up", "code that Dynamo compiles no more, and why", Until.TORCH_RESET),
     Store("torch_hooks.compiled_calls", "_runs", "how many graphs were asked for, and ran", Until.RESET),
     Store("torch_hooks.compiled_calls", "_steps", "the steps of optimizers that are running", Until.OWNER),
@@ -56,7 +56,7 @@ STORES = (
     Store("delayed", "_passes", "the forward and backward pass that each model is in", Until.RESET),
     Store("delayed", "_models", "models with delayed scaling, by the number in their keys", Until.RESET),
     Store("plan.cast_statistics", "_watched", "what is being measured, by name", Until.RESET),
-    Store("adaptive.versions", "_all", "graphs that run under a schedule", Until.RESET),
+    Store("adaptive.adaptive_graph", "_all", "graphs in automatic mode", Until.RESET),
     Store("optimizer.state_conversion", "_records", "the recipe of each optimizer, and its states' past", Until.OWNER),
     Store("optimizer.unscaling", "_unscaling", "the loss scale that each optimizer's steps read", Until.OWNER),
     Store("distributed.weight_cast", "_casts", "casts of sharded weights, by number", Until.OWNER),

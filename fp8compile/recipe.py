@@ -88,7 +88,7 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Cast:
-    """How one operand becomes FP8: granularity and format, current scaling unless `delayed`."""
+    """The cast of one operand to FP8: granularity and format, current scaling unless `delayed`."""
 
     granularity: Granularity = TENSOR
     format: Format = E4M3
@@ -112,8 +112,10 @@ class Cast:
 
 @dataclass(frozen=True)
 class Role:
-    """How one of the three matmuls runs. left × right: activation × weight (output), gradient × weight (grad_input),
-    gradient × activation (grad_weight)."""
+    """The casts of one of the three matmuls.
+
+    left × right: activation × weight (output), gradient × weight (grad_input), gradient × activation (grad_weight).
+    """
 
     left: Cast = Cast()
     right: Cast = Cast()
@@ -155,14 +157,14 @@ class Recipe:
 
     @staticmethod
     def named(name: str) -> Recipe:
-        """The recipe called `name`; raises `OptionError` with the nearest valid name."""
+        """Return the recipe called `name`; raises `OptionError` with the nearest valid name."""
         if name not in RECIPES:
             raise unknown_name("recipe", name, RECIPES)
         return RECIPES[name]
 
     @staticmethod
     def parse(value: Recipe | str | Mapping[str, Any]) -> Recipe:
-        """A recipe from an object, a name, or {"base": name, role: {field: …}} as `override` takes it."""
+        """Return a recipe from an object, a name, or {"base": name, role: {field: …}} as `override` takes it."""
         if isinstance(value, Recipe):
             return value
         if isinstance(value, str):
@@ -173,7 +175,7 @@ class Recipe:
         raise OptionError(f"recipe must be a name, a Recipe or a mapping, not {shown(value)}")
 
     def override(self, **roles: Mapping[str, Any] | Role | None) -> Recipe:
-        """This recipe with some roles changed.
+        """Return this recipe with some roles changed.
 
         >>> Recipe.named("mixed").override(
         ...     grad_input={"left": {"format": "e5m2"}},  # gradient in E5M2
@@ -190,12 +192,12 @@ class Recipe:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether any operand takes its scale from a history."""
+        """True if any operand takes its scale from a history."""
         roles = [r for r in (self.output, self.grad_input, self.grad_weight) if r is not None]
         return any(cast.delayed for r in roles for cast in (r.left, r.right))
 
     def role(self, name: str) -> Role | None:
-        """The `Role` called `name`; None where that matmul stays BF16."""
+        """Return the `Role` called `name`; None where that matmul stays BF16."""
         return getattr(self, name)
 
 
@@ -237,7 +239,7 @@ def _changed_cast(cast: Cast, change: Mapping[str, Any] | Cast) -> Cast:
 
 
 def _delayed(value: Any) -> Delayed | None:
-    """From True, None or False, a `Delayed`, or a mapping of its fields."""
+    """Return a `Delayed` from True, None or False, a `Delayed`, or a mapping of its fields."""
     if isinstance(value, Mapping):
         for name in value:
             if name not in ("history", "margin"):

@@ -1,4 +1,4 @@
-"""How an optimizer state is stored: a code of 8 bits an element, and two FP32 numbers a group of 128.
+"""The formats in which optimizer states are stored: a code of 8 bits an element, and two FP32 numbers a group of 128.
 
     name      = code[/linear][/stochastic]            "log", "e4m3", "e5m2/stochastic", "e4m3/linear", "float32"
     side      = (±least nonzero magnitude, greatest magnitude) of a group; the sign says whether it has negative values
@@ -31,7 +31,7 @@ ROUNDINGS = ("", "/stochastic")
 
 
 def bits(x: float) -> int:
-    """The bits of an FP32 number as an integer."""
+    """Return the bits of an FP32 number as an integer."""
     return int(torch.tensor(x, dtype=torch.float32).view(torch.int32))
 
 
@@ -88,15 +88,15 @@ class StateFormat:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it stores FP32 as it is."""
+        """True if it stores FP32 as it is."""
         return self.code == "float32"
 
     def side_shape(self, elements: int) -> list[int]:
-        """The shape of the side data of a tensor of so many elements."""
+        """Return the shape of the side data of a tensor of so many elements."""
         return [0 if self.is_exact else -(-elements // GROUP), 2]
 
     def bytes(self, elements: int) -> int:
-        """Bytes of a state of so many elements, side data included."""
+        """Return the bytes of a state of so many elements, side data included."""
         return 4 * elements if self.is_exact else elements + -(-elements // GROUP) * BYTES_OF_SIDE
 
     @property
@@ -105,12 +105,12 @@ class StateFormat:
         return torch.float32 if self.is_exact else torch.uint8
 
     def nearest(self) -> StateFormat:
-        """The same without stochastic rounding."""
+        """Return the same format without stochastic rounding."""
         return replace(self, stochastic=False)
 
 
 def parse_state_format(value: StateFormat | str) -> StateFormat:
-    """The `StateFormat` called `value`; raises `OptionError` with the nearest valid name."""
+    """Return the `StateFormat` called `value`; raises `OptionError` with the nearest valid name."""
     if isinstance(value, StateFormat):
         return value
     code, *flags = value.split("/") if isinstance(value, str) else (None,)
@@ -121,7 +121,7 @@ def parse_state_format(value: StateFormat | str) -> StateFormat:
 
 
 def names() -> list[str]:
-    """The names of all formats."""
+    """Return the names of all formats."""
     of_minifloats = [f"{code}{linear}{how}" for code in MINIFLOATS for linear in ("", "/linear") for how in ROUNDINGS]
     return ["log", "log/stochastic", *of_minifloats, "float32"]
 

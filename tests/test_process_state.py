@@ -20,7 +20,7 @@ import fp8compile
 from fp8compile import delayed, process_state
 from fp8compile.optimizer.state_conversion import is_prepared
 from fp8compile.plan import cast_statistics, store
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 from fp8compile.process_state import STORES, Until
 from fp8compile.torch_hooks import compiled_calls, trainers
 

@@ -1,4 +1,4 @@
-"""Models that are made to fail in FP8: BF16, fixed FP8 and options={"schedule": "auto"}, with every move it makes.
+"""Models that are made to fail in FP8: BF16, fixed FP8 and options={"adaptive": "auto"}, with every change it makes.
 
     python -m benchmarks.training.adaptive [--steps 240] [--seeds 3] [--json FILE] [NAME …]
 
@@ -12,7 +12,7 @@
 
 Each is a teacher's targets with noise that nobody can learn, so that a loss has a floor and losses of runs that learn
 the same differ little. What is planted has no influence on what the model computes: only a cast that gives everything
-one scale is disturbed by it. Held-out losses are those of the model as it runs (the FP8 graph under its schedule).
+one scale is disturbed by it. Held-out losses are those of the model as it runs (the FP8 graph in automatic mode).
 A run takes some seconds on a CPU.
 """
 
@@ -34,8 +34,8 @@ import fp8compile
 WIDTH, INNER, OUT, BATCH = 64, 256, 32, 256
 LARGE = 1e6
 OPTIONS = {"select": "all", "executor": "eager", "strict": True, "save_min_bytes": 0}
-SCHEDULE = {"every": 8}
-MODES: dict[str, dict[str, Any] | None] = {"bf16": None, "fixed": {}, "auto": {"schedule": SCHEDULE}}
+ADAPTIVE = {"every": 8}
+MODES: dict[str, dict[str, Any] | None] = {"bf16": None, "fixed": {}, "auto": {"adaptive": ADAPTIVE}}
 
 
 class Masked(nn.Linear):
@@ -150,15 +150,15 @@ PLANTS: dict[str, Callable[[], Planted]] = {
 
 @dataclass
 class Result:
-    """One run. moves: those of its schedule, as text."""
+    """One run. changes: those of the automatic mode, as text."""
 
     plant: str
     mode: str
     seed: int
     held_out: float
     recompiles: int = 0
-    moves: list[str] = field(default_factory=list)
-    moved: list[tuple[str, str]] = field(default_factory=list)  # path and role of each matmul that moved
+    changes: list[str] = field(default_factory=list)
+    changed: list[tuple[str, str]] = field(default_factory=list)  # path and role of each matmul that changed
 
 
 class Teacher:
@@ -183,7 +183,7 @@ class Teacher:
 
 
 def run(plant: str, mode: str, seed: int = 0, steps: int = 240) -> Result:
-    """Train `plant` in BF16, fixed FP8 or under a schedule; its held-out loss is that of the last fifth."""
+    """Train `plant` in BF16, fixed FP8 or in automatic mode; its held-out loss is that of the last fifth."""
     torch.compiler.reset()
     torch.manual_seed(seed)
     model = PLANTS[plant]()
@@ -204,11 +204,11 @@ def run(plant: str, mode: str, seed: int = 0, steps: int = 240) -> Result:
         opt.zero_grad()
         if step >= steps * 4 // 5:  # fresh examples, not trained on yet
             losses.append(squared.detach()[model.weights(x) > 0].mean())
-    found = [s for s in fp8compile.schedules() if s.is_training][-1:] if mode == "auto" else []
-    moves = [str(move) for s in found for move in s.moves]
-    moved = sorted({(move.path, move.role) for s in found for move in s.moves if move.role != "saved"})
+    found = [s for s in fp8compile.adaptive_graphs() if s.is_training][-1:] if mode == "auto" else []
+    changes = [str(change) for s in found for change in s.changes]
+    changed = sorted({(change.path, change.role) for s in found for change in s.changes if change.role != "saved"})
     held_out = float(torch.stack(losses).mean())
-    return Result(plant, mode, seed, held_out, sum(s.recompiles for s in found), moves, moved)
+    return Result(plant, mode, seed, held_out, sum(s.recompiles for s in found), changes, changed)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -228,8 +228,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(
                 f"{plant:<10} {seed:4} {bf16.held_out:9.4f} {shown[0]:>20} {shown[1]:>20} {auto.recompiles}", flush=True
             )
-        for move in results[-1].moves:
-            print(f"    {move}")
+        for change in results[-1].changes:
+            print(f"    {change}")
     if given.json:
         given.json.write_text(json.dumps([asdict(r) for r in results], indent=1))
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.training import adaptive as schedule
+from benchmarks.training import adaptive
 
 LARGEST, GROUP = 448.0, 128
 Cast = Callable[[Tensor], Tensor]
@@ -108,7 +108,7 @@ def measure(x: Tensor, w: Tensor, outliers: Tensor) -> dict[str, tuple[float, fl
     return found
 
 
-class Down(schedule.SwiGLU):
+class Down(adaptive.SwiGLU):
     """The model of `benchmarks/training/adaptive.py` whose SwiGLU grows; its down projection's output matmul is
     cast."""
 
@@ -131,7 +131,7 @@ def trained(name: str, seed: int, steps: int = 240) -> float:
     torch.manual_seed(seed)
     model = Down(name)
     opt = torch.optim.Adam(model.parameters(), lr=model.lr, eps=1e-20)
-    teacher, losses = schedule.Teacher(model.classes, model.noise, seed), []
+    teacher, losses = adaptive.Teacher(model.classes, model.noise, seed), []
     for step in range(steps):
         model.at(step, steps)
         for settings in opt.param_groups:

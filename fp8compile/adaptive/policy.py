@@ -1,19 +1,20 @@
-"""Moves of an automatic schedule: from what was measured of each cast, which matmuls and saved tensors change theirs.
+"""The policy of the automatic mode: from what was measured of each cast, which matmuls and saved tensors change theirs.
 
-Decides only; `fp8compile/adaptive/versions.py` measures and recompiles. A matmul stands on a ladder, cheapest first:
+Decides only; `fp8compile/adaptive/adaptive_graph.py` measures and recompiles. A matmul has these choices, cheapest
+first:
 
-    home (as the recipe has it) · tensor × tensor · row × tensor, tensor × row · row × row · group × group · BF16
+    as the recipe has it · tensor × tensor · row × tensor, tensor × row · row × row · group × group · BF16
 
-It moves to the first rung on which both operands keep what the settings demand, and only where it does not keep that
-now. It returns to a cheaper rung, never below home, which would keep `margin` more at `patience` looks in a row.
-A grouped matmul has two rungs, home (rows) and BF16.
-A saved tensor has two rungs: FP8 as the compiler would keep it, and its own dtype, where it then stays: kept as it is
+It takes the first choice with which both operands keep what the settings demand, and changes only where it does not
+keep that now. It returns to a cheaper choice, never below the recipe's, that would keep `margin` more at `patience`
+looks in a row. A grouped matmul has two choices, the recipe's (rows) and BF16.
+A saved tensor has two choices: FP8 as the compiler would keep it, and its own dtype, where it then stays: kept as it is
 it has no cast to measure.
 
 Rules: the first and the last layer, and products of two activations, must keep `edges` more. Such a product (SwiGLU in
 front of its down projection) has outlier channels that grow in training: they lie along the contracted dimension, where
 rows separate nothing, so it never stops at rows. A few tokens far above the rest (attention sinks) show as few rows
-with all of the signal: `by_rows` drops, and rows are what the ladder offers first.
+with all of the signal: `by_rows` drops, and scales of rows are the first choice that is offered.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from fp8compile.adaptive.settings import Schedule
+from fp8compile.adaptive.settings import Adaptive
 from fp8compile.plan.cast_statistics import Row
-from fp8compile.plan.reasons import Reason
-from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Plan, Saved
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.reasons import ADAPTED, Reason
+from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Saved
 
 Key: TypeAlias = tuple[str, str, int]  # module path, role, occurrence
-SCHEDULED = "schedule: "  # begins the reasons of rows that were moved
 GROUP = "e4m3 group(128)"
 COARSE = (("tensor", "tensor"), ("row", "tensor"), ("tensor", "row"), ("row", "row"))
 
 
 @dataclass(frozen=True)
-class Rung:
-    """How a matmul may run; without casts: in BF16."""
+class Choice:
+    """A way in which a matmul may run; without casts: in BF16."""
 
     left: Operand | None = None
     right: Operand | None = None
@@ -49,7 +50,7 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Move:
+class Change:
     """A matmul or a saved tensor (role "saved") that changed: at which step, from what to what, and why."""
 
     step: int
@@ -65,93 +66,96 @@ class Move:
 
 
 @dataclass
-class Ladders:
-    """What is known of the matmuls of one graph between looks.
+class Policy:
+    """The policy for one graph, with what it knows of its matmuls between looks.
 
-    homes: by member, how the plan had it at first. patient: how many looks in a row a cheaper rung would have served.
+    baselines: by member, how the plan had it at first. cheaper_looks: at how many looks in a row a cheaper choice
+    would have kept enough.
     """
 
-    settings: Schedule
+    settings: Adaptive
     grouped: bool = True  # whether the device has matmuls with groups
-    homes: dict[Key, Rung] = field(default_factory=dict)
-    patient: Counter[Key] = field(default_factory=Counter)
+    baselines: dict[Key, Choice] = field(default_factory=dict)
+    cheaper_looks: Counter[Key] = field(default_factory=Counter)
 
-    def settle(self, plan: Plan) -> None:
-        """Learn the homes from the plan that the recipe gave."""
+    def start_from(self, plan: Plan) -> None:
+        """Take the plan that the recipe gave for the baseline."""
         for row, _, members in keyed(plan.matmuls):
             for member in members:
-                self.homes.setdefault(member, _rung(row))
+                self.baselines.setdefault(member, _choice(row))
 
-    def look(self, plan: Plan, measured: Sequence[Row], step: int) -> tuple[Plan, list[Move]]:
-        """The plan as it should be, and the moves that make it so."""
+    def look(self, plan: Plan, measured: Sequence[Row], step: int) -> tuple[Plan, list[Change]]:
+        """Return the plan as it should be, and the changes that make it so."""
         known: dict[Key, dict[str, Row]] = {}
         for m in measured:
             known.setdefault((m.path, m.role, m.occurrence), {})[m.side] = m
         edges = outermost(row.path for row in plan.matmuls if row.role == "output")
-        moves: list[Move] = []
+        changes: list[Change] = []
         rows = []
         for row, key, members in keyed(plan.matmuls):
             sides = known.get(key, {})
-            after, why = _rung(row), ""
-            if set(sides) == {"left", "right"} and members[0] in self.homes:
+            after, why = _choice(row), ""
+            if set(sides) == {"left", "right"} and members[0] in self.baselines:
                 after, why = self._choose(row, members, sides, row.path in edges)
             if why:
-                moves.append(Move(step, row.path, row.role, str(_rung(row)), str(after), why))
-                row = _moved(row, after, why)
+                changes.append(Change(step, row.path, row.role, str(_choice(row)), str(after), why))
+                row = _changed(row, after, why)
             rows.append(row)
-        saved = [self._saved(row, key, measured, step, moves) for row, key in _saved_keys(plan.saved)]
-        return replace(plan, matmuls=rows, saved=saved), moves
+        saved = [self._saved(row, key, measured, step, changes) for row, key in _saved_keys(plan.saved)]
+        return replace(plan, matmuls=rows, saved=saved), changes
 
     # ---- matmuls ------------------------------------------------------------------------------------------------
 
-    def _choose(self, row: Matmul, members: Sequence[Key], sides: Mapping[str, Row], edge: bool) -> tuple[Rung, str]:
-        """The rung for a matmul, and why if it is another one."""
-        now, home = _rung(row), self.homes[members[0]]
+    def _choose(self, row: Matmul, members: Sequence[Key], sides: Mapping[str, Row], edge: bool) -> tuple[Choice, str]:
+        """Return the choice for a matmul, and why if it is another one."""
+        now, baseline = _choice(row), self.baselines[members[0]]
         activations = [sides["right"]] if row.role == "grad_weight" else list(sides.values())
         product = row.role != "grad_input" and any(m.trait == "product" for m in activations)
         more = self.settings.edges if edge or product else 0.0
-        ladder = [*dict.fromkeys((home, Rung()))] if row.kind == "grouped" else self._ladder(home, product)
-        place = ladder.index(now) if now in ladder else len(ladder)
+        choices = [*dict.fromkeys((baseline, Choice()))] if row.kind == "grouped" else self._choices(baseline, product)
+        place = choices.index(now) if now in choices else len(choices)
         worst = _worst(now, sides, self.settings, more)
         if now.left is not None and worst is not None:
-            self.patient[members[0]] = 0
-            fits = (r for r in ladder if r != now and _worst(r, sides, self.settings, more) is None)
-            after = next(fits, Rung())
+            self.cheaper_looks[members[0]] = 0
+            fits = (c for c in choices if c != now and _worst(c, sides, self.settings, more) is None)
+            after = next(fits, Choice())
             rules = " (first or last layer)" * edge + " (a product of activations)" * product
             return after, worst + rules
-        cheaper = [r for r in ladder[:place] if _worst(r, sides, self.settings, more + self.settings.margin) is None]
-        self.patient[members[0]] = self.patient[members[0]] + 1 if cheaper else 0
-        if self.patient[members[0]] < self.settings.patience:
+        cheaper = [c for c in choices[:place] if _worst(c, sides, self.settings, more + self.settings.margin) is None]
+        self.cheaper_looks[members[0]] = self.cheaper_looks[members[0]] + 1 if cheaper else 0
+        if self.cheaper_looks[members[0]] < self.settings.patience:
             return now, ""
-        self.patient[members[0]] = 0
+        self.cheaper_looks[members[0]] = 0
         return cheaper[0], f"{self.settings.patience} looks in a row it would have kept {_kept(cheaper[0], sides)}"
 
-    def _ladder(self, home: Rung, product: bool) -> list[Rung]:
-        """All rungs from home on, cheapest first."""
-        rungs = [home]
+    def _choices(self, baseline: Choice, product: bool) -> list[Choice]:
+        """Return all choices from the baseline on, cheapest first."""
+        choices = [baseline]
         for left, right in COARSE:
             if not (product and "row" in (left, right)):
-                rungs.append(Rung(Operand("e4m3", left), Operand("e4m3", right), home.fast_accumulation))
+                choices.append(Choice(Operand("e4m3", left), Operand("e4m3", right), baseline.fast_accumulation))
         if self.grouped:
-            rungs.append(Rung(Operand("e4m3", "group(128)"), Operand("e4m3", "group(128)")))
-        rungs = rungs[:1] if home.left is None else [r for r in rungs if r == home or _cost(r) >= _cost(home)]
-        return [*dict.fromkeys(rungs), *([Rung()] if home.left is not None else [])]
+            choices.append(Choice(Operand("e4m3", "group(128)"), Operand("e4m3", "group(128)")))
+        if baseline.left is None:
+            return [baseline]
+        kept = [c for c in choices if c == baseline or _cost(c) >= _cost(baseline)]
+        return [*dict.fromkeys(kept), Choice()]
 
     # ---- saved tensors ------------------------------------------------------------------------------------------
 
-    def _saved(self, row: Saved, key: Key, measured: Sequence[Row], step: int, moves: list[Move]) -> Saved:
+    def _saved(self, row: Saved, key: Key, measured: Sequence[Row], step: int, changes: list[Change]) -> Saved:
         found = [m for m in measured if m.role == "saved" and (m.path, m.side, m.occurrence) == key]
         if row.form == row.dtype or not found:
             return row
         why = _short(found[0], found[0].cast, self.settings, 0.0)
         if why is None:
             return row
-        moves.append(Move(step, row.path, "saved", row.form, row.dtype, why))
-        return replace(row, form=row.dtype, reason=SCHEDULED + why, code=Reason.ADAPTIVE)
+        changes.append(Change(step, row.path, "saved", row.form, row.dtype, why))
+        return replace(row, form=row.dtype, reason=ADAPTED + why, code=Reason.ADAPTIVE)
 
 
 def _saved_keys(rows: Iterable[Saved]) -> Iterator[tuple[Saved, tuple[str, str, int]]]:
-    """(row, (path, rest of its key as the pass writes it, occurrence))."""
+    """Yield (row, (path, rest of its key as the pass writes it, occurrence))."""
     seen: Counter[tuple[str, str]] = Counter()
     for row in rows:
         rest = json.dumps([row.source, row.dtype, row.shape[-1] if row.shape else 1])
@@ -159,11 +163,11 @@ def _saved_keys(rows: Iterable[Saved]) -> Iterator[tuple[Saved, tuple[str, str, 
         seen[row.path, rest] += 1
 
 
-# ---- rungs ----------------------------------------------------------------------------------------------------------
+# ---- choices --------------------------------------------------------------------------------------------------------
 
 
 def keyed(rows: Iterable[Matmul]) -> Iterator[tuple[Matmul, Key, list[Key]]]:
-    """(row, its key, the keys of what it was merged of), as statistics and given plans count them."""
+    """Yield (row, its key, the keys of what it was merged of), as statistics and given plans count them."""
     own: Counter[tuple[str, str]] = Counter()
     members: Counter[tuple[str, str]] = Counter()
     for row in rows:
@@ -173,29 +177,29 @@ def keyed(rows: Iterable[Matmul]) -> Iterator[tuple[Matmul, Key, list[Key]]]:
         members.update((p, row.role) for p in paths)
 
 
-def _rung(row: Matmul) -> Rung:
-    return Rung(row.left, row.right, row.fast_accumulation) if row.decision == FP8 else Rung()
+def _choice(row: Matmul) -> Choice:
+    return Choice(row.left, row.right, row.fast_accumulation) if row.decision == FP8 else Choice()
 
 
-def _moved(row: Matmul, rung: Rung, why: str) -> Matmul:
-    decision = FP8 if rung.left is not None else BF16
+def _changed(row: Matmul, choice: Choice, why: str) -> Matmul:
+    decision = FP8 if choice.left is not None else BF16
     return replace(
-        row, decision=decision, reason=SCHEDULED + why, code=Reason.ADAPTIVE, remarks=(), left=rung.left,
-        right=rung.right, fast_accumulation=rung.fast_accumulation,
+        row, decision=decision, reason=ADAPTED + why, code=Reason.ADAPTIVE, remarks=(), left=choice.left,
+        right=choice.right, fast_accumulation=choice.fast_accumulation,
     )  # fmt: skip
 
 
-def _cost(rung: Rung) -> int:
-    """0 to 2: scales of rows; 3: groups."""
-    if rung.left is None or rung.right is None:
+def _cost(choice: Choice) -> int:
+    """Return the rank of a choice: 0 to 2 by its scales of rows, 3 with groups, 4 for BF16."""
+    if choice.left is None or choice.right is None:
         return 4
-    kinds = [o.granularity for o in (rung.left, rung.right)]
+    kinds = [o.granularity for o in (choice.left, choice.right)]
     return 3 if any(k.startswith(("group", "block")) for k in kinds) else kinds.count("row")
 
 
 def outermost(paths: Iterable[str]) -> set[str]:
-    """The paths of the first and the last layer: those with the least and the greatest number in the outermost list of
-    modules; where no path has a number, the first and the last path."""
+    """Return the paths of the first and the last layer: those with the least and the greatest number in the outermost
+    list of modules; where no path has a number, the first and the last path."""
     listed = list(paths)
     numbered = {p: (m[1], int(m[2])) for p in listed if (m := re.match(r"(.*?)(?:^|\.)(\d+)(?=\.|$)", p))}
     if not numbered:
@@ -210,9 +214,9 @@ def outermost(paths: Iterable[str]) -> set[str]:
 # ---- evidence -------------------------------------------------------------------------------------------------------
 
 
-def _worst(rung: Rung, sides: Mapping[str, Row], settings: Schedule, more: float) -> str | None:
-    """What an operand does not keep on a rung; None if both keep all that is demanded."""
-    for side, operand in (("left", rung.left), ("right", rung.right)):
+def _worst(choice: Choice, sides: Mapping[str, Row], settings: Adaptive, more: float) -> str | None:
+    """Return what an operand does not keep with a choice; None if both keep all that is demanded."""
+    for side, operand in (("left", choice.left), ("right", choice.right)):
         cast = f"{operand.format} {operand.granularity}" if operand is not None else None
         why = _short(sides[side], cast, settings, more) if cast is not None else None
         if why is not None:
@@ -220,8 +224,8 @@ def _worst(rung: Rung, sides: Mapping[str, Row], settings: Schedule, more: float
     return None
 
 
-def _short(row: Row, cast: str, settings: Schedule, more: float) -> str | None:
-    """What a cast loses more of than it may; None if nothing."""
+def _short(row: Row, cast: str, settings: Adaptive, more: float) -> str | None:
+    """Return what a cast loses more of than it may; None if nothing."""
     if cast == row.cast:
         sqnr, even = row.sqnr, (row.by_rows, row.by_columns)
     else:  # blocks of a weight lie between a tensor and groups; nothing is measured of them unless they are in use
@@ -237,10 +241,10 @@ def _short(row: Row, cast: str, settings: Schedule, more: float) -> str | None:
     return None
 
 
-def _kept(rung: Rung, sides: Mapping[str, Row]) -> str:
-    """The least of what an operand keeps on a rung, by any of the three measures."""
+def _kept(choice: Choice, sides: Mapping[str, Row]) -> str:
+    """Return the least that each operand keeps with a choice, by any of the three measures."""
     found = []
-    for side, operand in (("left", rung.left), ("right", rung.right)):
+    for side, operand in (("left", choice.left), ("right", choice.right)):
         known = f"{operand.format} {operand.granularity}" if operand is not None else ""
         values = [v for v in (sides[side].what_if.get(known), *sides[side].evenly.get(known, ())) if v is not None]
         found.append(f"{min(values):.1f}" if values else "-")

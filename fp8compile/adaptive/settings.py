@@ -1,7 +1,7 @@
-"""Option `schedule`: the settings of the automatic schedule (`fp8compile/adaptive/versions.py`, `docs/schedule.md`).
+"""Option `adaptive`: the settings of the automatic mode (`fp8compile/adaptive/adaptive_graph.py`, `docs/adaptive.md`).
 
-options={"schedule": "auto"}                       the settings below
-options={"schedule": {"bf16_steps": 100, …}}       with some of them changed
+options={"adaptive": "auto"}                       the settings below
+options={"adaptive": {"bf16_steps": 100, …}}       with some of them changed
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from fp8compile.errors import OptionError, shown, unknown_name
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """When a schedule looks, what it demands, and how often it may move. Steps are executions of a training graph.
+class Adaptive:
+    """Settings of the automatic mode: when it looks, what it demands, and how often it may change a graph.
+
+    Steps are executions of a training graph.
 
     bf16_steps: the first so many steps run in BF16.
-    every: steps between two looks; the first ones, and those after a move, come after 1, 2, 4, … steps.
+    every: steps between two looks; the first ones, and those after a change, come after 1, 2, 4, … steps.
     minimum: dB of SQNR that each cast must keep.
     even: dB that it must keep with every row, and every column, counting the same
     (`fp8compile/plan/cast_statistics.py`).
     margin: dB more that a cheaper cast must have to be returned to.
     patience: looks in a row at which it must have them.
     edges: dB more that the first and the last layer must keep, and products of two activations (SwiGLU).
-    recompiles: how many moves, each of one or more matmuls at once, a graph may make; then it is left as it is.
+    recompiles: how often a graph may be compiled again, each time with changes of one or more matmuls at once; then it
+    is left as it is.
     """
 
     bf16_steps: int = 0
@@ -43,19 +46,19 @@ class Schedule:
             _check(f.name, getattr(self, f.name), type(f.default))
 
     @staticmethod
-    def parse(value: Any) -> Schedule | None:
-        """Settings from "auto", a mapping of them, a `Schedule`, or None (no schedule). Raises `OptionError`."""
-        if value is None or isinstance(value, Schedule):
+    def parse(value: Any) -> Adaptive | None:
+        """Return settings from "auto", a mapping of them, an `Adaptive`, or None (off). Raises `OptionError`."""
+        if value is None or isinstance(value, Adaptive):
             return value
         if isinstance(value, str) and value == "auto":
-            return Schedule()
+            return Adaptive()
         if not isinstance(value, Mapping):
             raise OptionError(f'it is "auto" or a mapping of its settings, not {shown(value)}')
-        names = [f.name for f in fields(Schedule)]
+        names = [f.name for f in fields(Adaptive)]
         for name in value:
             if name not in names:
-                raise unknown_name("setting of a schedule", name, names)
-        return Schedule(**value)
+                raise unknown_name("setting of the automatic mode", name, names)
+        return Adaptive(**value)
 
 
 def _check(name: str, value: Any, kind: type) -> None:
@@ -63,4 +66,4 @@ def _check(name: str, value: Any, kind: type) -> None:
     wanted = "a number of dB" if kind is float else "a whole number"
     is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
     if not is_number or not least <= value < math.inf:
-        raise OptionError(f"schedule: {name} is {wanted} of at least {least}, not {shown(value)}")
+        raise OptionError(f"adaptive: {name} is {wanted} of at least {least}, not {shown(value)}")

@@ -19,6 +19,7 @@ from fp8compile.insight.dump import stages
 from fp8compile.insight.dump.dumps import dump, graphs
 from fp8compile.insight.dump.report import write_report
 from fp8compile.insight.explanation import Explanation
+from fp8compile.insight.tables.text import TABLES
 from fp8compile.plan.from_json import read_plans
 from fp8compile.plan.store import compiles
 
@@ -46,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     explain = command("explain", _explain, "show the plan of a dump, of a JSON file, or of what a script compiles")
+    explain.add_argument(
+        "--table", choices=[*TABLES, "all"], metavar="NAME", help=f"a table instead: {', '.join(TABLES)}; or all"
+    )
     explain.add_argument("target", help="a dump's folder, a plan as JSON, or a Python script")
     explain.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     explain.add_argument(
@@ -72,7 +76,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _explain(arguments: argparse.Namespace) -> int:
     explanation = _explanation(Path(arguments.target), arguments.arguments)
-    print(explanation.to_json() if arguments.json else explanation, end="\n" if arguments.json else "")
+    if arguments.json:
+        print(explanation.to_json())
+    elif arguments.table == "all":
+        print(explanation.full_text(), end="")
+    else:
+        print(explanation.table(arguments.table) if arguments.table else explanation, end="")
     return 1 if explanation.totals.failures else 0
 
 

@@ -1,4 +1,4 @@
-"""What users have compiled, as `explain` meets it: what is beneath, and the options that its FP8 backend was given.
+"""Compiled functions and modules, as `explain` meets them: what is beneath, and the options of their FP8 backend.
 
 torch keeps both on what torch.compile returns: `dynamo_ctx` of a module, a variable of the wrapper of a function, and
 the wrapper in `_compiled_call_impl` after `model.compile()`.
@@ -19,7 +19,7 @@ Options = Mapping[str, Any]
 
 
 def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Options]:
-    """What torch.compile was given, and the options of its FP8 backend."""
+    """Return what torch.compile was given, and the options of its FP8 backend."""
     beneath = getattr(target, "_orig_mod", None) or getattr(target, "_torchdynamo_orig_callable", None)
     if getattr(target, "_torchdynamo_disable", False):  # not compiled, but kept from it: steps of torch's LBFGS are
         beneath = None
@@ -27,7 +27,7 @@ def uncompiled(target: Callable[..., Any]) -> tuple[Callable[..., Any], Options]
 
 
 def context_of(target: Any) -> Any:
-    """torch's record of a torch.compile, if `target` is what that returned, or a module that was told to compile."""
+    """Return torch's record of a torch.compile, if `target` came from it, or is a module that was told to compile."""
     for made in (target, getattr(target, "_compiled_call_impl", None)):
         if (context := getattr(made, "dynamo_ctx", None)) is not None:
             return context
@@ -41,7 +41,7 @@ def context_of(target: Any) -> Any:
 def options_within(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Options, dict[Optimizer, Options]]:
-    """The options of the models that a plain function finds compiled with backend="fp8"; those of optimizers' steps.
+    """Return the options of models, and those of optimizers' steps, that a plain function finds compiled with "fp8".
 
     Looks at variables around the function and attributes of its object, as far as it names them, and at arguments.
     Raises `Fp8Error` where two models have different ones.
@@ -76,7 +76,7 @@ def _named_by(step: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _options_of(target: Any) -> Options | None:
-    """The options of an FP8 backend; None where `target` has been compiled with another, or not at all."""
+    """Return the options of an FP8 backend; None where `target` has been compiled with another, or not at all."""
     backend = getattr(context_of(target), "callback", None)
     while backend is not None:
         if getattr(backend, "compiler_name", None) == "fp8":

@@ -19,7 +19,7 @@ import torch
 
 from fp8compile import NEWEST, OLDEST, devices, environment
 from fp8compile.cache_folder import cache_folder
-from fp8compile.insight.tables.text import size
+from fp8compile.insight.tables.numbers import size
 from fp8compile.plan import store
 
 FINE, NOTE, WRONG = "ok", "note", "WRONG"
@@ -48,7 +48,7 @@ def examine() -> list[Finding]:
 
 
 def findings_text(findings: list[Finding]) -> str:
-    """One line a finding, advice under it, and a last line that sums up."""
+    """Return one line a finding, advice under it, and a last line that sums up."""
     lines = []
     for f in findings:
         lines.append(f"{f.status:<5}  {f.what:<12}  {f.seen}")
@@ -118,7 +118,7 @@ def _triton() -> Iterator[Finding]:
 
 
 def ptxas() -> tuple[str | None, tuple[int, int] | None]:
-    """(path, version) of the assembler that Triton runs."""
+    """Return (path, version) of the assembler that Triton runs."""
     path = os.environ.get("TRITON_PTXAS_PATH")
     if not path:
         import triton
@@ -158,7 +158,7 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _training() -> Iterator[Finding]:
-    """One layer, forward and backward, against FP32: the whole way from options to gradients."""
+    """Train one layer, forward and backward, and compare with FP32: the whole way from options to gradients."""
     from fp8compile.backend import fp8
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -38,7 +38,7 @@ def explain(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """What `torch.compile(target, backend="fp8", options=options)` decides for target(*args, **kwargs).
+    """Return what `torch.compile(target, backend="fp8", options=options)` decides for target(*args, **kwargs).
 
     target: a model; a compiled model (then `options` are its own, unless given); or a function, such as a training
     step with its own `backward()`, which runs up to its optimizer's step; or the step of an optimizer alone, which
@@ -48,7 +48,7 @@ def explain(
     options: as for the backend; of a step that is not compiled itself by default those of the models and of the
     optimizer's step that it calls compiled. `executor` is "eager" unless given: the decisions and kernels are the same
     ones, and compiling takes a tenth of the time.
-    A schedule is left out: what is explained is what it starts from.
+    The automatic mode is left out: what is explained is what it starts from.
     The model is as it was afterwards; so is `last_compile()`. Raises what the model or, if `strict`, a pass raises.
     """
     original, known = uncompiled(target)
@@ -58,7 +58,7 @@ def explain(
         known, of_optimizers = options_within(original, args, kwargs)
     if (opt := optimizer_of(original)) is not None:
         return Explanation([optimizer_plan(opt, known if options is None else options)])
-    chosen = {"executor": "eager", **(known if options is None else options), "schedule": None}
+    chosen = {"executor": "eager", **(known if options is None else options), "adaptive": None}
     reached: list[Optimizer] = []
     with unchanged(original, args, kwargs), store.collected() as found, _no_optimizer_step(reached), recompiling():
         dynamic = getattr(context, "_dynamic", None)  # as a compiled model was told
@@ -92,7 +92,7 @@ def _backward(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
 
 
 def _no_scalar(found: Any, given: bool) -> str:
-    """What is wrong with a loss, and what to do."""
+    """Return what is wrong with a loss, and what to do."""
     what = f"a {type(found).__name__}"
     if isinstance(found, torch.Tensor):
         what = f"a tensor of shape {list(found.shape)}"

@@ -11,24 +11,23 @@ from fp8compile.errors import unknown_name
 from fp8compile.insight.tables.all_graphs import AllGraphs
 from fp8compile.insight.tables.html import explanation_html
 from fp8compile.insight.tables.optimizer_text import others
-from fp8compile.insight.tables.text import explanation_text
+from fp8compile.insight.tables.overview import overview_text
+from fp8compile.insight.tables.text import TABLES, full_text, table_text
 from fp8compile.insight.tables.totals import Totals, bytes_before, flops, totals
 from fp8compile.plan.from_json import plans_from_json
-from fp8compile.plan.rows import Operand, Plan
-
-TABLES = (
-    "matmuls", "saved", "recomputed", "kernels", "losses", "masks", "transfers", "groups", "states", "updates",
-)  # fmt: skip
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Operand
 
 
 @dataclass
 class Explanation(AllGraphs):
     """The plans of one or several graphs (a graph break makes several).
 
-    `print` shows tables of at most 120 columns, repeated layers as one; in a notebook it shows itself as HTML.
-    `rows` gives plain rows: `pandas.DataFrame(explanation.rows("saved"))`. `to_json` and `from_json` are inverse to
-    each other; what `to_json` gives can be edited and handed back as options={"plan": …}
-    (`fp8compile/plan/overrides.py`). It has the tables of a `Plan` too: those of all graphs, one after the other.
+    `print` shows one screen, for a model of any depth; `table` the rows of one table, repeated layers as one; in a
+    notebook it shows all tables as HTML. `rows` gives plain rows: `pandas.DataFrame(explanation.rows("saved"))`.
+    `to_json` and `from_json` are inverse to each other; what `to_json` gives can be edited and handed back as
+    options={"plan": …} (`fp8compile/plan/overrides.py`). It has the tables of a `Plan` too: those of all graphs, one
+    after the other.
     """
 
     plans: list[Plan]
@@ -38,8 +37,19 @@ class Explanation(AllGraphs):
         """Sums over all graphs: shares of FLOPs, bytes, counts of reasons."""
         return totals(self.plans)
 
+    def table(self, name: str) -> str:
+        """Return one table as text of at most 120 columns, repeated layers as one; names are those of `rows`.
+
+        Raises `OptionError` for an unknown name.
+        """
+        return table_text(self.plans, name)
+
+    def full_text(self) -> str:
+        """Return the totals and all tables of all graphs as text of at most 120 columns."""
+        return full_text(self.plans)
+
     def rows(self, table: str = "matmuls") -> list[dict[str, Any]]:
-        """One flat dictionary for each row of a `table`.
+        """Return a flat dictionary for each row of a `table`.
 
         matmuls; saved: tensors kept for backward; recomputed: values that backward computes again; kernels; losses:
         those with large logits; masks: those of attention that are not made; transfers: what ranks hand each other;
@@ -52,17 +62,17 @@ class Explanation(AllGraphs):
         return [{"graph": i, **row} for i, plan in enumerate(self.plans) for row in _rows(plan, table)]
 
     def to_json(self) -> str:
-        """All plans and the totals as JSON text."""
+        """Return all plans and the totals as JSON text."""
         data = {"totals": {**asdict(self.totals), "share": self.totals.share}}
         return json.dumps({**data, "plans": [json.loads(plan.to_json()) for plan in self.plans]}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Explanation:
-        """An explanation from `to_json`'s text, or from that of a single plan. Raises `OptionError` for another."""
+        """Return the explanation that `to_json` wrote, or that of a single plan. Raises `OptionError`."""
         return Explanation(plans_from_json(text))
 
     def __str__(self) -> str:
-        return explanation_text(self.plans)
+        return overview_text(self.plans)
 
     def __repr__(self) -> str:
         t = self.totals
@@ -94,7 +104,7 @@ def _rows(plan: Plan, table: str) -> Iterator[dict[str, Any]]:
 
 
 def _flat(row: dict[str, Any], left: Operand | None, right: Operand | None) -> dict[str, Any]:
-    """A matmul's row with operands as text: "e4m3 row"."""
+    """Return a matmul's row with operands as text: "e4m3 row"."""
     return _joined(row) | {"left": str(left) if left else "", "right": str(right) if right else ""}
 
 

@@ -25,7 +25,7 @@ LIMITS = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 
 
 def function_aside(target: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own for this one compilation: what Dynamo keeps of it never mixes with the model's.
+    """Return a function of its own for this one compilation: what Dynamo keeps of it never mixes with the model's.
 
     Of a function it is a copy, so that modules have the same paths as in the function itself.
     """
@@ -45,7 +45,7 @@ def function_aside(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backend_aside() -> Callable[..., Any]:
-    """The backend as an object of its own: a function after a graph break, known to Dynamo, is compiled again."""
+    """Return the backend as an object of its own: functions after a graph break, known to Dynamo, compile again."""
     from fp8compile.backend import fp8  # here, so that looking at plans imports no compiler
     from fp8compile.torch_hooks import compiled_calls
 
@@ -57,7 +57,7 @@ def backend_aside() -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def recompiling() -> Iterator[None]:
-    """No limit to recompiling; sizes seen here are forgotten, or those of a later compilation would become symbols."""
+    """Set no limit to recompiling; forget the sizes seen here, which would become symbols in later compilations."""
     sizes = pgo.get_code_state()
     before = copy.deepcopy(dict(sizes))
     try:
@@ -92,7 +92,7 @@ def unchanged(target: Callable[..., Any], *more: Any) -> Iterator[None]:
 
 
 def _reach(roots: Iterable[Any]) -> Iterator[Any]:
-    """What a function can see: its closure, its object, its defaults, the globals that it names."""
+    """Return what a function can see: its closure, its object, its defaults, the globals that it names."""
     stack, seen = list(roots), set()
     while stack:
         x = stack.pop()
@@ -118,7 +118,7 @@ def _seen_by(x: Any) -> list[Any]:
 
 
 def _may_hold_a_model(x: Any) -> bool:
-    """A model, a scaler, or a function or object of the user's."""
+    """Return True for a model, a scaler, or a function or object of the user's."""
     if isinstance(x, (nn.Module, torch.amp.GradScaler)):
         return True
     name = getattr(x, "__module__", None) or type(x).__module__
@@ -141,7 +141,7 @@ def _random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Gradients are taken away and put back: nothing is added to them, and they are not copied."""
+    """Take gradients away and put them back: nothing is added to them, and they are not copied."""
     before = [(x, x.grad) for x in dict.fromkeys(tensors) if x.is_leaf]
     for x, _ in before:
         x.grad = None
@@ -169,7 +169,7 @@ def _values(modules: Iterable[nn.Module], with_parameters: bool) -> Iterator[Non
 
 @contextlib.contextmanager
 def _attributes(owners: Iterable[Any]) -> Iterator[None]:
-    """Counters, flags and dictionaries of modules, as they were; and no compiled call of theirs in the meantime."""
+    """Put back counters, flags and dictionaries of modules; let no compiled call of theirs run in the meantime."""
     before = [(x, {k: _shallow(v) for k, v in vars(x).items()}) for x in owners]
     for x, _ in before:
         if isinstance(x, nn.Module):

@@ -23,7 +23,8 @@ from fp8compile.optimizer.prepare import prepare_optimizer
 from fp8compile.optimizer.state_conversion import is_prepared, recipe_of, state_rows
 from fp8compile.options import Options
 from fp8compile.plan import store
-from fp8compile.plan.rows import Lowered, MergedUpdate, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Lowered, MergedUpdate
 from fp8compile.torch_hooks import uncompiled_calls
 from fp8compile.torch_hooks.failures import first_line
 
@@ -32,13 +33,13 @@ PLAIN = "not merged: no state is in 8 bits, so the step is compiled as it would 
 
 
 def optimizer_of(target: Any) -> Optimizer | None:
-    """The optimizer whose `step` this is, compiled or not."""
+    """Return the optimizer whose `step` this is, compiled or not."""
     owner = getattr(target, "__self__", None)
     return owner if isinstance(owner, Optimizer) else None
 
 
 def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
-    """What `torch.compile(opt.step, backend="fp8", options=options)` makes of `opt`: states, groups, updates.
+    """Return what `torch.compile(opt.step, backend="fp8", options=options)` makes of `opt`: states, groups, updates.
 
     Before its first step: of the states that it will have. Updates are those of parameters that require gradients, all
     on one device. Of a fused optimizer nothing is compiled, as `failure` says. Raises `Fp8Error` where only a real step
@@ -87,8 +88,8 @@ def _refuse_arguments(opt: Optimizer) -> None:
 
 
 def _updates(twin: Optimizer, options: Mapping[str, Any]) -> list[MergedUpdate]:
-    """What becomes of the updates of `twin`, an optimizer without data that has made a step: it is compiled."""
-    chosen = {**options, "executor": "eager", "schedule": None}
+    """Return what becomes of the updates of `twin`, an optimizer without data that has made a step: it is compiled."""
+    chosen = {**options, "executor": "eager", "adaptive": None}
     with store.collected() as found, recompiling():
         try:
             torch.compile(function_aside(_step_of(twin)), backend=backend_aside(), options=chosen)()
@@ -107,18 +108,18 @@ def _unknown(opt: Optimizer, error: Exception) -> MergedUpdate:
 
 
 def _row(opt: Optimizer, reason: str) -> MergedUpdate:
-    """One row for all parameters of `opt`."""
+    """Return one row for all parameters of `opt`."""
     trained = [p for group in opt.param_groups for p in group["params"] if p.requires_grad]
     return MergedUpdate(len(trained), sum(p.numel() for p in trained), (), 0, reason)
 
 
 def _step_of(opt: Optimizer) -> Callable[[], Any]:
-    """The step of its class: a scheduler of learning rates puts a function of its own in its place."""
+    """Return the step of its class: a scheduler of learning rates puts a function of its own in its place."""
     return types.MethodType(type(opt).step, opt)
 
 
 def _without_data(opt: Optimizer) -> Optimizer:
-    """A copy of `opt` before its first step, whose parameters have shapes and no data; hooks are left out."""
+    """Return a copy of `opt` before its first step, whose parameters have shapes and no data; hooks are left out."""
     twin = copy.copy(opt)
     own = {name: value for name, value in vars(opt).items() if name not in ("step", "_init_group")}
     vars(twin).update({name: value for name, value in own.items() if name not in vars(twin)})

@@ -25,7 +25,7 @@ class Watched:
 
     def __init__(self, model: Callable[..., Any], steps: int, every: int, options: Mapping[str, Any]):
         self.statistics: Statistics = cast_statistics.start(f"watch{next(_numbers)}", steps, every)
-        chosen: dict[str, Any] = {**options, "schedule": None, "watch": self.statistics.name}
+        chosen: dict[str, Any] = {**options, "adaptive": None, "watch": self.statistics.name}
         self._model = model
         self._compiled = torch.compile(model, backend="fp8", options=chosen)
 
@@ -35,7 +35,7 @@ class Watched:
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Return what the model returns."""
         with store.collected() as found:
             output = self._compiled(*args, **kwargs)
         self.statistics.plans += [plan for plan in found if plan.matmuls]
@@ -45,7 +45,7 @@ class Watched:
 def watch(
     model: Callable[..., Any], steps: int = 10, every: int = 1, options: Mapping[str, Any] | None = None
 ) -> Watched:
-    """The `Watched` form of `model`, which measures each cast `steps` times, forward and backward.
+    """Return the `Watched` form of `model`, which measures each cast `steps` times, forward and backward.
 
     model: a model, or a compiled one (then `options` are its own, unless given). It is compiled anew, with the
     operators that measure; `model` itself stays as fast as it was, so go back to it afterwards. amax, and saturation

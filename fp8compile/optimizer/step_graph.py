@@ -30,7 +30,8 @@ from fp8compile.optimizer.unscaling import unscaled_by
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.stages import DynamoGraph
-from fp8compile.plan.rows import MergedUpdate, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import MergedUpdate
 from fp8compile.torch_hooks.user_frame import warn_user
 
 

@@ -38,8 +38,10 @@ from fp8compile.formats import parse_granularity
 from fp8compile.kernels.casts.cast_losses import measure
 from fp8compile.kernels.casts.loss_sums import ALTERNATIVES, LINE, SUMS
 from fp8compile.plan.json_rows import an_object, made, parsed, require
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.printers import printers
 from fp8compile.plan.reasons import Reason
-from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Plan
+from fp8compile.plan.rows import BF16, FP8, Matmul, Operand
 
 RUNNABLE = ("e4m3 tensor", "e4m3 row")  # what any operand of a matmul may be, cheapest first
 MEASURED: dict[str, Any] = {"code": Reason.MEASURED, "remarks": (), "left": None, "right": None}  # of a row in BF16
@@ -77,7 +79,7 @@ class Row:
 
 @dataclass
 class Statistics:
-    """What was measured under one name. steps: how often each cast is measured; every: in one of how many executions,
+    """Measurements under one name. steps: how often each cast is measured; every: in one of how many executions,
     the casts taking turns."""
 
     name: str
@@ -98,7 +100,7 @@ class Statistics:
             self._sums[key] = measured if sums is None else _joined(sums, measured)
 
     def rows(self) -> list[Row]:
-        """One `Row` for each operand that was measured, in the order of their first execution."""
+        """Return one `Row` for each operand that was measured, in the order of their first execution."""
         found = list(self._kept)
         for key, sums in self._sums.items():
             cast, operands, *trait = json.loads(key)
@@ -108,7 +110,7 @@ class Statistics:
         return found
 
     def plan(self, minimum: float) -> list[Plan]:
-        """The watched plans, changed so that every operand keeps `minimum` dB: for options={"plan": …}.
+        """Return the watched plans, changed so that every operand keeps `minimum` dB: for options={"plan": …}.
 
         An operand below it gets the first cast of `RUNNABLE` that reaches it; a matmul with an operand that no such
         cast can hold stays BF16.
@@ -124,7 +126,7 @@ class Statistics:
 
     @staticmethod
     def load(path: str | Path) -> Statistics:
-        """What `save` wrote. Raises `Fp8Error` for another file."""
+        """Return what `save` wrote. Raises `Fp8Error` for another file."""
         file = Path(path)
         if not file.is_file():
             raise Fp8Error(f"{path} holds no statistics: it is {'a folder' if file.is_dir() else 'not there'}")
@@ -138,12 +140,8 @@ class Statistics:
         return Statistics(data["name"], data["steps"], plans=plans, _kept=rows)
 
     def __str__(self) -> str:
-        from fp8compile.insight.tables.text import (
-            statistics_text,  # the tables know statistics, not the other way round
-        )
-
         rows = self.rows()
-        return statistics_text(rows) if rows else self._nothing()
+        return printers.statistics(rows) if rows else self._nothing()
 
     def _nothing(self) -> str:
         if not self.plans:
@@ -157,13 +155,13 @@ _watched: dict[str, Statistics] = {}
 
 
 def start(name: str, steps: int = 10, every: int = 1) -> Statistics:
-    """Fresh statistics under `name`, for what is compiled with options={"watch": name}."""
+    """Return fresh statistics under `name`, for what is compiled with options={"watch": name}."""
     _watched[name] = Statistics(name, steps, every)
     return _watched[name]
 
 
 def observe(scale: Tensor, tensors: list[Tensor], cast: str, transpose: bool, name: str, key: str) -> Tensor:
-    """`fp8::observe`: measures the cast of `tensors` under `scale`, and returns the scale."""
+    """Measure the cast of `tensors` under `scale`, and return the scale: `fp8::observe`."""
     statistics = _watched.get(name)
     if statistics is not None:
         with torch.no_grad():
@@ -172,7 +170,7 @@ def observe(scale: Tensor, tensors: list[Tensor], cast: str, transpose: bool, na
 
 
 def probe(x: Tensor, transpose: bool, name: str, key: str) -> Tensor:
-    """`fp8::probe`: measures what a cast of `x` would lose, as `key` names it, and returns a copy of `x`."""
+    """Measure what a cast of `x` would lose, as `key` names it, and return a copy of `x`: `fp8::probe`."""
     statistics = _watched.get(name)
     if statistics is not None:
         with torch.no_grad():
@@ -181,12 +179,12 @@ def probe(x: Tensor, transpose: bool, name: str, key: str) -> Tensor:
 
 
 def rows(name: str) -> list[Row]:
-    """What has been measured under `name`."""
+    """Return what has been measured under `name`."""
     return _watched[name].rows() if name in _watched else []
 
 
 def stop(name: str) -> None:
-    """What runs under `name` measures no more."""
+    """Stop measuring what runs under `name`."""
     _watched.pop(name, None)
 
 
@@ -219,7 +217,7 @@ def _row(operand: Sequence[Any], cast: str, sums: Sequence[float], trait: str = 
 
 
 def _decibels(signal: float, noise: float) -> float | None:
-    """None for silence; 200 where nothing was lost."""
+    """Return a ratio in dB; None for silence, 200 where nothing was lost."""
     if signal == 0:
         return None
     return 200.0 if noise == 0 else 10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64)).item()

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def parsed(text: str, where: str = "this") -> Any:
-    """What JSON text holds. Raises `OptionError`."""
+    """Return what JSON text holds. Raises `OptionError`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -21,14 +21,14 @@ def parsed(text: str, where: str = "this") -> Any:
 
 
 def an_object(data: Any, where: str) -> dict[str, Any]:
-    """`data`, if it is a JSON object. Raises `OptionError`."""
+    """Return `data`, if it is a JSON object. Raises `OptionError`."""
     if not isinstance(data, dict):
         raise OptionError(f"{where} is a JSON object, and not {data!r}")
     return data
 
 
 def made(kind: Callable[..., T], data: Any, where: str, absent: Mapping[str, Any] = {}) -> T:
-    """The dataclass `kind` of these fields; absent: what fields are that `data` lacks. Raises `OptionError`."""
+    """Return the dataclass `kind` of these fields; absent: what fields are that `data` lacks. Raises `OptionError`."""
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     for name, value in an_object(data, where).items():
         if name not in known:
@@ -42,14 +42,14 @@ def made(kind: Callable[..., T], data: Any, where: str, absent: Mapping[str, Any
 
 
 def require(data: dict[str, Any], names: Iterable[str], where: str) -> None:
-    """Raises `OptionError` where `data` lacks one of the fields."""
+    """Raise `OptionError` where `data` lacks one of the fields."""
     missing = [name for name in names if name not in data]
     if missing:
         raise OptionError(f"{where}: there is no {' and no '.join(map(repr, missing))}")
 
 
 def _fits(value: Any, declared: str) -> bool:
-    """Whether a value is what an annotation declares: "int | str", "tuple[str, ...]". Of dicts, the outside."""
+    """Return True if a value is what an annotation declares: "int | str", "tuple[str, ...]". Of dicts, the outside."""
     if declared.startswith("tuple["):
         inner = declared.removeprefix("tuple[").removesuffix(", ...]")
         return isinstance(value, (list, tuple)) and all(_fits(v, inner) for v in value)

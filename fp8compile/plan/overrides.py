@@ -25,8 +25,9 @@ from typing import Any, TypeAlias
 from fp8compile.errors import OptionError, shown, unknown_name
 from fp8compile.formats import parse_format, parse_granularity
 from fp8compile.plan.from_json import read_plans
+from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import BY_PLAN, Reason, Why
-from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Plan
+from fp8compile.plan.rows import BF16, FP8, Matmul, Operand
 from fp8compile.recipe import Cast, Delayed, Role
 
 FP8_FORMS = ("e4m3", "e5m2")

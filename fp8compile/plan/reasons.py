@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+ADAPTED = "adaptive: "  # begins the sentences about what the automatic mode changed
+
 
 class Reason(StrEnum):
     """The codes of reasons."""

@@ -1,26 +1,16 @@
-"""The plan: what the compiler decided, as plain data: one row a matmul, a saved tensor, a kernel, each with its reason.
-
-The deciding passes write it, the rewriting passes only carry it out; reports and tests read it. `to_json` and
-`from_json` are inverse to each other.
-"""
+"""Rows of a plan, as plain data: one a matmul, a saved tensor, a kernel, an optimizer's state, each with its reason."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-import sympy
-
-from fp8compile.plan.reasons import Reason
 
 FP8, BF16 = "fp8", "bf16"
 
 
 @dataclass(frozen=True)
 class Operand:
-    """How an operand is cast: the names of format and granularity, scaling "current" or "delayed(history, margin)".
+    """The cast of an operand: the names of format and granularity, scaling "current" or "delayed(history, margin)".
 
     gathered: it is not cast at all: it arrived as FP8 (`fp8compile.prepare_fsdp`).
     """
@@ -236,7 +226,7 @@ class MergedUpdate:
 
 @dataclass
 class Lowered:
-    """What the passes after the cut made of one half: its kernels, which casts were left to Inductor and why; of an
+    """One half after the passes that lower it: its kernels, which casts were left to Inductor and why; of an
     optimizer's graph the updates that were merged."""
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -245,132 +235,6 @@ class Lowered:
     updates: list[MergedUpdate] = field(default_factory=list)
 
     def __add__(self, other: Lowered) -> Lowered:
-        """Return what became of a graph and the regions that it calls together."""
+        """Return what became of a graph and the regions that it calls, together."""
         failure, updates = self.failure or other.failure, self.updates + other.updates
         return Lowered(self.kernels + other.kernels, self.left + other.left, failure, updates)
-
-
-@dataclass
-class Plan:
-    """Rows for every matmul of one graph; `graph` says which (training, inference or optimizer), `failure` why
-    nothing of it was carried out.
-
-    `saved`: what the forward half keeps for the backward half, parameters left out; `recomputed`: how many nodes of
-    each operator the backward half computes again; `restored`: which values it gets in that way.
-    `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
-    backward when it is first needed). `states`, `groups`: those of an optimizer, and of its parameters.
-    `losses`: what became of cross-entropies with large logits. `masks`: those of attention that are not made.
-    `transfers`: what ranks hand each other for matmuls, and in which form.
-    `hints`: symbolic sizes of rows → what they were when this was compiled. `called`: the user's line that compiled it.
-    """
-
-    graph: str = "training"
-    recipe: str = ""
-    device: str = ""
-    matmuls: list[Matmul] = field(default_factory=list)
-    failure: str = ""
-    saved: list[Saved] = field(default_factory=list)
-    recomputed: dict[str, int] = field(default_factory=dict)
-    restored: list[Recomputed] = field(default_factory=list)
-    halves: dict[str, Lowered] = field(default_factory=dict)
-    states: list[State] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    losses: list[Loss] = field(default_factory=list)
-    masks: list[Mask] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
-    hints: dict[str, int] = field(default_factory=dict)
-    called: str = field(default="", compare=False)
-
-    def row(self, node: str) -> Matmul | None:
-        """Return the row of the matmul at graph node `node`."""
-        return next((m for m in self.matmuls if m.node == node), None)
-
-    def update(self, which: str, /, **changes: Any) -> None:
-        """Replace fields of the row at node `which`: a way to edit a plan that is to be handed back."""
-        self.matmuls = [replace(m, **changes) if m.node == which else m for m in self.matmuls]
-
-    def undone(self, failure: str) -> Plan:
-        """Return this plan where a pass failed and none of it is carried out; reasons keep what had been decided."""
-        why = "a pass failed; FP8 was decided: {}"
-        rows = [
-            replace(m, decision=BF16, reason=why.format(m.reason), code=Reason.FAILED) if m.decision == FP8 else m
-            for m in self.matmuls
-        ]
-        losses = [
-            replace(x, chunk=0, reason=f"a pass failed; chunks of {x.chunk} rows were decided") if x.chunk else x
-            for x in self.losses
-        ]
-        return replace(self, matmuls=rows, losses=losses, masks=[], failure=failure)
-
-    def size(self, size: int | str) -> int:
-        """Return a size of a row as a number; 0 for a symbolic one of which nothing is known."""
-        if isinstance(size, int) or size in self.hints:
-            return size if isinstance(size, int) else self.hints[size]
-        known = {name: sympy.Integer(hint) for name, hint in self.hints.items() if name.isidentifier()}
-        number = sympy.parse_expr(size, local_dict=known)  # a padded size: "16*((s33 + 15)//16)"
-        return int(number) if number.is_Integer else 0
-
-    def line(self, row: Matmul | Saved | Recomputed | Transfer) -> str:
-        """Return the user's line of a row; where it has none, the line that called the whole.
-
-        The modules of an nn.Sequential that is compiled itself have none, as torch's own code calls them.
-        """
-        return row.source or (f"called at {self.called}" if row.path and self.called else "")
-
-    @property
-    def converted(self) -> list[Matmul]:
-        """Rows that run in FP8."""
-        return [m for m in self.matmuls if m.decision == FP8]
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that the forward half keeps for the backward half, parameters left out."""
-        return sum(row.bytes for row in self.saved)
-
-    @property
-    def kernels(self) -> list[Kernel]:
-        """The generated kernels of all halves."""
-        return [kernel for half in self.halves.values() for kernel in half.kernels]
-
-    @property
-    def updates(self) -> list[MergedUpdate]:
-        """The updates of an optimizer, as they were merged."""
-        return [update for half in self.halves.values() for update in half.updates]
-
-    @property
-    def kept(self) -> list[Matmul]:
-        """Rows that were left as they are."""
-        return [m for m in self.matmuls if m.decision != FP8]
-
-    def reasons(self) -> Counter[str]:
-        """Return how many matmuls were left, by reason."""
-        return Counter(m.reason for m in self.kept)
-
-    def __str__(self) -> str:
-        from fp8compile.insight.tables.text import (
-            plan_text,  # the tables know plans; plans need them to show themselves
-        )
-
-        return plan_text(self)
-
-    def _repr_html_(self) -> str:
-        from fp8compile.insight.tables.html import explanation_html
-
-        return explanation_html([self])
-
-    def rows(self, table: str = "matmuls") -> list[dict[str, Any]]:
-        """Flat rows, as `Explanation.rows` gives them."""
-        from fp8compile.insight.explanation import Explanation
-
-        return Explanation([self]).rows(table)
-
-    def to_json(self) -> str:
-        """The plan as JSON text."""
-        return json.dumps(asdict(self), indent=1)
-
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """A plan from `to_json`'s text, or an explanation's of one graph. Raises `OptionError` for another."""
-        from fp8compile.plan.from_json import plan_from_json  # reading knows plans, which need it for this
-
-        return plan_from_json(text)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator  # knows the frame under trace
 
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 
 
 @dataclass(frozen=True)

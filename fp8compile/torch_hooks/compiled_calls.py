@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from fp8compile import process_state
 from fp8compile.plan import store
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 from fp8compile.torch_hooks import uncompiled_calls
 from fp8compile.torch_hooks.user_frame import warn_user
 

@@ -15,7 +15,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from fp8compile.passes.core.compilation import aten
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.core.stages import HalfGraph
-from fp8compile.plan import store
+from fp8compile.plan.record import Record, recall_half, remember_half
 from fp8compile.plan.rows import Lowered
 from fp8compile.torch_hooks import failures, nested_regions
 from fp8compile.torch_hooks.half_passes import LoweringPass, has_states, lower_half, lower_optimizer
@@ -25,7 +25,7 @@ Compiled = Callable[..., Any]
 
 
 def compile_half(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: store.Record, **settings: Any
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: Record, **settings: Any
 ) -> Compiled:
     """Compile a half with Inductor, and record what became of it: the hook says so, or what was kept when that ran."""
     lowering.half, lowering.lowered = _half(settings), None
@@ -42,8 +42,8 @@ def compile_half(
     if lowering.dump:
         lowering.dump.code(lowering.half, getattr(compiled, "source_code", ""))
     if lowering.lowered is not None:
-        store.remember_half(key, lowering.lowered)
-    lowered = lowering.lowered or store.recall_half(key)
+        remember_half(key, lowering.lowered)
+    lowered = lowering.lowered or recall_half(key)
     if lowered is not None:
         record.add_half(lowering.half, lowered)
     return compiled
@@ -57,7 +57,7 @@ def _half(settings: Mapping[str, Any]) -> str:
 
 
 def run_eagerly(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: store.Record, **settings: Any
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: Record, **settings: Any
 ) -> Compiled:
     """Return what runs the graph node by node. It takes its arguments as one list, and empties it."""
     half = _half(settings)

@@ -17,8 +17,8 @@ from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import Compilation, Input, device_of
 from fp8compile.passes.core.snapshot import Snapshot
-from fp8compile.plan.rows import Plan
-from fp8compile.plan.store import Record
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.record import Record
 from fp8compile.source_digest import source_digest
 from fp8compile.torch_hooks import failures, nested_regions
 from fp8compile.torch_hooks.observer import CompilationObserver

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import fx
 
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 
 
 class CompilationObserver(Protocol):

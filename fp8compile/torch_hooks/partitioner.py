@@ -40,9 +40,9 @@ from fp8compile.passes.save.saved_overrides import override_saved
 from fp8compile.passes.save.saved_rows import count_recomputed, recomputed_rows, saved_rows
 from fp8compile.passes.save.saved_value import saved_values
 from fp8compile.plan import overrides
+from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason, Why
-from fp8compile.plan.rows import Plan
-from fp8compile.plan.store import Record
+from fp8compile.plan.record import Record
 from fp8compile.source_digest import source_digest
 from fp8compile.torch_hooks import failures, nested_regions
 from fp8compile.torch_hooks.user_frame import warn_user

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 
 # Beginnings of what Dynamo says where a user left something out by choice.
 BREAK = "Call to `torch._dynamo.graph_break()`"

@@ -21,7 +21,7 @@ from fp8compile.passes.core.matmul_node import Matmuls
 from fp8compile.passes.core.node_views import Getitem, first_input
 from fp8compile.passes.core.stages import Stage, StageGraph
 from fp8compile.passes.core.walk import walk
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 
 aten = torch.ops.aten
 VIEWS = {

@@ -8,8 +8,8 @@ The operator returns the scale as it is, so nothing can remove or reorder it, an
 computed again in backward, which would count twice. It stands for a border of generated kernels: while watching, less
 is fused. A scale that serves two layouts is observed in each, for rows and groups lie differently there.
 
-Operands of matmuls that precision following the training has moved to BF16 have no cast; they pass
-`fp8::probe`, which measures what casts would lose, so that there is evidence for a way back.
+Operands of matmuls that the automatic mode has changed to BF16 have no cast; they pass `fp8::probe`, which measures
+what casts would lose, so that there is evidence for a way back.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _occurrences(matmuls: Iterable[MatmulNode]) -> Iterator[tuple[MatmulNode, Re
 
 
 def _probe_moved(c: Compilation) -> None:
-    """Let the matmuls that were moved to BF16 in the course of the training read their operands through a probe."""
+    """Let the matmuls that the automatic mode changed to BF16 read their operands through a probe."""
     for matmul, reader in _occurrences(c.matmuls):
         moved = not matmul.is_fp8 and matmul.why is not None and matmul.why.code == Reason.ADAPTIVE
         if not moved or matmul.node.target in CONVOLUTIONS:

@@ -1,4 +1,4 @@
-"""The automatic schedule: models made to fail in FP8, what it moves and why, and what it leaves alone."""
+"""The automatic mode: models made to fail in FP8, what it changes and why, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 
 import fp8compile
 from benchmarks.training import adaptive as benchmark
-from fp8compile.adaptive.settings import Schedule
+from fp8compile.adaptive import captured
+from fp8compile.adaptive.settings import Adaptive
 from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import Options
 
@@ -36,8 +37,8 @@ class Gained(nn.Module):
         return self.second(torch.tanh(self.first(x)) * self.gain)
 
 
-def compiled(model: nn.Module, schedule: Any = None, **options: Any):
-    return torch.compile(model, backend="fp8", options={**RUN, "schedule": schedule or {"every": 4}, **options})
+def compiled(model: nn.Module, adaptive: Any = None, **options: Any):
+    return torch.compile(model, backend="fp8", options={**RUN, "adaptive": adaptive or {"every": 4}, **options})
 
 
 def train(step, steps: int, rows: int = 32, width: int = 32) -> None:
@@ -47,13 +48,13 @@ def train(step, steps: int, rows: int = 32, width: int = 32) -> None:
         out.float().square().mean().backward()
 
 
-def schedule(training: bool = True) -> fp8compile.adaptive.versions.Scheduled:
-    (found,) = [s for s in fp8compile.schedules() if s.is_training == training]
+def graph(training: bool = True) -> fp8compile.AdaptiveGraph:
+    (found,) = [g for g in fp8compile.adaptive_graphs() if g.is_training == training]
     return found
 
 
 def decisions() -> dict[tuple[str, str], str]:
-    rows = schedule().plan.matmuls
+    rows = graph().plan.matmuls
     return {(m.path, m.role): f"{m.left} × {m.right}" if m.decision == "fp8" else "bf16" for m in rows}
 
 
@@ -62,7 +63,7 @@ def decisions() -> dict[tuple[str, str], str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plant", "least", "moved"),
+    ("plant", "least", "changed"),
     [
         ("outliers", 1.0, {("second", "output"), ("second", "grad_weight")}),
         ("swiglu", 0.05, {("down", "output"), ("down", "grad_weight")}),
@@ -70,42 +71,42 @@ def decisions() -> dict[tuple[str, str], str]:
         ("jump", 0.01, {("first", "grad_weight")}),
     ],
 )
-def test_what_fails_in_fixed_fp8_trains_under_a_schedule(plant, least, moved):
-    """Held-out losses: fixed FP8 is `least` worse than BF16, the schedule at most 0.5 %."""
+def test_what_fails_in_fixed_fp8_trains_in_automatic_mode(plant, least, changed):
+    """Held-out losses: fixed FP8 is `least` worse than BF16, the automatic mode at most 0.5 %."""
     bf16, fixed, auto = (benchmark.run(plant, mode) for mode in benchmark.MODES)
     assert fixed.held_out > bf16.held_out * (1 + least)
     assert auto.held_out < bf16.held_out * 1.005
-    assert set(auto.moved) == moved
+    assert set(auto.changed) == changed
     assert auto.recompiles <= 3
 
 
 @pytest.mark.slow
-def test_where_nothing_is_planted_nothing_moves():
+def test_where_nothing_is_planted_nothing_changes():
     fixed, auto = (benchmark.run("tame", mode) for mode in ("fixed", "auto"))
-    assert (auto.moves, auto.recompiles) == ([], 0)
+    assert (auto.changes, auto.recompiles) == ([], 0)
     # the same numbers but for the few steps that are looked at, which round in other places
     assert auto.held_out == pytest.approx(fixed.held_out, rel=2e-3)
 
 
-# --- single moves
+# --- single changes
 
 
-def test_outlier_channels_move_one_matmul_to_bf16_and_its_weight_gradient_to_rows():
+def test_outlier_channels_change_one_matmul_to_bf16_and_its_weight_gradient_to_rows():
     model = Gained()
     step = compiled(model)
     train(step, 4)
-    assert schedule().moves == []
+    assert graph().changes == []
     before = decisions()
     model.plant(1e6)
     train(step, 6)
     changed = {key: now for key, now in decisions().items() if now != before[key]}
     assert changed == {("second", "output"): "bf16", ("second", "grad_weight"): "e4m3 tensor × e4m3 row"}
-    for move in schedule().moves:
-        assert "by columns" in move.evidence or "by rows" in move.evidence
-        assert "underflow" in move.evidence
-    reasons = {(m.path, m.role): m.reason for m in schedule().plan.matmuls}
-    assert reasons["second", "output"].startswith("schedule: left operand: outlier channels: by columns 0.")
-    assert fp8compile.last_compile().plans[0] is schedule().plan
+    for change in graph().changes:
+        assert "by columns" in change.evidence or "by rows" in change.evidence
+        assert "underflow" in change.evidence
+    reasons = {(m.path, m.role): m.reason for m in graph().plan.matmuls}
+    assert reasons["second", "output"].startswith("adaptive: left operand: outlier channels: by columns 0.")
+    assert fp8compile.last_compile().plans[0] is graph().plan
 
 
 def test_what_is_harmless_again_returns_after_patience():
@@ -117,28 +118,28 @@ def test_what_is_harmless_again_returns_after_patience():
     train(step, 4)
     assert decisions() != before
     model.gain.fill_(1.0)
-    looked = schedule().step
+    looked = graph().step
     train(step, 4)
     assert decisions() != before  # not yet: three looks in a row, two steps apart
     train(step, 8)
     assert decisions() == before
-    back = schedule().moves[-1]
+    back = graph().changes[-1]
     assert back.evidence.startswith("3 looks in a row it would have kept ")
     assert back.step >= looked + 4
 
 
-def test_between_the_thresholds_nothing_moves():
-    """By columns the planted channel leaves more than `even` and less than `margin` above it: no return, no move."""
+def test_between_the_thresholds_nothing_changes():
+    """By columns the planted channel leaves more than `even` and less than `margin` above it: no return, no change."""
     settings = {"every": 1, "patience": 1, "even": 10.0, "margin": 25.0, "edges": 0.0}
     model = Gained()
     step = compiled(model, settings)
     model.plant(1e6)
     train(step, 3)
-    moved = decisions()
-    assert moved["second", "output"] == "bf16"
+    changed = decisions()
+    assert changed["second", "output"] == "bf16"
     model.gain.fill_(1.0)  # 31 dB now: above 10, below 10 + 25
     train(step, 6)
-    assert decisions() == moved
+    assert decisions() == changed
 
 
 def test_recompiles_are_bounded(caplog):
@@ -148,13 +149,13 @@ def test_recompiles_are_bounded(caplog):
         for i in range(12):
             model.plant(1e6 if i % 2 else 1.0)
             train(step, 3)
-    assert schedule().recompiles == 2
-    assert "2 recompiles are used up" in schedule().why_done
+    assert graph().recompiles == 2
+    assert "2 recompiles are used up" in graph().why_done
     assert "2 recompiles are used up" in caplog.text
-    assert sum("schedule, step" in r.message for r in caplog.records) == len(schedule().moves)
+    assert sum("adaptive: step" in r.message for r in caplog.records) == len(graph().changes)
 
 
-def test_a_saved_tensor_moves_to_its_own_dtype():
+def test_a_saved_tensor_changes_to_its_own_dtype():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -167,7 +168,7 @@ def test_a_saved_tensor_moves_to_its_own_dtype():
             return self.second(nn.functional.gelu(hidden))
 
     def forms():
-        return [row.form for row in schedule().plan.saved if (row.dtype, row.shape[-1:]) == ("bfloat16", (256,))]
+        return [row.form for row in graph().plan.saved if (row.dtype, row.shape[-1:]) == ("bfloat16", (256,))]
 
     model = Net()
     step = compiled(model)
@@ -176,9 +177,9 @@ def test_a_saved_tensor_moves_to_its_own_dtype():
     with torch.no_grad():
         model.gain[3] = 1e6
     train(step, 6)
-    (move,) = [m for m in schedule().moves if m.role == "saved"]
-    assert (move.before, move.after) == ("e4m3 group(128)", "bfloat16")
-    assert move.evidence.startswith("outlier channels: by columns")
+    (change,) = [m for m in graph().changes if m.role == "saved"]
+    assert (change.before, change.after) == ("e4m3 group(128)", "bfloat16")
+    assert change.evidence.startswith("outlier channels: by columns")
     assert forms() == ["bfloat16"]
 
 
@@ -189,10 +190,10 @@ def test_it_starts_in_bf16_for_as_long_as_it_is_told():
     step = compiled(Gained(), {"bf16_steps": 3, "every": 4})
     train(step, 3)
     assert set(decisions().values()) == {"bf16"}
-    assert {row.form for row in schedule().plan.saved} <= {"bfloat16", "float32"}
+    assert {row.form for row in graph().plan.saved} <= {"bfloat16", "float32"}
     train(step, 1)
     assert "bf16" not in decisions().values()
-    assert schedule().recompiles == 0  # the start is no move
+    assert graph().recompiles == 0  # the start is no change
 
 
 def test_bf16_steps_are_those_of_bf16():
@@ -206,9 +207,9 @@ def test_bf16_steps_are_those_of_bf16():
 
 def test_looks_are_rare_and_between_them_nothing_is_measured(monkeypatch):
     looked = []
-    original = fp8compile.adaptive.versions.Scheduled._watched
+    original = fp8compile.AdaptiveGraph._watched
     monkeypatch.setattr(
-        fp8compile.adaptive.versions.Scheduled, "_watched", lambda self: (looked.append(self.step), original(self))[1]
+        fp8compile.AdaptiveGraph, "_watched", lambda self: (looked.append(self.step), original(self))[1]
     )
     measured = []
     add = fp8compile.Statistics.add
@@ -222,12 +223,12 @@ def test_looks_are_rare_and_between_them_nothing_is_measured(monkeypatch):
 def test_steps_between_looks_are_those_of_fixed_fp8():
     torch.manual_seed(1)
     model, x = Gained(), torch.randn(32, 32)
-    scheduled = compiled(model, {"every": 4})
+    adaptive = compiled(model, {"every": 4})
     fixed = torch.compile(model, backend="fp8", options=RUN)
     with torch.autocast("cpu", torch.bfloat16):
-        scheduled(x)  # the first step is looked at
+        adaptive(x)  # the first step is looked at
         for _ in range(3):
-            torch.testing.assert_close(scheduled(x), fixed(x), rtol=0, atol=0)
+            torch.testing.assert_close(adaptive(x), fixed(x), rtol=0, atol=0)
 
 
 def test_an_overflow_is_no_evidence():
@@ -238,7 +239,7 @@ def test_an_overflow_is_no_evidence():
             out = step(torch.full((32, 32), float("inf")))
         out.float().square().mean().backward()
     train(step, 8)
-    assert schedule().moves == []
+    assert graph().changes == []
 
 
 def test_inference_follows_what_is_trained():
@@ -252,11 +253,11 @@ def test_inference_follows_what_is_trained():
             return step(x)
 
     evaluate()
-    assert {m.decision for m in schedule(False).plan.matmuls} == {"fp8"}
+    assert {m.decision for m in graph(False).plan.matmuls} == {"fp8"}
     model.plant(1e6)
     train(step, 6)
     out = evaluate()
-    rows = {m.path: m.decision for m in schedule(False).plan.matmuls}
+    rows = {m.path: m.decision for m in graph(False).plan.matmuls}
     assert rows == {"first": "fp8", "second": "bf16"}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         exact = model(x)
@@ -264,22 +265,22 @@ def test_inference_follows_what_is_trained():
     assert (out - exact).float().norm() < 0.05 * exact.float().norm()
 
 
-def test_two_models_have_a_schedule_each():
+def test_two_models_have_an_adaptive_graph_each():
     first, second = Gained(), Gained()
     a, b = compiled(first), compiled(second)
     second.plant(1e6)
     for _ in range(4):
         train(a, 1)
         train(b, 1)
-    one, two = fp8compile.schedules()
-    assert one.moves == []
-    assert {(m.path, m.role) for m in two.moves} == {("second", "output"), ("second", "grad_weight")}
+    one, two = fp8compile.adaptive_graphs()
+    assert one.changes == []
+    assert {(m.path, m.role) for m in two.changes} == {("second", "output"), ("second", "grad_weight")}
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_symbolic_sizes_stay_symbolic(dynamic):
     model = Gained()
-    options = {**RUN, "schedule": {"every": 2}}
+    options = {**RUN, "adaptive": {"every": 2}}
     step = torch.compile(model, backend="fp8", options=options, dynamic=dynamic)
     for rows in (40, 48, 64) if dynamic else (32,):
         train(step, 2, rows)
@@ -287,7 +288,7 @@ def test_symbolic_sizes_stay_symbolic(dynamic):
     for rows in (48, 80, 64, 40) if dynamic else (32,):
         train(step, 3, rows)
     assert decisions()["second", "output"] == "bf16"
-    rows = {str(m.m) for m in schedule().plan.matmuls if m.role == "output"}
+    rows = {str(m.m) for m in graph().plan.matmuls if m.role == "output"}
     assert all(not row.isdigit() for row in rows) == dynamic
 
 
@@ -300,12 +301,12 @@ def test_what_cannot_be_compiled_again_stays_as_it_is_and_says_so(monkeypatch):
     def fail(self, options):
         raise ValueError("no more memory")
 
-    monkeypatch.setattr(fp8compile.adaptive.versions.Captured, "again", fail)
+    monkeypatch.setattr(captured.CapturedGraph, "again", fail)
     model.plant(1e6)
-    with pytest.warns(Fp8Warning, match="stays as it is: not compiled again: ValueError: no more memory"):
+    with pytest.warns(Fp8Warning, match="leaves a graph as it is: not compiled again: ValueError: no more memory"):
         train(step, 8)
     assert decisions() == before
-    assert schedule().moves == []
+    assert graph().changes == []
 
 
 def test_a_version_that_would_need_more_guards_is_not_used(monkeypatch):
@@ -313,11 +314,11 @@ def test_a_version_that_would_need_more_guards_is_not_used(monkeypatch):
     step = compiled(model)
     train(step, 3)
     counts = iter(range(1000))
-    monkeypatch.setattr(fp8compile.adaptive.versions, "_guards", lambda context: next(counts))
+    monkeypatch.setattr(captured, "_guards", lambda context: next(counts))
     model.plant(1e6)
     with pytest.warns(Fp8Warning, match="it would specialise symbolic sizes"):
         train(step, 8)
-    assert schedule().recompiles == 0
+    assert graph().recompiles == 0
 
 
 def test_products_skip_rows_and_edges_keep_more():
@@ -333,7 +334,7 @@ def test_products_skip_rows_and_edges_keep_more():
 
     step = compiled(SwiGLU(), {"every": 1, "minimum": 40.0, "edges": 5.0})  # which no cast keeps
     train(step, 2)
-    evidence = {(m.path, m.role): m.evidence for m in schedule().moves}
+    evidence = {(m.path, m.role): m.evidence for m in graph().changes}
     assert evidence["down", "output"].endswith("(first or last layer) (a product of activations)")
     assert "dB of 45" in evidence["down", "output"]
     assert "product" not in evidence["down", "grad_input"]
@@ -354,10 +355,10 @@ def test_the_final_plan_can_be_used_again(tmp_path):
     step = compiled(model)
     model.plant(1e6)
     train(step, 6)
-    wanted, moved = decisions(), schedule().moves
-    assert moved
+    wanted, changed = decisions(), graph().changes
+    assert changed
     file = tmp_path / "plan.json"
-    final, saved = fp8compile.scheduled_plan(), [row.form for row in schedule().plan.saved]
+    final, saved = fp8compile.adaptive_plan(), [row.form for row in graph().plan.saved]
     file.write_text(final.to_json())
     torch.compiler.reset()
     for plan in (str(file), final):
@@ -374,25 +375,25 @@ def test_the_final_plan_can_be_used_again(tmp_path):
 
 def test_there_is_no_plan_before_the_first_step():
     with pytest.raises(LookupError, match="no graph trains under"):
-        fp8compile.scheduled_plan()
+        fp8compile.adaptive_plan()
 
 
-def test_explain_shows_what_a_schedule_starts_from():
+def test_explain_shows_what_the_automatic_mode_starts_from():
     step = compiled(Gained())
     train(step, 1)
-    known = len(fp8compile.schedules())
+    known = len(fp8compile.adaptive_graphs())
     explanation = fp8compile.explain(step, torch.randn(32, 32))
     assert {m.decision for plan in explanation.plans for m in plan.matmuls} == {"fp8"}
-    assert len(fp8compile.schedules()) == known
+    assert len(fp8compile.adaptive_graphs()) == known
 
 
-def test_an_optimizer_graph_ignores_a_schedule():
+def test_an_optimizer_graph_ignores_the_automatic_mode():
     p = nn.Parameter(torch.randn(96, 64))
     opt = torch.optim.AdamW([p])
     p.grad = torch.randn_like(p)
-    options = {"executor": "eager", "strict": True, "schedule": "auto"}
+    options = {"executor": "eager", "strict": True, "adaptive": "auto"}
     torch.compile(opt.step, backend="fp8", options=options)()
-    assert fp8compile.schedules() == []
+    assert fp8compile.adaptive_graphs() == []
 
 
 @pytest.mark.slow
@@ -411,24 +412,24 @@ def test_through_inductor():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("automatic", r"option 'schedule': it is \"auto\" or a mapping"),
-        ({"evry": 3}, r"unknown setting of a schedule 'evry'\. Did you mean 'every'\?"),
-        ({"every": 0}, "schedule: every is a whole number of at least 1, not 0"),
-        ({"every": 1.5}, "schedule: every is a whole number"),
-        ({"bf16_steps": True}, "schedule: bf16_steps is a whole number"),
-        ({"minimum": "20"}, "schedule: minimum is a number of dB"),
-        ({"margin": float("nan")}, "schedule: margin is a number of dB"),
+        ("automatic", r"option 'adaptive': it is \"auto\" or a mapping"),
+        ({"evry": 3}, r"unknown setting of the automatic mode 'evry'\. Did you mean 'every'\?"),
+        ({"every": 0}, "adaptive: every is a whole number of at least 1, not 0"),
+        ({"every": 1.5}, "adaptive: every is a whole number"),
+        ({"bf16_steps": True}, "adaptive: bf16_steps is a whole number"),
+        ({"minimum": "20"}, "adaptive: minimum is a number of dB"),
+        ({"margin": float("nan")}, "adaptive: margin is a number of dB"),
     ],
     ids=str,
 )
 def test_a_bad_setting_is_refused(value, message):
     with pytest.raises(OptionError, match=message):
-        Options.parse({"schedule": value})
+        Options.parse({"adaptive": value})
 
 
 def test_settings_are_parsed():
-    assert Options.parse({"schedule": "auto"}).schedule == Schedule()
-    assert Options.parse({"schedule": {"every": 7, "minimum": 25}}).schedule == Schedule(every=7, minimum=25)
-    assert Options.parse({}).schedule is None
+    assert Options.parse({"adaptive": "auto"}).adaptive == Adaptive()
+    assert Options.parse({"adaptive": {"every": 7, "minimum": 25}}).adaptive == Adaptive(every=7, minimum=25)
+    assert Options.parse({}).adaptive is None
     with pytest.raises(OptionError, match="leave 'watch' out"):
-        Options.parse({"schedule": "auto", "watch": "x"})
+        Options.parse({"adaptive": "auto", "watch": "x"})

@@ -1,4 +1,4 @@
-"""Moves: which rung of its ladder a matmul takes, on evidence written by hand."""
+"""The policy: which choice a matmul gets, on evidence written by hand."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from fp8compile.adaptive.policy import Ladders, Rung, outermost
-from fp8compile.adaptive.settings import Schedule
+from fp8compile.adaptive.policy import Choice, Policy, outermost
+from fp8compile.adaptive.settings import Adaptive
 from fp8compile.plan.cast_statistics import ALTERNATIVES, Row
-from fp8compile.plan.rows import Matmul, Operand, Plan, Saved
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Matmul, Operand, Saved
 
 FINE, LOST = (31.0, 31.0, 31.0), (31.0, 31.0, 1.0)  # SQNR, by rows, by columns
 TENSOR, ROW, GROUP = "e4m3 tensor", "e4m3 row", "e4m3 group(128)"
@@ -40,15 +41,15 @@ AROUND = [matmul("layers.0.fc"), matmul("layers.2.fc")]  # so that layers.1 is n
 
 
 def look(
-    row: Matmul, left: dict, right: dict, trait: str = "", grouped: bool = True, home: Matmul | None = None
+    row: Matmul, left: dict, right: dict, trait: str = "", grouped: bool = True, baseline: Matmul | None = None
 ) -> Any:
-    """The rung that `row` takes, as text, and its move."""
-    ladders = Ladders(Schedule(), grouped)
-    ladders.settle(Plan(matmuls=[row, *AROUND]))
+    """The choice that `row` gets, as text, and its changes."""
+    policy = Policy(Adaptive(), grouped)
+    policy.start_from(Plan(matmuls=[row, *AROUND]))
     rows = [measured(row, "left", left, trait), measured(row, "right", right)]
-    plan, moves = ladders.look(Plan(matmuls=[row, *AROUND]), rows, 7)
+    plan, changes = policy.look(Plan(matmuls=[row, *AROUND]), rows, 7)
     after = plan.matmuls[0]
-    return (f"{after.left} × {after.right}" if after.decision == "fp8" else "bf16"), moves
+    return (f"{after.left} × {after.right}" if after.decision == "fp8" else "bf16"), changes
 
 
 @pytest.mark.parametrize(
@@ -64,11 +65,11 @@ def look(
         (matmul(role="grad_input", left="e5m2 tensor"), ["e5m2 row", ROW], [TENSOR], f"{ROW} × {TENSOR}"),
     ],
 )
-def test_the_first_rung_that_keeps_enough(row, left, right, wanted):
-    after, moves = look(row, dict.fromkeys(left, FINE), dict.fromkeys(right, FINE))
+def test_the_first_choice_that_keeps_enough(row, left, right, wanted):
+    after, changes = look(row, dict.fromkeys(left, FINE), dict.fromkeys(right, FINE))
     assert after == wanted
-    assert bool(moves) == (wanted != f"{row.left} × {row.right}")
-    assert all(m.step == 7 and m.after == wanted for m in moves)
+    assert bool(changes) == (wanted != f"{row.left} × {row.right}")
+    assert all(m.step == 7 and m.after == wanted for m in changes)
 
 
 @pytest.mark.parametrize("kept", [GROUP, TENSOR])
@@ -76,16 +77,16 @@ def test_a_grouped_matmul_has_rows_or_bf16(kept):
     row = replace(matmul(right=ROW), kind="grouped")
     assert look(row, {kept: FINE}, EVERYTHING)[0] == "bf16"
     assert look(row, {ROW: FINE}, EVERYTHING)[0] == f"{ROW} × {ROW}"
-    moved = replace(row, decision="bf16", left=None, right=None)
-    ladders = Ladders(Schedule(patience=2), grouped=True)
-    ladders.settle(Plan(matmuls=[row, *AROUND]))
+    changed = replace(row, decision="bf16", left=None, right=None)
+    policy = Policy(Adaptive(patience=2), grouped=True)
+    policy.start_from(Plan(matmuls=[row, *AROUND]))
     for _ in range(2):
-        measurements = [measured(moved, side, EVERYTHING) for side in ("left", "right")]
-        plan, _ = ladders.look(Plan(matmuls=[moved, *AROUND]), measurements, 7)
+        measurements = [measured(changed, side, EVERYTHING) for side in ("left", "right")]
+        plan, _ = policy.look(Plan(matmuls=[changed, *AROUND]), measurements, 7)
     assert (str(plan.matmuls[0].left), str(plan.matmuls[0].right)) == (ROW, ROW)  # and back
 
 
-def test_without_matmuls_of_groups_the_next_rung_is_bf16():
+def test_without_matmuls_of_groups_the_next_choice_is_bf16():
     assert look(matmul(), {GROUP: FINE}, EVERYTHING, grouped=False)[0] == "bf16"
 
 
@@ -99,47 +100,47 @@ def test_a_product_never_stops_at_rows():
     assert look(gradient, kept, EVERYTHING, "product")[0] == f"{ROW} × {TENSOR}"
 
 
-@pytest.mark.parametrize(("path", "moves"), [("layers.1.fc", 0), ("layers.0.fc", 1)])
-def test_the_first_layer_must_keep_more(path, moves):
-    ladders = Ladders(Schedule(minimum=20.0, edges=3.0))
+@pytest.mark.parametrize(("path", "changes"), [("layers.1.fc", 0), ("layers.0.fc", 1)])
+def test_the_first_layer_must_keep_more(path, changes):
+    policy = Policy(Adaptive(minimum=20.0, edges=3.0))
     row = matmul(path)
     plan = Plan(matmuls=[row, matmul("layers.0.x"), matmul("layers.3.x")])
-    ladders.settle(plan)
+    policy.start_from(plan)
     kept = {**EVERYTHING, ROW: (21.5, 31.0, 31.0)}
-    found = ladders.look(plan, [measured(row, "left", kept), measured(row, "right", EVERYTHING)], 0)[1]
-    assert len(found) == moves
+    found = policy.look(plan, [measured(row, "left", kept), measured(row, "right", EVERYTHING)], 0)[1]
+    assert len(found) == changes
     assert all("SQNR 21.5 dB of 23" in m.evidence and "first or last layer" in m.evidence for m in found)
 
 
-def test_it_returns_to_the_cheapest_rung_that_would_have_served_and_not_below_home():
-    home = matmul()
-    bf16 = replace(home, decision="bf16", left=None, right=None)
-    ladders = Ladders(Schedule(patience=2))
-    ladders.settle(Plan(matmuls=[home, *AROUND]))
+def test_it_returns_to_the_cheapest_choice_that_would_have_served_and_not_below_its_baseline():
+    baseline = matmul()
+    bf16 = replace(baseline, decision="bf16", left=None, right=None)
+    policy = Policy(Adaptive(patience=2))
+    policy.start_from(Plan(matmuls=[baseline, *AROUND]))
     rows = [measured(bf16, side, EVERYTHING) for side in ("left", "right")]
     before = Plan(matmuls=[bf16, *AROUND])
-    assert ladders.look(before, rows, 1)[1] == []
-    plan, (move,) = ladders.look(before, rows, 2)
-    assert (move.before, move.after) == ("bf16", f"{ROW} × {TENSOR}")
-    assert plan.matmuls[0].reason.startswith("schedule: 2 looks in a row")
+    assert policy.look(before, rows, 1)[1] == []
+    plan, (change,) = policy.look(before, rows, 2)
+    assert (change.before, change.after) == ("bf16", f"{ROW} × {TENSOR}")
+    assert plan.matmuls[0].reason.startswith("adaptive: 2 looks in a row")
 
 
 def test_a_look_that_would_not_have_served_begins_the_count_anew():
-    home = matmul()
-    bf16 = replace(home, decision="bf16", left=None, right=None)
-    ladders = Ladders(Schedule(patience=2))
-    ladders.settle(Plan(matmuls=[home, *AROUND]))
+    baseline = matmul()
+    bf16 = replace(baseline, decision="bf16", left=None, right=None)
+    policy = Policy(Adaptive(patience=2))
+    policy.start_from(Plan(matmuls=[baseline, *AROUND]))
     good = [measured(bf16, side, EVERYTHING) for side in ("left", "right")]
     bad = [measured(bf16, "left", {}), measured(bf16, "right", EVERYTHING)]
     for rows in (good, bad, good):
-        assert ladders.look(Plan(matmuls=[bf16, *AROUND]), rows, 1)[1] == []
+        assert policy.look(Plan(matmuls=[bf16, *AROUND]), rows, 1)[1] == []
 
 
-def test_without_evidence_of_both_operands_nothing_moves():
+def test_without_evidence_of_both_operands_nothing_changes():
     row = matmul()
-    ladders = Ladders(Schedule())
-    ladders.settle(Plan(matmuls=[row, *AROUND]))
-    assert ladders.look(Plan(matmuls=[row, *AROUND]), [measured(row, "left", {})], 1)[1] == []
+    policy = Policy(Adaptive())
+    policy.start_from(Plan(matmuls=[row, *AROUND]))
+    assert policy.look(Plan(matmuls=[row, *AROUND]), [measured(row, "left", {})], 1)[1] == []
 
 
 def test_what_the_recipe_left_is_left():
@@ -147,24 +148,24 @@ def test_what_the_recipe_left_is_left():
     assert look(row, EVERYTHING, EVERYTHING) == ("bf16", [])
 
 
-def test_merged_matmuls_move_together_and_know_their_home_apart():
+def test_merged_matmuls_change_together_and_know_their_baseline_apart():
     merged = matmul("layers.1.(q+k)", merged=("layers.1.q", "layers.1.k"))
     apart = [replace(matmul(f"layers.1.{name}"), decision="bf16", left=None, right=None) for name in "qk"]
-    ladders = Ladders(Schedule(patience=1))
-    ladders.settle(Plan(matmuls=[merged, *AROUND]))
+    policy = Policy(Adaptive(patience=1))
+    policy.start_from(Plan(matmuls=[merged, *AROUND]))
     rows = [measured(r, side, EVERYTHING) for r in apart for side in ("left", "right")]
-    plan, moves = ladders.look(Plan(matmuls=[*apart, *AROUND]), rows, 1)
-    assert [m.path for m in moves] == ["layers.1.q", "layers.1.k"]
-    assert {str(Rung(m.left, m.right)) for m in plan.matmuls[:2]} == {f"{ROW} × {TENSOR}"}
+    plan, changes = policy.look(Plan(matmuls=[*apart, *AROUND]), rows, 1)
+    assert [m.path for m in changes] == ["layers.1.q", "layers.1.k"]
+    assert {str(Choice(m.left, m.right)) for m in plan.matmuls[:2]} == {f"{ROW} × {TENSOR}"}
 
 
 def test_saved_tensors_are_told_apart_by_occurrence():
     saved = [Saved(f"x{i}", "fc", "line", (4, 128), "bfloat16", GROUP, 1, "") for i in range(2)]
     side = '["line", "bfloat16", 128]'
     bad = Row("fc", "saved", 1, side, GROUP, 1, 0, 1.0, 0.0, 0.0, 31.0, {}, 31.0, 2.0, {})
-    plan, (move,) = Ladders(Schedule()).look(Plan(saved=saved), [replace(bad, occurrence=0, by_columns=31.0), bad], 3)
+    plan, (change,) = Policy(Adaptive()).look(Plan(saved=saved), [replace(bad, occurrence=0, by_columns=31.0), bad], 3)
     assert [row.form for row in plan.saved] == [GROUP, "bfloat16"]
-    assert (move.role, move.after) == ("saved", "bfloat16")
+    assert (change.role, change.after) == ("saved", "bfloat16")
 
 
 def test_outermost_layers():

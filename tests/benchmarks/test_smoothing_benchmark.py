@@ -1,4 +1,4 @@
-"""What benchmarks/training/smoothing.py emulates: that smoothing is exact by itself, and what docs/schedule.md says of
+"""What benchmarks/training/smoothing.py emulates: that smoothing is exact by itself, and what docs/adaptive.md says of
 it."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import fp8compile
-from fp8compile import Cast, Delayed, Recipe, Role, Schedule, StateRecipe
+from fp8compile import Adaptive, Cast, Delayed, Recipe, Role, StateRecipe
 from fp8compile.errors import LONGEST, OptionError, shown, unknown_name
 from fp8compile.formats import FORMATS, Format, Granularity
 from fp8compile.option_values import READERS
@@ -69,7 +69,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
         "maps torch._inductor.config names|unknown setting|is True or False|is an int|is a number|a list|'none' or|or",
     ),
     "plan": ([3, True, [3], {"matmuls": []}, "missing.json", "x" * 5000, "."], "a path, a Plan|cannot be read"),
-    "schedule": (
+    "adaptive": (
         [True, "automatic", 3, [], {"evry": 1}, {"every": 0}, {"every": 1.5}, {"every": True}, {"minimum": "20"},
          {"minimum": math.nan}, {"minimum": math.inf}, {"margin": -1.0}, {"bf16_steps": None}, {"recompiles": 10.0}],
         '"auto" or a mapping|Valid: |is a number of dB of at least|is a whole number of at least',
@@ -147,7 +147,7 @@ def test_names_of_options_are_strings_that_exist(name: Any):
         ("activation_budget", 10**30),
         ("chunk_loss", 10**30),
         ("states", {"smallest": 10**30}),
-        ("schedule", {"every": 10**30, "recompiles": 0, "minimum": 1e300}),
+        ("adaptive", {"every": 10**30, "recompiles": 0, "minimum": 1e300}),
         ("skip", ["a" * 10**5]),
         ("save", {}),
         ("save", "auto"),
@@ -211,8 +211,8 @@ def test_an_error_in_a_recipe_says_where_it_is(change: Any, says: str):
         (lambda: Delayed(history=0), "history must be a positive integer"),
         (lambda: Granularity("group", "128"), "its size is a number of elements, not '128'"),
         (lambda: Granularity(["row"]), "unknown granularity ['row']"),
-        (lambda: Schedule(every=0), "every is a whole number of at least 1, not 0"),
-        (lambda: Schedule(minimum="20"), "minimum is a number of dB"),
+        (lambda: Adaptive(every=0), "every is a whole number of at least 1, not 0"),
+        (lambda: Adaptive(minimum="20"), "minimum is a number of dB"),
         (lambda: StateRecipe(first="log"), "first is a StateFormat, not 'log'"),
         (lambda: StateRecipe(formats=(("m", "log"),)), "m is a StateFormat, not 'log'"),
         (lambda: StateRecipe(parameters="up"), "unknown rounding of parameters 'up'"),

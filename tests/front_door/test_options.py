@@ -71,9 +71,10 @@ def test_options_are_parsed_into_their_types():
     [
         (
             {"recpie": "mixed"},
-            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: activation_budget, chunk_loss, dump, executor,",
+            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: activation_budget, adaptive, chunk_loss, dump,",
         ),
         ({"selct": "all"}, r"unknown option 'selct'\. Did you mean 'select'\?"),
+        ({"schedule": "auto"}, "option 'schedule' is called 'adaptive'"),
         ({"zzz": 1}, r"unknown option 'zzz'\. Valid: "),
         ({"recipe": "tensorwize"}, r"unknown recipe 'tensorwize'\. Did you mean 'tensorwise'\?"),
         ({"select": "al"}, r"option 'select': unknown value 'al'\. Did you mean 'all'\? Valid: all, profitable\."),

@@ -15,7 +15,7 @@ from torch import nn
 import fp8compile
 from fp8compile.insight import doctor
 from fp8compile.insight.command_line import main
-from fp8compile.insight.tables.text import one_line
+from fp8compile.insight.tables.summary import one_line
 
 SCRIPT = """
 import sys, torch, fp8compile
@@ -45,7 +45,11 @@ def test_dump_then_explain_diff_and_edit(script: Path, tmp_path: Path, capsys: p
     assert "index.txt" in capsys.readouterr().out
     assert main(["explain", str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert shown == (folder / "graph0/plan.txt").read_text()
+    assert shown == str(fp8compile.Explanation.from_json((folder / "graph0/plan.json").read_text()))
+    assert main(["explain", "--table", "all", str(folder)]) == 0
+    assert capsys.readouterr().out == (folder / "graph0/plan.txt").read_text()
+    assert main(["explain", "--table", "saved", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("    saved for backward")
     assert main(["explain", "--json", str(folder)]) == 0
     (tmp_path / "plan.json").write_text(capsys.readouterr().out)
     assert main(["explain", str(tmp_path / "plan.json")]) == 0
@@ -94,7 +98,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_plan_of_matmuls_alone_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "plan.json").write_text('{"matmuls": []}')
     assert main(["explain", str(tmp_path / "plan.json")]) == 0
-    assert capsys.readouterr().out == "training\n  FP8       a graph without matmuls\n"
+    assert capsys.readouterr().out.startswith("training\n  FP8       a graph without matmuls\n\n  more      options=")
 
 
 def test_the_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import linecache
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any, NamedTuple
 
@@ -18,11 +18,24 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8compile
-from fp8compile import delayed
+from fp8compile import Explanation, delayed
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
 from fp8compile.insight.tables import grouping, numbers
 from fp8compile.insight.tables.totals import flops, totals
-from fp8compile.plan.rows import Kernel, Lowered, Matmul, Plan, Recomputed, Saved
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import (
+    Group,
+    Kernel,
+    Loss,
+    Lowered,
+    Mask,
+    Matmul,
+    MergedUpdate,
+    Recomputed,
+    Saved,
+    State,
+    Transfer,
+)
 
 ALL = {"select": "all"}
 
@@ -55,7 +68,7 @@ def test_flops_are_those_that_torch_counts():
 
 def test_repeated_layers_are_one_and_the_table_fits_a_terminal():
     case = ZOO["llama"]()
-    shown = str(fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs))
+    shown = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs).full_text()
     assert max(map(len, shown.splitlines())) <= 120
     assert "model.layers.{0-1}.mlp.(gate_proj+up_proj)  ×2    modeling_llama.py" in shown
     assert "grad_weight     256×64×64  fp8   e4m3 tensor × e4m3 tensor  every matmul that can run" in shown
@@ -100,7 +113,7 @@ def test_modules_of_a_sequential_have_the_line_that_called_it():
         for row in rows:
             assert row["source"].startswith(here)
             assert row["source"].endswith("explanation = fp8compile.explain(model, x, options=ALL)")
-    assert f"  2    {here}" in str(explanation)
+    assert f"  2    {here}" in explanation.table("matmuls")
     assert all(row.source == "" for row in explanation.matmuls)  # by which a plan knows what it kept
     torch.compile(model, backend="fp8", options={**ALL, "executor": "eager"})(x).sum().backward()
     (line,) = {row["source"] for row in fp8compile.last_compile().rows() if row["path"]}
@@ -137,7 +150,9 @@ def test_every_graph_between_breaks_is_there():
     assert len(explanation.plans) == 2
     assert explanation.totals.fp8 == case.matmuls
     assert {row["graph"] for row in explanation.rows()} == {0, 1}
-    assert "all 2 graphs" in str(explanation)
+    assert str(explanation).startswith("2 graphs: 2× training · recipe mixed · cpu")
+    assert explanation.full_text().startswith("all 2 graphs")
+    assert all(f"graph {i}: training" in explanation.table("saved") for i in (0, 1))
     assert fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs) == explanation
 
 
@@ -240,7 +255,7 @@ def test_the_states_of_an_optimizer_are_explained(stepped: bool):
     assert (t.states, t.states_8bit, t.states_before) == (6, 4, 2 * 4 * (2 * 64 * 128 + 64))
     text = str(explanation)
     assert "4 of 6 optimizer states in 8 bits, 128.50 KiB → 34.50 KiB" in text
-    assert "exp_avg_sq ×2" in text
+    assert "exp_avg_sq ×2" in explanation.table("states")
     assert "small: 64 elements" in explanation._repr_html_()
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert stepped or not optimizer.state
@@ -277,12 +292,12 @@ def test_groups_of_an_optimizer_are_told_one_by_one(prepared: bool):
     assert (rest["lr"], rest["weight_decay"]) == (1e-4, 0.0)
     small = "1× kept in FP32: small: 64 elements, fewer than 4096"
     assert rest["others"] == f"{small}; 1× frozen: it has no states"
-    shown = " ".join(str(explanation).split())
+    shown = " ".join(explanation.table("groups").split())
     assert "0 2 of 16.4 kelements 2 128.00 KiB → 34.00 KiB lr 0.001, betas (0.9, 0.999), weight_decay 0.1" in shown
     assert f"not: {small}; 1× frozen" in shown
-    assert max(map(len, str(explanation).splitlines())) <= 120
+    assert max(map(len, explanation.full_text().splitlines())) <= 120
     assert "frozen: it has no states" in explanation._repr_html_()
-    assert fp8compile.Explanation.from_json(explanation.to_json()) == explanation
+    assert Explanation.from_json(explanation.to_json()) == explanation
     assert not optimizer.state
 
 
@@ -360,7 +375,7 @@ def test_what_a_compiled_optimizer_became_is_in_its_plan():
     plan = fp8compile.last_compile()
     assert sum(row["parameters"] for row in plan.rows("updates")) == len(parameters)
     assert "3 parameters in" in str(plan)
-    assert "updated together" in str(plan)
+    assert "updated together" in plan.table("updates")
 
 
 def test_states_that_only_a_real_step_tells_are_refused():
@@ -400,7 +415,7 @@ def test_what_backward_computes_again_says_from_what():
     assert product["bytes"] == 2 * 32 * 128
     assert "parameters" in normed["sources"]
     assert {name.split(" ")[0] for name in product["sources"].split(", ")} <= saved
-    assert "computed again" in str(explanation)
+    assert "computed again" in explanation.table("recomputed")
     assert "computed again" in explanation._repr_html_()
     with torch.no_grad():
         assert fp8compile.explain(model, x, options=ALL).rows("recomputed") == []
@@ -635,14 +650,69 @@ def a_plan() -> Plan:
     """Two layers, the second of which differs; saved tensors in two forms; a kernel twice."""
     row = Matmul("", "layers.0.up", "m.py:1  up(x)", "mm", "output", 4, 8, 2, decision="fp8", reason="faster",
                  milliseconds_bf16=2.0, milliseconds_fp8=1.25)  # fmt: skip
-    last = dataclasses.replace(row, path="layers.7.up", decision="bf16", reason="too small")
-    rows = [dataclasses.replace(row, path=f"layers.{i}.up") for i in (0, 1, 2, 5)]
+    last = replace(row, path="layers.7.up", decision="bf16", reason="too small")
+    rows = [replace(row, path=f"layers.{i}.up") for i in (0, 1, 2, 5)]
     saved = [
         Saved("x", f"layers.{i}", "m.py:2  x", (64, 128), "bfloat16", "e4m3 group(128)", 8448, "policy") for i in (0, 1)
     ]
     kernel = Kernel("rows_e4m3", "forward", ("64×128",), ("mul ×2", "quantize e4m3"), 1000)
     return Plan("training", "mixed", "H200", [*rows, last], saved=saved, recomputed={"aten.mul.Tensor": 3},
                 halves={"forward": Lowered([kernel, kernel])})  # fmt: skip
+
+
+def a_crowded_plan(layers: int) -> Plan:
+    """Everything at once: long paths, and more reasons, failures, losses and modules than one screen has room for."""
+    row = Matmul("", "", "", "mm", "output", 64, 64, 64, decision="fp8", reason="faster", milliseconds_bf16=2.0,
+                 milliseconds_fp8=1.0)  # fmt: skip
+    rows = [replace(row, path=f"model.{'long_name.' * 9}layers.{i}.part{j}") for i in range(layers) for j in range(30)]
+    rows += [replace(row, path=f"odd{i}", decision="bf16", reason=f"{'word ' * i * 9}") for i in range(12)]
+    saved = [Saved("", "", "", (64, 64), "bfloat16", f"e4m3 group({8 * i})", 9999, "") for i in range(1, 9)]
+    saved += [Saved("", "", "", (64, 64), "bfloat16", "bfloat16", 8192, f"{'because ' * i}") for i in range(20)]
+    lost = Loss("", "", "", 64, 64, "float32", 1 << 30, 0, "why " * 60)
+    left = [f"cast{i}: {'reason ' * i}" for i in range(30)]
+    updates = [MergedUpdate(9, 99, (), 0, f"not merged: {'because ' * i}") for i in range(9)]
+    half = Lowered([Kernel("k", "forward", (), (), 99)], left, "it failed " * 50, updates)
+    others = {f"kept in FP32: {'why ' * i}": 1 for i in range(30)}
+    masks = [Mask("", "", "", (8, 8), kind) for kind in ("causal", "everything")]
+    sent = [Transfer("", "", "", "all-gather", "forward", (8,), "bfloat16", "e4m3 row", 16, 8, "")]
+    tables = {"losses": [lost] * 9, "masks": masks, "transfers": sent, "groups": [Group(0, 9, 99, 0, 9, 9, others)]}
+    halves = {"forward": half, "backward": half}
+    states = [State(0, "exp_avg", (64,), "", "")]
+    failure = "it failed " * 50
+    return Plan("training", "mixed", "H200", rows, failure, saved, {"mul": 3}, halves=halves, states=states, **tables)
+
+
+@pytest.mark.parametrize("graphs", [1, 7])
+@pytest.mark.parametrize("layers", [1, 200])
+def test_the_first_screen_is_one_screen(graphs: int, layers: int):
+    shown = str(Explanation([a_crowded_plan(layers)] * graphs)).splitlines()
+    assert len(shown) <= 40
+    assert max(map(len, shown)) <= 100
+    assert any(f"{30 * layers * graphs} of {(30 * layers + 12) * graphs} matmuls" in line for line in shown)
+    for label in ("FAILED", "not FP8", "saved", "kernels", "wire", "states", "updates", "modules", "more"):
+        assert any(line.strip().startswith(label) for line in shown), label
+
+
+def test_the_first_screen_of_a_deep_llama_is_that_of_a_flat_one():
+    def llama(layers: int) -> str:
+        matmuls = [replace(m, path=f"layers.{i}.up") for i in range(layers) for m in a_plan().matmuls[:1]]
+        saved = [replace(a_plan().saved[0], path=f"layers.{i}") for i in range(layers)]
+        return str(replace(a_plan(), matmuls=matmuls, saved=saved))
+
+    assert len(llama(2).splitlines()) == len(llama(200).splitlines())
+    assert "layers.{0-199}.up ×200" in llama(200)
+
+
+def test_a_table_is_one_of_all_graphs():
+    explanation = Explanation([a_plan(), a_plan()])
+    assert explanation.table("saved").count("bfloat16[64, 128]") == 2
+    assert explanation.table("saved").startswith("graph 0: training · recipe mixed · H200\n    saved for backward")
+    assert explanation.table("updates") == "no updates\n"
+    assert a_plan().table("kernels") in explanation.table("kernels")
+    with pytest.raises(OptionError, match="Did you mean 'saved'"):
+        explanation.table("save")
+    with pytest.raises(OptionError, match="Did you mean 'saved'"):
+        a_plan().rows("save")
 
 
 def test_totals_add_up():
@@ -654,7 +724,7 @@ def test_totals_add_up():
 
 
 def test_every_table_is_shown():
-    lines = [" ".join(line.split()) for line in str(a_plan()).splitlines()]
+    lines = [" ".join(line.split()) for line in Explanation([a_plan()]).full_text().splitlines()]
     for line in (
         "layers.{0-2,5}.up ×4 m.py:1 up(x)",
         "output 4×8×2 fp8 None × None 2 → 1.25 faster",
@@ -674,8 +744,8 @@ def test_counts_stay_in_their_columns_and_lines_that_look_equal_are_one():
         Recomputed(f"mul_{i}", "scan", "m.py:3  y", (64,), "float32", 256, i, (f"add_{i} (bfloat16)",))
         for i in range(1, 16)
     ]
-    other = dataclasses.replace(again[0], sources=("add_1 (e4m3 row)",))
-    lines = str(Plan(saved=[saved] * 12, restored=[*again, other])).splitlines()
+    other = replace(again[0], sources=("add_1 (e4m3 row)",))
+    lines = Explanation([Plan(saved=[saved] * 12, restored=[*again, other])]).full_text().splitlines()
     columns = {"as": "bfloat16  ", "bytes": "192.00 KiB", "reason": "policy"}
     title = next(line for line in lines if "saved for backward  " in line)
     row = next(line for line in lines if "bfloat16[64, 128] ×12" in line)
@@ -695,23 +765,23 @@ def test_paths_that_make_no_grid_are_told_by_stars():
 
 
 def test_rows_are_flat_and_json_is_inverse():
-    explanation = fp8compile.Explanation([a_plan()])
+    explanation = Explanation([a_plan()])
     for table, count in (("matmuls", 5), ("saved", 2), ("kernels", 2), ("states", 0), ("updates", 0)):
         rows = explanation.rows(table)
         assert len(rows) == count
         assert all(isinstance(v, (str, int, float, bool, type(None))) for row in rows for v in row.values())
     assert explanation.rows("saved")[0]["bytes_before"] == 64 * 128 * 2
     assert explanation.rows()[0]["flops"] == flops(a_plan().matmuls[0], a_plan()) == 128
-    assert fp8compile.Explanation.from_json(explanation.to_json()) == explanation
-    assert fp8compile.Explanation.from_json(a_plan().to_json()) == explanation
+    assert Explanation.from_json(explanation.to_json()) == explanation
+    assert Explanation.from_json(a_plan().to_json()) == explanation
     assert json.loads(explanation.to_json())["totals"]["share"] == 0.8
     with pytest.raises(OptionError, match="Did you mean 'matmuls'"):
         explanation.rows("matmul")
     with pytest.raises(OptionError, match="neither a plan nor"):
-        fp8compile.Explanation.from_json("[1]")
+        Explanation.from_json("[1]")
     with pytest.raises(OptionError, match="this is no JSON: Expecting property name"):
-        fp8compile.Explanation.from_json("{bad")
-    assert fp8compile.Explanation.from_json('{"matmuls": []}').plans == [Plan()]
+        Explanation.from_json("{bad")
+    assert Explanation.from_json('{"matmuls": []}').plans == [Plan()]
 
 
 class _Balance(HTMLParser):
@@ -728,8 +798,8 @@ class _Balance(HTMLParser):
 
 def test_html_is_well_formed_and_escaped():
     plan = a_plan()
-    plan.matmuls[0] = dataclasses.replace(plan.matmuls[0], source="m.py:1  a < b & c")
-    shown = fp8compile.Explanation([plan])._repr_html_()
+    plan.matmuls[0] = replace(plan.matmuls[0], source="m.py:1  a < b & c")
+    shown = Explanation([plan])._repr_html_()
     parser = _Balance()
     parser.feed(shown)
     assert parser.open == []

@@ -21,7 +21,7 @@ from fp8compile.passes.core.compilation import Compilation
 from fp8compile.passes.core.stages import DynamoGraph, HalfGraph, OptimizerGraph, Stage, StageGraph
 from fp8compile.passes.save.min_cut import Halves
 from fp8compile.passes.save.save_as_fp8 import Cut
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 
 PASSES = Path(__file__).parents[2] / "passes"
 GIVEN = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
-from fp8compile.insight.tables.text import statistics_text
+from fp8compile.insight.tables.statistics_text import statistics_text
 from fp8compile.kernels.casts import cast_losses
 from fp8compile.plan import cast_statistics
 from fp8compile.plan.cast_statistics import ALTERNATIVES, Row

@@ -17,8 +17,9 @@ import fp8compile
 from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import Options
 from fp8compile.plan import overrides
+from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import BY_PLAN
-from fp8compile.plan.rows import Matmul, Operand, Plan, Saved
+from fp8compile.plan.rows import Matmul, Operand, Saved
 
 ALL = {"select": "all", "executor": "eager", "strict": True}
 

@@ -13,8 +13,10 @@ import fp8compile
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
 from fp8compile.plan import overrides, store
+from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
-from fp8compile.plan.rows import BF16, FP8, Group, Kernel, Lowered, Matmul, MergedUpdate, Operand, Plan, Saved
+from fp8compile.plan.record import Record
+from fp8compile.plan.rows import BF16, FP8, Group, Kernel, Lowered, Matmul, MergedUpdate, Operand, Saved
 
 
 def a_plan() -> Plan:
@@ -145,10 +147,10 @@ def test_an_optimizer_found_in_a_cache_has_the_settings_of_today():
         return Plan("optimizer", groups=[Group(0, 1, 8, 0, 64, 64, settings={"lr": rate})])
 
     with store.collected() as found:
-        first = store.Record("a graph", Options(), optimizer=optimizer(0.1))
+        first = Record("a graph", Options(), optimizer=optimizer(0.1))
         first.add(optimizer(0.1))
         first.add_half("inference", Lowered(updates=[MergedUpdate(1, 8, (), 3)]))
-        store.Record("a graph", Options(), optimizer=optimizer(0.2)).close()
+        Record("a graph", Options(), optimizer=optimizer(0.2)).close()
     (plan,) = found
     assert plan.groups[0].settings == {"lr": 0.2}
     assert plan.updates == [MergedUpdate(1, 8, (), 3)]

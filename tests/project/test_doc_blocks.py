@@ -72,7 +72,7 @@ def test_every_block_of_a_page_runs_as_it_is_written(page: Path, tmp_path: Path,
 
 def test_blocks_are_python_or_outputs():
     found = {(language, rest) for page in PAGES for _, language, rest, _ in blocks(page)}
-    assert found == {("python", ""), ("text", "")}
+    assert found == {("python", ""), ("text", ""), ("mermaid", "")}
     assert all(page.read_text().count("```") % 2 == 0 for page in PAGES)
 
 

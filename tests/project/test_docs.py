@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -76,7 +77,17 @@ def _optimizer() -> fp8compile.Explanation:
     return fp8compile.explain(torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1).step)
 
 
-EXAMPLES = {"llama": _llama, "gpt2": _gpt2, "nothing": _nothing, "optimizer": _optimizer}
+EXAMPLES: dict[str, Callable[[], str]] = {
+    "llama": lambda: str(_llama()),
+    "llama matmuls": lambda: _llama().table("matmuls"),
+    "llama saved": lambda: _llama().table("saved"),
+    "gpt2": lambda: str(_gpt2()),
+    "nothing": lambda: str(_nothing()),
+    "nothing matmuls": lambda: _nothing().table("matmuls"),
+    "optimizer": lambda: str(_optimizer()),
+    "optimizer groups": lambda: _optimizer().table("groups"),
+    "optimizer states": lambda: _optimizer().table("states"),
+}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

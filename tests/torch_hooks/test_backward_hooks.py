@@ -225,7 +225,7 @@ def test_checkpointed() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"recipe": {"base": "tensorwise", "output": {"left": {"delayed": True}}}}, {"schedule": "auto"}, {"save": "fp8"}],
+    [{"recipe": {"base": "tensorwise", "output": {"left": {"delayed": True}}}}, {"adaptive": "auto"}, {"save": "fp8"}],
     ids=str,
 )
 def test_other_options(options: dict[str, Any]) -> None:

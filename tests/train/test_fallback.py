@@ -16,7 +16,7 @@ from fp8compile.errors import Fp8Warning
 from fp8compile.passes.core.compilation import Compilation, aten
 from fp8compile.passes.core.stages import HalfGraph, Stage
 from fp8compile.plan import overrides
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 from fp8compile.torch_hooks import half_passes
 
 

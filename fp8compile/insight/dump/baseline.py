@@ -1,4 +1,4 @@
-"""What torch would have done: the joint graph as it came, cut by its own partitioner, for a dump to compare with."""
+"""The baseline of a dump: the joint graph as it came, cut by torch's own partitioner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8compile.insight.dump.dumps import Dump
 from fp8compile.insight.dump.memory import timeline
 from fp8compile.options import Options
 from fp8compile.passes.core.snapshot import copy_graph
-from fp8compile.plan.store import Record
+from fp8compile.plan.record import Record
 from fp8compile.torch_hooks.partitioner import Partitioner, with_static_parts
 
 
@@ -33,7 +33,7 @@ class DumpingPartitioner(Partitioner):
         self.before = fx.GraphModule(graph.owning_module or {}, copy_graph(graph))
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        """(forward, backward) of `gm`, as `Partitioner` makes them."""
+        """Return (forward, backward) of `gm`, as `Partitioner` makes them."""
         known = with_static_parts(gm, kwargs)
         placeholders = [n.name for n in gm.graph.find_nodes(op="placeholder")]
         static = {placeholders[i] for i in known.get("static_lifetime_input_indices") or []}

@@ -35,7 +35,7 @@ from fp8compile.kernels.codegen import generated
 from fp8compile.option_values import read_option
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 from fp8compile.torch_hooks.user_frame import warn_user
 
 HALVES = ("joint", "optimizer", "inference", "forward", "backward")  # as a reader meets them
@@ -53,7 +53,7 @@ class Dump:
         self._write_index()
 
     def observer(self, half: str, graph: fx.Graph) -> Callable[[str, str], None]:
-        """What the pipelines call after each step on `graph`, which stays the same object."""
+        """Return what the pipelines call after each step on `graph`, which stays the same object."""
         return lambda stage, text: self.stage(half, stage, graph, text)
 
     def stage(self, half: str, name: str, graph: fx.Graph, text: str | None = None) -> None:
@@ -95,7 +95,7 @@ class Dump:
         with _lock:
             explanation = Explanation(list(plans))
             (self.path / "plan.json").write_text(explanation.to_json())
-            (self.path / "plan.txt").write_text(str(explanation))
+            (self.path / "plan.txt").write_text(explanation.full_text())
 
     def memory(self, kind: str, half: str, timeline: Timeline) -> None:
         """Keep a timeline; kind: "compiled" or "bf16"."""
@@ -127,7 +127,7 @@ def _text(graph: fx.Graph) -> str:
 
 
 def _fresh(root: Path) -> Path:
-    """A new folder graphN; several processes may ask at a time."""
+    """Return a new folder graphN; several processes may ask at a time."""
     root.mkdir(parents=True, exist_ok=True)
     number = len(list(root.glob("graph*")))
     while True:
@@ -141,7 +141,7 @@ def _fresh(root: Path) -> Path:
 
 
 def graphs(root: Path) -> dict[str, dict[str, Any]]:
-    """The index of each graph of a dump, by the name of its folder, in order."""
+    """Return the index of each graph of a dump, by the name of its folder, in order."""
     folders = sorted(root.glob("graph*/graph.json"), key=lambda f: int(f.parent.name.removeprefix("graph")))
     return {file.parent.name: json.loads(file.read_text()) for file in folders}
 
@@ -177,12 +177,12 @@ def _listed(name: str, index: dict[str, Any]) -> Iterator[str]:
 
 
 def _place(stage: dict[str, Any]) -> tuple[int, bool]:
-    """Half by half, each in the order in which it was written; what torch would have made of it comes last."""
+    """Return a key that sorts stages half by half, in the order of writing; what torch would have made comes last."""
     return HALVES.index(stage["half"]), stage["name"] == "bf16"
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that takes part."""
+    """Return the versions of everything that takes part."""
     found = {"torch": str(torch.__version__), "Python": platform.python_version()}
     for package in ("fp8compile", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

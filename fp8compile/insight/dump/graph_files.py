@@ -135,13 +135,13 @@ def _number(size: Any) -> int:
 
 
 def load_graph(path: str | Path) -> fx.GraphModule:
-    """The graph in a file of a dump, as an `fx.GraphModule` that runs. Raises `Fp8Error` where there is none."""
+    """Return the graph in a file of a dump, as an `fx.GraphModule` that runs. Raises `Fp8Error` where there is none."""
     module = _load(Path(path))
     return fx.symbolic_trace(module.Graph())
 
 
 def example_inputs(path: str | Path, seed: int = 0) -> list[Any]:
-    """Random arguments for the graph in this file, with the shapes, strides and dtypes that it was compiled for."""
+    """Return random arguments for the graph in this file, with the shapes, strides and dtypes of its compilation."""
     return random_inputs(_load(Path(path)).INPUTS, seed)
 
 
@@ -157,7 +157,7 @@ def _load(path: Path) -> Any:
 
 
 def random_inputs(specs: Sequence[Spec], seed: int = 0) -> list[Any]:
-    """Normal numbers, small token ids, booleans and payloads, laid out as the specs say."""
+    """Return normal numbers, small token ids, booleans and payloads, laid out as the specs say."""
     generator = torch.Generator().manual_seed(seed)
     return [spec[1] if len(spec) == 2 else _random(spec, generator) for spec in specs]
 

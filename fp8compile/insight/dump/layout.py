@@ -23,7 +23,7 @@ LIMIT = 1500  # nodes that are drawn: the first ones of a longer graph
 
 
 def drawing(text: str) -> dict[str, Any]:
-    """Nodes with their places, and edges as pairs of indices; `left_out` nodes did not fit."""
+    """Return nodes with their places, and edges as pairs of indices; `left_out` nodes did not fit."""
     graph, left_out = parse(text)
     depth = _layers(graph)
     columns = _columns(graph, depth)
@@ -37,7 +37,7 @@ def drawing(text: str) -> dict[str, Any]:
 
 
 def parse(text: str) -> tuple[nx.DiGraph, int]:
-    """The graph in a stage's text, without views; how many nodes were left out."""
+    """Return the graph in a stage's text, without views; how many nodes were left out."""
     graph = nx.DiGraph()
     shown: dict[str, str] = {}  # a view -> what it shows
     left_out = 0
@@ -58,7 +58,7 @@ def parse(text: str) -> tuple[nx.DiGraph, int]:
 
 
 def kind(op: str) -> str:
-    """The colour of a node: matmul, fp8 matmul, cast, region, input, other."""
+    """Return the colour of a node: matmul, fp8 matmul, cast, region, input, other."""
     if op == "fp8.scaled_mm":
         return "fp8"
     if op in MATMULS or op in ATTENTIONS:
@@ -79,7 +79,7 @@ def _layers(graph: nx.DiGraph) -> dict[str, int]:
 
 
 def _columns(graph: nx.DiGraph, depth: dict[str, int]) -> dict[str, float]:
-    """Places within the layers: sorted by the mean place of neighbours, down and up a few times."""
+    """Return places within the layers: sorted by the mean place of neighbours, down and up a few times."""
     layers: dict[int, list[str]] = {}
     for n in graph:
         layers.setdefault(depth[n], []).append(n)
@@ -99,7 +99,7 @@ def _mean(neighbours: Iterable[str], place: dict[str, float], own: str) -> float
 
 
 def _spread(wanted: list[float]) -> list[float]:
-    """Places at least 1 apart, in order, near the wanted ones."""
+    """Return places at least 1 apart, in order, near the wanted ones."""
     places: list[float] = []
     for x in wanted:
         places.append(max(x, places[-1] + 1) if places else x)

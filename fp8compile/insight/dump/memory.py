@@ -35,12 +35,12 @@ class Timeline:
         return max((self.start, *self.alive))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the timeline as plain data."""
         return {**asdict(self), "peak": self.peak}
 
 
 def timeline(graph: fx.Graph, static: Collection[str] = ()) -> Timeline:
-    """The `Timeline` of a forward or backward graph; `static` names placeholders that cost nothing."""
+    """Return the `Timeline` of a forward or backward graph; `static` names placeholders that cost nothing."""
     nodes = list(graph.nodes)
     last = {n: i for i, n in enumerate(nodes)}
     for i, node in enumerate(nodes):
@@ -63,7 +63,7 @@ def timeline(graph: fx.Graph, static: Collection[str] = ()) -> Timeline:
 
 
 def _workspace(node: fx.Node) -> int:
-    """Bytes that `node` has beside its results while it runs."""
+    """Return the bytes that `node` has beside its results while it runs."""
     if node.target is not ops.chunked_loss:
         return 0
     x, weight, rows = (node.args[i] for i in (0, 1, 5))
@@ -74,7 +74,7 @@ def _workspace(node: fx.Node) -> int:
 
 
 def size_of(node: fx.Node) -> int:
-    """Bytes of what `node` computes; 0 for what is no tensor, and for tuples, whose elements are counted one by one."""
+    """Return the bytes of what `node` computes; 0 for no tensor, and for tuples, whose elements count themselves."""
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor):
         return 0

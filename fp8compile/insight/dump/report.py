@@ -13,7 +13,7 @@ from fp8compile.insight.dump.dumps import graphs, versions
 from fp8compile.insight.dump.layout import drawing
 from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.tables.optimizer_text import others, settings
-from fp8compile.insight.tables.text import summary, title
+from fp8compile.insight.tables.summary import summary, title
 from fp8compile.insight.tables.totals import totals
 from fp8compile.plan.from_json import read_plans
 from fp8compile.plan.json_rows import an_object, parsed, require
@@ -40,7 +40,7 @@ def _part(name: str) -> str:
 
 
 def report_data(dump: Path) -> dict[str, Any]:
-    """Everything that the page shows, as plain data."""
+    """Return everything that the page shows, as plain data."""
     known = stages.stages(dump)
     found = graphs(dump)
     everything = stages.explanation(dump)
@@ -56,7 +56,7 @@ def report_data(dump: Path) -> dict[str, Any]:
 
 
 def _measured(file: Path) -> list[dict[str, Any]]:
-    """Rows of saved statistics, if there are any."""
+    """Return the rows of saved statistics, if there are any."""
     if not file.exists():
         return []
     data = an_object(parsed(file.read_text(), str(file)), str(file))
@@ -91,7 +91,7 @@ def _graph(dump: Path, name: str, index: dict[str, Any], known: list[stages.Stag
 
 
 def _drawn(own: list[stages.Stage]) -> list[stages.Stage]:
-    """Before and after: the joint graph first and last, each half as it was last before it was lowered."""
+    """Return the joint graph's first and last stage, and each half's last stage before it was lowered."""
     last: dict[str, stages.Stage] = {}
     for stage in own:
         _, half, name = stage.name.split("/")

@@ -27,7 +27,7 @@ class Stage:
 
 
 def stages(root: Path) -> list[Stage]:
-    """All stages of a dump, in the order in which they were written. Raises `Fp8Error` for another folder."""
+    """Return all stages of a dump, in the order in which they were written. Raises `Fp8Error` for another folder."""
     found = graphs(root)
     if not found:
         raise Fp8Error(f"{root} is no dump: it has no graph folders. options={{'dump': {str(root)!r}}} writes one.")
@@ -39,7 +39,7 @@ def stages(root: Path) -> list[Stage]:
 
 
 def find(root: Path, name: str) -> Stage:
-    """The stage with this name, or whose name ends with it; the first one where several do."""
+    """Return the stage with this name, or whose name ends with it; the first one where several do."""
     known = stages(root)
     for stage in known:
         if stage.name == name or stage.name.endswith(f"/{name}") or stage.file.stem == Path(name).stem:
@@ -48,7 +48,7 @@ def find(root: Path, name: str) -> Stage:
 
 
 def diff(root: str | Path, before: str, after: str, context: int = 3) -> str:
-    """What changed between two stages of the dump in the folder `root`: their texts' unified difference.
+    """Return what changed between two stages of the dump in the folder `root`: their texts' unified difference.
 
     before, after: stages as `fp8compile diff FOLDER` lists them, or ends of their names: "graph0/joint/input",
     "share_casts"; of several graphs the first one with such a stage. context: lines around each change.
@@ -61,6 +61,6 @@ def diff(root: str | Path, before: str, after: str, context: int = 3) -> str:
 
 
 def explanation(root: Path) -> Explanation:
-    """The plans of all graphs of a dump."""
+    """Return the plans of all graphs of a dump."""
     files = [root / name / "plan.json" for name in dict.fromkeys(s.name.split("/")[0] for s in stages(root))]
     return Explanation([plan for f in files if f.exists() for plan in read_plans(f)])

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import TypeVar
 
+from fp8compile.plan.plan import Plan
 from fp8compile.plan.rows import (
     Group,
     Kernel,
@@ -15,7 +16,6 @@ from fp8compile.plan.rows import (
     Mask,
     Matmul,
     MergedUpdate,
-    Plan,
     Recomputed,
     Saved,
     State,
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AllGraphs:
-    """What a `Plan` has, of several: see there for what each is."""
+    """The tables of a `Plan`, of several plans: see there for what each is."""
 
     plans: list[Plan]
 
@@ -47,7 +47,7 @@ class AllGraphs:
 
     @property
     def failure(self) -> str:
-        """Why no pass ran on graphs; "" if passes ran on all of them."""
+        """The reasons why no pass ran on graphs; "" if passes ran on all of them."""
         return _once(plan.failure for plan in self.plans)
 
     @property
@@ -66,16 +66,16 @@ class AllGraphs:
         return _all(plan.kept for plan in self.plans)
 
     def reasons(self) -> Counter[str]:
-        """How many matmuls were left, by reason."""
+        """Return how many matmuls were left, by reason."""
         return Counter(m.reason for m in self.kept)
 
     def row(self, node: str) -> Matmul | None:
-        """The row of the matmul at graph node `node`, in the first graph that has one."""
+        """Return the row of the matmul at graph node `node`, in the first graph that has one."""
         return next((m for m in self.matmuls if m.node == node), None)
 
     @property
     def saved(self) -> list[Saved]:
-        """What forward halves keep for backward halves."""
+        """The tensors that forward halves keep for backward halves."""
         return _all(plan.saved for plan in self.plans)
 
     @property
@@ -85,7 +85,7 @@ class AllGraphs:
 
     @property
     def recomputed(self) -> dict[str, int]:
-        """How many nodes of each operator are computed again."""
+        """The number of nodes of each operator that are computed again."""
         return dict(sum((Counter(plan.recomputed) for plan in self.plans), Counter[str]()))
 
     @property
@@ -95,7 +95,7 @@ class AllGraphs:
 
     @property
     def halves(self) -> dict[str, Lowered]:
-        """What became of all forward halves, of all backward halves, …"""
+        """The kernels and updates of all forward halves together, of all backward halves, …"""
         names = dict.fromkeys(name for plan in self.plans for name in plan.halves)
         return {name: _together([p.halves[name] for p in self.plans if name in p.halves]) for name in names}
 
@@ -116,7 +116,7 @@ class AllGraphs:
 
     @property
     def transfers(self) -> list[Transfer]:
-        """What ranks hand each other."""
+        """The tensors that ranks hand each other."""
         return _all(plan.transfers for plan in self.plans)
 
     @property

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
 from fp8compile.optimizer.parameter_groups import plain_bytes
-from fp8compile.plan.rows import Kernel, Matmul, Plan, Recomputed, Saved, State, Transfer
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Kernel, Matmul, Recomputed, Saved, State, Transfer
 
 ROLES = ("output", "grad_input", "grad_weight", "other")
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 NUMBER_OF = re.compile(r"\d+(?= elements)")  # in reasons that differ in the size of a parameter only
+ANY_NUMBER = re.compile(r"(?<![\w.'\"-])\d+(?:\.\d+)?(?![\w'\"])")  # not those of names: "e4m3", skip='2'
 Row = TypeVar("Row", Matmul, Saved, Recomputed, Transfer)
 
 
@@ -32,27 +34,27 @@ class Layers:
 
 
 def matmul_groups(plan: Plan) -> list[Layers]:
-    """The matmuls of a graph by module, in the order in which the model runs them."""
+    """Return the matmuls of a graph by module, in the order in which the model runs them."""
     return _grouped(plan, plan.matmuls, _matmul_key, lambda m: ROLES.index(m.role))
 
 
 def saved_groups(plan: Plan) -> list[Layers]:
-    """The saved tensors of a graph by module."""
+    """Return the saved tensors of a graph by module."""
     return _grouped(plan, plan.saved, _saved_key, lambda row: 0)
 
 
 def transfer_groups(plan: Plan) -> list[Layers]:
-    """What ranks hand each other in a graph, by module."""
+    """Return what ranks hand each other in a graph, by module."""
     return _grouped(plan, plan.transfers, _transfer_key, lambda row: 0)
 
 
 def restored_groups(plan: Plan) -> list[Layers]:
-    """The values that backward computes again, by module."""
+    """Return the values that backward computes again, by module."""
     return _grouped(plan, plan.restored, _restored_key, lambda row: 0)
 
 
 def kernel_groups(plan: Plan) -> list[tuple[Kernel, int]]:
-    """Equal kernels of one half as one, with their count; the largest traffic first."""
+    """Return equal kernels of one half as one, with their count; the largest traffic first."""
     counts = Counter((k.half, k.name) for k in plan.kernels)
     first = {(k.half, k.name): k for k in reversed(plan.kernels)}
     found = [(first[key], count) for key, count in counts.items()]
@@ -75,7 +77,7 @@ class States:
 
 
 def state_groups(plan: Plan) -> list[States]:
-    """The states of an optimizer by name, format and reason; the largest first."""
+    """Return the states of an optimizer by name, format and reason; the largest first."""
     groups: dict[Hashable, list[State]] = {}
     for row in plan.states:
         groups.setdefault((row.name, row.dtype, row.format, NUMBER_OF.sub("…", row.reason)), []).append(row)
@@ -88,11 +90,24 @@ def state_groups(plan: Plan) -> list[States]:
     return sorted(found, key=lambda g: (-g.before, g.first.name))
 
 
-def ranged(reasons: Sequence[str]) -> str:
-    """One text for reasons that differ in numbers of elements only: "64 to 128 elements" for what lies between."""
-    columns = zip(*(map(int, NUMBER_OF.findall(reason)) for reason in reasons), strict=True)
-    texts = iter([str(min(c)) if min(c) == max(c) else f"{min(c)} to {max(c)}" for c in map(list, columns)])
-    return NUMBER_OF.sub(lambda _: next(texts), reasons[0])
+def alike(reasons: Mapping[str, int], number: re.Pattern[str] = NUMBER_OF) -> dict[str, int]:
+    """Return the counts of reasons, those that differ in numbers alone as one, the most frequent first."""
+    same: dict[str, Counter[str]] = {}
+    for why, count in reasons.items():
+        same.setdefault(number.sub("…", why), Counter())[why] += count
+    found = {ranged(list(counts), number): counts.total() for counts in same.values()}
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def ranged(reasons: Sequence[str], number: re.Pattern[str] = NUMBER_OF) -> str:
+    """Return one text of reasons that differ in these numbers only: "64 to 128 elements" for what lies between."""
+    texts = iter([_range(column) for column in zip(*(number.findall(reason) for reason in reasons), strict=True)])
+    return number.sub(lambda _: next(texts), reasons[0])
+
+
+def _range(numbers: Sequence[str]) -> str:
+    least, most = min(numbers, key=float), max(numbers, key=float)
+    return least if least == most else f"{least} to {most}"
 
 
 def _matmul_key(m: Matmul) -> Hashable:
@@ -112,7 +127,7 @@ def _transfer_key(row: Transfer) -> Hashable:
 
 
 def _restored_key(row: Recomputed) -> Hashable:
-    """What is shown, without the names of nodes: they differ from layer to layer."""
+    """Return what is shown, without the names of nodes: they differ from layer to layer."""
     sources = tuple((source == "parameters", source.partition(" ")[2]) for source in row.sources)
     return (row.shape, row.dtype, row.bytes, sources)
 
@@ -142,7 +157,7 @@ def _counted(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[tuple[
 
 
 def pattern(paths: Sequence[str]) -> str:
-    """One text for paths that differ in numbers only: "layers.{0-3,5}.up"; `*` where the numbers make no grid."""
+    """Return one text of paths that differ in numbers only: "layers.{0-3,5}.up"; `*` where numbers make no grid."""
     numbers = [tuple(int(n) for n in NUMBER.findall(path)) for path in paths]
     columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
     is_grid = prod(len(c) for c in columns) == len(set(numbers))
@@ -151,7 +166,7 @@ def pattern(paths: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] → "{0-2,5}"; one number stays itself."""
+    """Return [0, 1, 2, 5] as "{0-2,5}"; one number stays itself."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][-1] == n - 1:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from fp8compile.insight.tables import numbers, optimizer_text, text
+from fp8compile.insight.tables import cells as texts
+from fp8compile.insight.tables import numbers, optimizer_text
 from fp8compile.insight.tables.grouping import (
     Layers,
     kernel_groups,
@@ -15,8 +16,10 @@ from fp8compile.insight.tables.grouping import (
     state_groups,
     transfer_groups,
 )
+from fp8compile.insight.tables.summary import summary, title
 from fp8compile.insight.tables.totals import bytes_before, totals
-from fp8compile.plan.rows import FP8, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import FP8
 
 STYLE = (
     "<style>.fp8compile td,.fp8compile th{text-align:left!important;padding:1px 10px 1px 0}"
@@ -26,18 +29,18 @@ STYLE = (
 
 
 def explanation_html(plans: Sequence[Plan]) -> str:
-    """All tables of all graphs as one <div>."""
+    """Return all tables of all graphs as one <div>."""
     body = "".join(_plan(plan, i, len(plans)) for i, plan in enumerate(plans))
-    whole = _lines(text.summary(totals(plans))) if len(plans) > 1 else ""
+    whole = _lines(summary(totals(plans))) if len(plans) > 1 else ""
     return f'<div class="fp8compile">{STYLE}{whole}{body or "nothing has been compiled"}</div>'
 
 
 def _plan(plan: Plan, index: int, count: int) -> str:
     prefix = f"graph {index}: " if count > 1 else ""
-    title = f"<h4>{escape(prefix + text.title(plan))}</h4>"
+    heading = f"<h4>{escape(prefix + title(plan))}</h4>"
     tables = _matmuls(plan) + _transfers(plan) + _saved(plan) + _restored(plan) + _kernels(plan)
     tables += _groups(plan) + _states(plan) + _updates(plan)
-    return title + _lines(text.summary(totals([plan]))) + tables
+    return heading + _lines(summary(totals([plan]))) + tables
 
 
 def _lines(lines: Iterable[str]) -> str:
@@ -51,7 +54,7 @@ def _matmuls(plan: Plan) -> str:
         for row, count in group.rows:
             times = f" ×{count}" if count > 1 else ""
             kind = "fp8" if row.decision == FP8 else "bf16"
-            cells = [text.shape(row), row.decision, text.casts(row), text.estimate(row), text.reason(row)]
+            cells = [texts.shape(row), row.decision, texts.casts(row), texts.estimate(row), texts.reason(row)]
             cells = [f'<td class="{kind}">{c}</td>' if c == row.decision else f"<td>{escape(c)}</td>" for c in cells]
             rows.append(f"<tr><td></td><td>{row.role}{times}</td>{''.join(cells)}</tr>")
     return _table(["matmul", "role", "M×N×K", "", "left × right", "ms BF16 → FP8", "reason"], rows)
@@ -69,7 +72,8 @@ def _transfers(plan: Plan) -> str:
         rows.append(_heading(group, 6))
         for row, count in group.rows:
             times = f" ×{count}" if count > 1 else ""
-            cells = ["", text.transfer(row) + times, row.form, text.size(row.before), text.size(row.after), row.reason]
+            before, after = numbers.size(row.before), numbers.size(row.after)
+            cells = ["", texts.transfer(row) + times, row.form, before, after, row.reason]
             rows.append(_line(cells))
     return _table(["between ranks", "", "as", "before", "after", "reason"], rows)
 
@@ -81,7 +85,7 @@ def _saved(plan: Plan) -> str:
         for row, count in group.rows:
             times = f" ×{count}" if count > 1 else ""
             before, after = numbers.size(bytes_before(row, plan)), numbers.size(row.bytes)
-            cells = ["", text.value(row) + times, row.form, before, after, row.reason]
+            cells = ["", texts.value(row) + times, row.form, before, after, row.reason]
             rows.append(_line(cells))
     return _table(["saved for backward", "", "as", "before", "after", "reason"], rows)
 
@@ -92,7 +96,7 @@ def _restored(plan: Plan) -> str:
         rows.append(_heading(group, 4))
         for row, count in group.rows:
             times = f" ×{count}" if count > 1 else ""
-            cells = ["", text.value(row) + times, numbers.size(row.bytes), ", ".join(row.sources)]
+            cells = ["", texts.value(row) + times, numbers.size(row.bytes), ", ".join(row.sources)]
             rows.append(_line(cells))
     return _table(["computed again", "", "instead of", "from"], rows)
 
@@ -100,7 +104,7 @@ def _restored(plan: Plan) -> str:
 def _kernels(plan: Plan) -> str:
     rows = []
     for kernel, count in kernel_groups(plan):
-        cells = [kernel.name, kernel.half, str(count), text.moved(kernel), ", ".join(kernel.operations)]
+        cells = [kernel.name, kernel.half, str(count), texts.moved(kernel), ", ".join(kernel.operations)]
         rows.append(_line(cells))
     return _table(["kernel", "half", "count", "bytes each", "operations"], rows)
 

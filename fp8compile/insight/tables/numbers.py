@@ -6,7 +6,7 @@ WIDTH = 120  # of a terminal, in columns
 
 
 def size(count: int) -> str:
-    """Bytes in the largest unit that leaves a number of at least one."""
+    """Return a number of bytes in the largest unit that leaves a number of at least one."""
     number, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while number >= 1024 and len(units) > 1:
         number /= 1024
@@ -15,7 +15,7 @@ def size(count: int) -> str:
 
 
 def si(count: int) -> str:
-    """A number with three digits and a prefix: 1 230 000 → "1.23 M"."""
+    """Return a number with three digits and a prefix: 1 230 000 → "1.23 M"."""
     number, units = float(count), ["", "k", "M", "G", "T", "P", "E"]
     while number >= 1000 and len(units) > 1:
         number /= 1000
@@ -24,5 +24,5 @@ def si(count: int) -> str:
 
 
 def counted(n: int, word: str, plural: str = "s") -> str:
-    """ "1 launch", "2 launches": a number with its noun."""
+    """Return a number with its noun: "1 launch", "2 launches"."""
     return f"{n} {word}{plural if n != 1 else ''}"

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fp8compile.insight.tables.grouping import NUMBER_OF, ranged, state_groups
+from fp8compile.insight.tables.grouping import alike, state_groups
 from fp8compile.insight.tables.numbers import WIDTH, counted, si, size
-from fp8compile.plan.rows import Group, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Group
 
 FIRST = ("lr", "betas", "momentum", "weight_decay", "eps")  # hyperparameters in the order in which people ask for them
 UNSAID = ("foreach", "fused", "capturable", "differentiable", "initial_lr")  # how a step runs, not what it computes
 
 
-def optimizer_tables(plan: Plan) -> Iterator[Iterator[str]]:
-    """The lines of each table; none for a plan that is no optimizer's."""
-    yield _groups(plan)
-    yield _states(plan)
-    yield _updates(plan)
-
-
-def _groups(plan: Plan) -> Iterator[str]:
+def groups_table(plan: Plan) -> Iterator[str]:
+    """Yield the groups of an optimizer's parameters, with settings and bytes of states."""
     titles = ("group", "parameters", "in 8 bits", "states")
     rows = [
         (str(g.group), f"{g.parameters} of {si(g.elements)}elements", str(g.in_8_bits), _change(g.before, g.after))
@@ -45,7 +39,7 @@ def _change(before: int, after: int) -> str:
 
 
 def settings(row: Group) -> str:
-    """ "lr 0.001, betas (0.9, 0.999)": hyperparameters, those that are off left out."""
+    """Return the hyperparameters as "lr 0.001, betas (0.9, 0.999)"; those that are off are left out."""
     known: Mapping[str, Any] = row.settings
     names = [n for n in FIRST if n in known] + [n for n in known if n not in (*FIRST, *UNSAID)]
     said = [n for n in names if known[n] is not None and known[n] is not False]
@@ -57,14 +51,12 @@ def _number(value: Any) -> str:
 
 
 def others(row: Group) -> list[str]:
-    """Why parameters of a group have no states in 8 bits, with counts; reasons that differ in sizes alone as one."""
-    same: dict[str, Counter[str]] = {}
-    for why, count in row.others.items():
-        same.setdefault(NUMBER_OF.sub("…", why), Counter())[why] += count
-    return [f"{counts.total()}× {ranged(list(counts))}" for counts in same.values()]
+    """Return why parameters of a group have no states in 8 bits, with counts; reasons that differ in sizes are one."""
+    return [f"{count}× {why}" for why, count in alike(row.others).items()]
 
 
-def _states(plan: Plan) -> Iterator[str]:
+def states_table(plan: Plan) -> Iterator[str]:
+    """Yield the states of an optimizer by name, format and reason."""
     titles = ("state of the optimizer", "as", "bytes")
     groups = state_groups(plan)
     rows = [(f"{g.first.name} ×{g.count}", g.first.format or g.first.dtype, _change(g.before, g.after)) for g in groups]
@@ -75,7 +67,8 @@ def _states(plan: Plan) -> Iterator[str]:
         yield from _wrapped(_cells(row, widths), g.reason)
 
 
-def _updates(plan: Plan) -> Iterator[str]:
+def updates_table(plan: Plan) -> Iterator[str]:
+    """Yield the parameters that are updated together, and why others are not."""
     for update in plan.updates:
         what = f"{counted(update.parameters, 'parameter')}, {si(update.elements)}elements"
         if update.reason:
@@ -86,6 +79,6 @@ def _updates(plan: Plan) -> Iterator[str]:
 
 
 def _wrapped(start: str, text: str) -> Sequence[str]:
-    """`text` after `start`, its further lines below its first one."""
+    """Return `text` after `start`, its further lines below its first one."""
     lines = textwrap.wrap(text, max(20, WIDTH - len(start))) or [""]
     return [f"{start if i == 0 else ' ' * len(start)}{line}".rstrip() for i, line in enumerate(lines)]

@@ -1,4 +1,4 @@
-"""What plans add up to: shares of FLOPs, bytes before and after, reasons with their counts."""
+"""Sums over plans: shares of FLOPs, bytes before and after, reasons with their counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fp8compile.optimizer.parameter_groups import PLAIN, plain_bytes
-from fp8compile.plan.rows import FP8, Loss, Matmul, Plan, Saved
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import FP8, Loss, Matmul, Saved
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Totals:
 
 
 def totals(plans: Sequence[Plan]) -> Totals:
-    """The `Totals` of these graphs."""
+    """Return the `Totals` of these graphs."""
     rows = [(m, flops(m, plan)) for plan in plans for m in plan.matmuls]
     estimated = [m for m, _ in rows if m.milliseconds_bf16 is not None and m.milliseconds_fp8 is not None]
     saved = [(row, bytes_before(row, plan)) for plan in plans for row in plan.saved]
@@ -111,13 +112,13 @@ def _decided(row: Matmul) -> float:
 
 
 def flops(row: Matmul, plan: Plan) -> int:
-    """2 · batch · M · N · K, at the sizes that the compiler saw; 0 if one of them is unknown."""
+    """Return 2 · batch · M · N · K, at the sizes that the compiler saw; 0 if one of them is unknown."""
     sizes = [plan.size(s) for s in (row.batch, row.m, row.n, row.k)]
     return 2 * math.prod(sizes)
 
 
 def bytes_before(row: Saved, plan: Plan) -> int:
-    """Bytes of the value as the model computes it: of an FP8 payload, of the tensor that was cast, counted once."""
+    """Return the bytes of a value as the model computes it: of a payload, of the tensor that was cast, counted once."""
     if row.before is not None:
         return row.before
     return math.prod(plan.size(s) for s in row.shape) * getattr(torch, row.dtype).itemsize

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile.errors import OptionError
 from fp8compile.passes.attention import attention_masks
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")  # masks are all that these tests are for
 HEADS, WIDTH, LENGTH = 2, 32, 24

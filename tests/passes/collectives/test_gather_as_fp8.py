@@ -23,7 +23,8 @@ from fp8compile.passes.core.collectives import ALL_GATHER, AS_BYTES, WAIT, Journ
 from fp8compile.passes.core.compilation import Compilation, aten
 from fp8compile.passes.core.verify import verify
 from fp8compile.passes.lower.lower_markers import lower_markers
-from fp8compile.plan.rows import Plan, Transfer
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Transfer
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 EAGER = {"select": "all", "executor": "eager", "strict": True}
@@ -85,7 +86,7 @@ def test_the_plan_shows_what_travels():
     run()
     plan = fp8compile.last_compile().plans[-1]
     assert "wire      4.00 KiB → 2.12 KiB that ranks hand each other in 1 collective, sums left out" in str(plan)
-    line = next(line for line in str(plan).splitlines() if "all-gather" in line)
+    line = next(line for line in plan.table("transfers").splitlines() if "all-gather" in line)
     assert line.split("  ") == [
         "", "", "forward all-gather bfloat16[32, 64]", "e4m3 row", "4.00 KiB → 2.12 KiB",
         "cast before it travels: the same values",

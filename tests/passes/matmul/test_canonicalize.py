@@ -13,7 +13,7 @@ from fp8compile.devices import Device
 from fp8compile.options import Options
 from fp8compile.passes.core.compilation import Compilation, aten
 from fp8compile.passes.matmul import canonicalize
-from fp8compile.plan.rows import Plan
+from fp8compile.plan.plan import Plan
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
 ROLES = ["grad_input", "grad_weight", "output"]

@@ -24,8 +24,9 @@ from fp8compile.passes.core.verify import verify
 from fp8compile.passes.lower.keep_strides import keep_strides
 from fp8compile.passes.matmul import canonicalize, find_matmuls, grouped_matmuls, quantize_matmuls, select_matmuls
 from fp8compile.passes.save import save_budget
+from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
-from fp8compile.plan.rows import Matmul, Plan
+from fp8compile.plan.rows import Matmul
 
 RAGGED = "contracts groups of tokens: FP8 needs multiples of 16, and only the data knows"
 ALL = "every matmul that can run"

@@ -14,7 +14,8 @@ from fp8compile.passes.core.compilation import Compilation, Input, aten
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.matmul import assign_scales, canonicalize, merge_matmuls, quantize_matmuls, select_matmuls
 from fp8compile.passes.pipeline import PIPELINE, run_stage
-from fp8compile.plan.rows import FP8, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import FP8
 
 
 def compilation() -> Compilation:

@@ -19,7 +19,8 @@ from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.matmul import canonicalize, select_matmuls
 from fp8compile.passes.matmul.grouped_matmuls import casts_of
 from fp8compile.passes.matmul.matmul_costs import Costs
-from fp8compile.plan.rows import Matmul, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Matmul
 
 BF16, CASTS = 700e12, 3e12  # FLOP/s, bytes/s
 DEVICE = devices.Device(

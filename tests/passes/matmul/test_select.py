@@ -18,7 +18,8 @@ from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
 from fp8compile.passes.core.compilation import Compilation, Input
 from fp8compile.passes.matmul import canonicalize, select_matmuls
-from fp8compile.plan.rows import Matmul, Plan
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import Matmul
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
 CPU = "a CPU has no FP8 matmul units; select='all' emulates FP8"

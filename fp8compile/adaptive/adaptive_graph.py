@@ -1,96 +1,44 @@
-"""The automatic schedule at run time: options={"schedule": "auto"}.
+"""The automatic mode at run time: options={"adaptive": "auto"}.
 
-A graph is kept as Dynamo gave it, and compiled anew whenever `fp8compile/adaptive/policy.py` moves something; Dynamo's
-own code and caches stay as they are. Each version exists twice: as it trains, and *watched*, with operators that
-measure its casts (`passes/matmul/observe_casts.py`). A look is one step through the watched form, so that between looks
-nothing is measured and nothing is slower. Its evidence is read at the next step, when its backward pass has run.
+A graph is kept as Dynamo gave it, and compiled anew whenever `fp8compile/adaptive/policy.py` changes something;
+Dynamo's own code and caches stay as they are. Each version exists twice: as it trains, and *watched*, with operators
+that measure its casts (`passes/matmul/observe_casts.py`). A look is one step through the watched form, so that between
+looks nothing is measured and nothing is slower. Its evidence is read at the next step, when its backward pass has run.
 
 Steps are executions of a training graph. A graph for inference follows the training graph of the same parameters: it
-evaluates what is trained. `schedules()` gives all of this process, `scheduled_plan()` what they have come to.
+evaluates what is trained. `adaptive_graphs()` gives all of this process.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing  # what Dynamo knew of the graph: compiled again, it must be the same
 
 from fp8compile import devices
-from fp8compile.adaptive.policy import Ladders, Move, keyed
-from fp8compile.adaptive.settings import Schedule
-from fp8compile.insight.explanation import Explanation
+from fp8compile.adaptive.captured import CannotRecompileError, CapturedGraph, Compile, Compiled
+from fp8compile.adaptive.policy import Change, Policy, keyed
+from fp8compile.adaptive.settings import Adaptive
 from fp8compile.options import KEEP_ALL, Options
-from fp8compile.passes.core.snapshot import copy_graph
 from fp8compile.plan import cast_statistics, overrides, store
 from fp8compile.plan.cast_statistics import Row
 from fp8compile.plan.overrides import Overrides, SavedKey, saved_key
+from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
-from fp8compile.plan.rows import Plan
 from fp8compile.recipe import Recipe
 from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.user_frame import warn_user
 
-NAME = "the schedule"
+NAME = "the automatic mode"
 PATIENCE = 4  # executions that a look waits for the backward pass of its step
 WITHOUT_CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}  # a replay calls nothing
-Compiled = Callable[..., Any]
-Compile = Callable[[fx.GraphModule, Sequence[Any], Options], tuple[Compiled, list[Plan]]]
 logger = logging.getLogger("fp8compile")
-_all: list[weakref.ref[Scheduled]] = []
-
-
-class _CannotError(Exception):
-    """Why a graph cannot be compiled again."""
-
-
-@dataclass
-class Captured:
-    """A graph as Dynamo gave it, and what is needed to compile it again."""
-
-    gm: fx.GraphModule
-    inputs: list[Any]  # fake, as the graph has them
-    context: TracingContext | None
-    compile: Compile
-
-    @staticmethod
-    def of(gm: fx.GraphModule, compile: Compile) -> Captured:
-        """A copy of `gm`, which compiling changes."""
-        inputs = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
-        return Captured(_copy(gm), inputs, TracingContext.try_get(), compile)
-
-    def again(self, options: Options) -> tuple[Compiled, list[Plan]]:
-        """Compile with other options, outside of Dynamo. Raises `_CannotError` instead of specialising further."""
-        if self.context is None:
-            raise _CannotError("the graph did not come from Dynamo")
-        known = _guards(self.context)
-        with tracing(self.context):
-            result = self.compile(_copy(self.gm), self.inputs, options)
-        if _guards(self.context) != known:
-            raise _CannotError("it would specialise symbolic sizes, which Dynamo does not check any more")
-        return result
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy with all that Dynamo says of it: metadata, and attributes of the module and of its placeholders."""
-    copy = fx.GraphModule(gm, copy_graph(gm.graph))
-    for name, value in gm.__dict__.items():
-        copy.__dict__.setdefault(name, value)
-    copy.meta = dict(gm.meta)
-    for old, new in zip(*(x.graph.find_nodes(op="placeholder") for x in (gm, copy)), strict=True):
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
-    return copy
-
-
-def _guards(context: TracingContext) -> int:
-    env = context.fake_mode.shape_env if context.fake_mode is not None else None
-    return len(env.guards) if env is not None else 0
+_all: list[weakref.ref[AdaptiveGraph]] = []
 
 
 @dataclass
@@ -103,24 +51,24 @@ class Version:
     watched: Compiled | None = None
 
 
-class Scheduled:
-    """What a backend returns for a graph under a schedule: calls the version of the hour.
+class AdaptiveGraph:
+    """A graph in automatic mode, as the backend returns it: it calls the version of the hour.
 
-    step: executions so far. moves: all moves, with their evidence. plan: how it runs now.
+    step: executions so far. changes: all changes, with their evidence. plan: how it runs now.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: Options, compile: Compile):
-        assert options.schedule is not None
-        self.settings: Schedule = options.schedule
+        assert options.adaptive is not None
+        self.settings: Adaptive = options.adaptive
         self.step = 0
-        self.moves: list[Move] = []
+        self.changes: list[Change] = []
         self.why_done = ""
-        self._captured = Captured.of(gm, compile)
-        self._base = replace(options, schedule=None)
+        self._captured = CapturedGraph.of(gm, compile)
+        self._base = replace(options, adaptive=None)
         self._owner = _first_parameter(inputs)
-        self._name = f"schedule{len(_all)}"
+        self._name = f"adaptive{len(_all)}"
         self._saved: dict[SavedKey, str] = dict(options.plan.saved) if options.plan is not None else {}
-        self._ladders = Ladders(self.settings, _has_groups(inputs))
+        self._policy = Policy(self.settings, _has_groups(inputs))
         self._looking = self._waited = 0  # the look that waits for its evidence began at this step, so many steps ago
         self._next_look, self._gap = 0, 1
         self._versions = 0  # FP8 ones
@@ -141,24 +89,24 @@ class Scheduled:
 
     @property
     def is_training(self) -> bool:
-        """Whether this graph has a backward half, and so makes its own moves."""
+        """True if this graph has a backward half, and so makes its own changes."""
         return self.plan.graph == "training"
 
     @property
     def recompiles(self) -> int:
-        """How often it was compiled anew because of moves."""
+        """The number of times that it was compiled anew because of changes."""
         return max(0, self._versions - 1)
 
     def __str__(self) -> str:
         end = f"; {self.why_done}" if self.why_done else ""
-        counts = f"{self.recompiles} recompiles, {len(self.moves)} moves"
+        counts = f"{self.recompiles} recompiles, {len(self.changes)} changes"
         head = f"{self.plan.graph} graph after {self.step} steps: {counts}{end}"
-        return "\n".join([head, *(f"  {move}" for move in self.moves)])
+        return "\n".join([head, *(f"  {change}" for change in self.changes)])
 
     # ---- running ------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
-        """What the graph computes."""
+        """Return what the graph computes."""
         if not self.is_training:
             return self._following().plain(*args)
         run = self._advance()
@@ -166,7 +114,7 @@ class Scheduled:
         return run(*args)
 
     def _advance(self) -> Compiled:
-        """The compiled form for this step."""
+        """Return the compiled form for this step."""
         if self.step == self.settings.bf16_steps and self.step:
             self._start_fp8()
         if self.step < self.settings.bf16_steps or self.why_done:
@@ -183,7 +131,7 @@ class Scheduled:
         return watched
 
     def _watched(self) -> Compiled | None:
-        """The form of this version that measures; None, and the schedule is over, where it cannot be compiled."""
+        """Return the form of this version that measures; end the automatic mode where it cannot be compiled."""
         if self._now.watched is None:
             options = self._now.options
             mode = WITHOUT_CUDA_GRAPHS.get(options.mode or "", options.mode)
@@ -208,14 +156,14 @@ class Scheduled:
             self._next_look = looked + self._gap
 
     def _decide(self, rows: Sequence[Row]) -> bool:
-        """Move what should be moved; whether anything was."""
-        plan, moves = self._ladders.look(self.plan, rows, self.step)
-        if not moves:
+        """Change what should be changed. Returns True if anything was."""
+        plan, changes = self._policy.look(self.plan, rows, self.step)
+        if not changes:
             return False
         if self.recompiles >= self.settings.recompiles:
-            self._end(f"{self.settings.recompiles} recompiles are used up, and {len(moves)} more moves were due")
+            self._end(f"{self.settings.recompiles} recompiles are used up, and {len(changes)} more changes were due")
             return False
-        saved = {**self._saved, **dict(_moved_saved(plan))}
+        saved = {**self._saved, **dict(_changed_saved(plan))}
         options = replace(
             self._base, plan=Overrides(NAME, overrides.load(replace(plan, saved=[])).graphs, tuple(saved.items()))
         )
@@ -224,24 +172,24 @@ class Scheduled:
             return False
         self._now, self._saved = version, saved
         self._versions += 1
-        self.moves += moves
-        for move in moves:
-            logger.info("schedule, %s", move)
+        self.changes += changes
+        for change in changes:
+            logger.info("adaptive: %s", change)
         return True
 
     def _end(self, why: str) -> None:
         self.why_done = why
         if why.startswith("not compiled"):
-            warn_user(f"fp8: the schedule of a graph stays as it is: {why}.")
-        logger.info("schedule: %s", why)
+            warn_user(f"fp8: the automatic mode leaves a graph as it is: {why}.")
+        logger.info("adaptive: %s", why)
 
     # ---- versions -----------------------------------------------------------------------------------------------
 
     def _version(self, options: Options) -> Version | None:
-        """The graph compiled with other options; None, and the schedule is over, where that cannot be."""
+        """Return the graph compiled with other options; end the automatic mode where that cannot be."""
         try:
             compiled, made = self._captured.again(options)
-        except _CannotError as error:
+        except CannotRecompileError as error:
             self._end(f"not compiled again: {error}")
         except Exception as error:
             if options.strict:
@@ -258,39 +206,33 @@ class Scheduled:
             self._begin()
 
     def _begin(self) -> None:
-        """The version of the options themselves is there."""
+        """Start from the version of the options themselves."""
         self._versions = 1
-        self._ladders.settle(self.plan)
+        self._policy.start_from(self.plan)
         if self.is_training and not self.plan.converted:
             self._end("nothing of it is in FP8")
 
     def _following(self) -> Version:
-        """The version of an inference graph: with the options of its training graph, where there is one."""
-        leader = next((s for s in reversed(schedules()) if s.is_training and s._leads(self)), None)
+        """Return the version of an inference graph: with the options of its training graph, where there is one."""
+        leader = next((s for s in reversed(adaptive_graphs()) if s.is_training and s._leads(self)), None)
         options = leader._now.options if leader is not None else self._base
         if options != self._now.options and not self.why_done:
             self._now = self._version(options) or self._now
         return self._now
 
-    def _leads(self, other: Scheduled) -> bool:
+    def _leads(self, other: AdaptiveGraph) -> bool:
         mine, theirs = (s._owner() if s._owner is not None else None for s in (self, other))
         return mine is not None and mine is theirs and _outputs(self.plan) == _outputs(other.plan)
 
 
-def schedules() -> list[Scheduled]:
-    """The graphs of this process that run under a schedule, oldest first; `moves` of each says what it did, and why."""
+def adaptive_graphs() -> list[AdaptiveGraph]:
+    """Return the graphs of this process in automatic mode, oldest first; `changes` says what each did, and why."""
     return [s for ref in _all if (s := ref()) is not None]
 
 
-def scheduled_plan() -> Explanation:
-    """What the schedules of all training graphs have come to; options={"plan": …} takes it, or its `to_json()`.
-
-    Raises `LookupError` where no graph trains under a schedule.
-    """
-    found = [s.plan for s in schedules() if s.is_training]
-    if not found:
-        raise LookupError('no graph trains under options={"schedule": "auto"}: call the compiled model once')
-    return Explanation(found)
+def reset() -> None:
+    """Forget all graphs in automatic mode; those that run go on."""
+    _all.clear()
 
 
 def _first_parameter(inputs: Sequence[Any]) -> weakref.ref[torch.nn.Parameter] | None:
@@ -303,8 +245,8 @@ def _has_groups(inputs: Sequence[Any]) -> bool:
     return device.emulated or device.blockwise
 
 
-def _moved_saved(plan: Plan) -> list[tuple[SavedKey, str]]:
-    """Keys and forms of the saved tensors that a look moved."""
+def _changed_saved(plan: Plan) -> list[tuple[SavedKey, str]]:
+    """Return keys and forms of the saved tensors that a look changed."""
     seen: dict[SavedKey, int] = {}
     found = []
     for row in plan.saved:
