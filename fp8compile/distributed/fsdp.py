@@ -19,7 +19,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8compile.distributed.local_parts import local_part, sharded_like
 from fp8compile.distributed.sharded_weight import ShardedWeight
 from fp8compile.distributed.weight_cast import WeightCast
 from fp8compile.distributed.weight_scales import WeightScales
@@ -29,6 +28,7 @@ from fp8compile.option_values import read_option
 from fp8compile.options import matching
 from fp8compile.passes.matmul.output_heads import HEADS
 from fp8compile.passes.matmul.select_matmuls import FLOATS
+from fp8compile.torch_hooks.local_parts import local_part, sharded_like
 
 GRANULARITIES = ("tensor", "block(128)")
 

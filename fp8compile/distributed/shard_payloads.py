@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.distributed.local_parts import local_part
 from fp8compile.distributed.weight_cast import WeightCast, quantize_rows
 from fp8compile.formats import FORMATS, ceil_div
+from fp8compile.torch_hooks.local_parts import local_part
 
 
 class ShardPayloads:

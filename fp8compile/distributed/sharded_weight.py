@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8compile.distributed.gathered_weight import GatheredWeight
-from fp8compile.distributed.local_parts import local_part
 from fp8compile.distributed.weight_cast import WeightCast, cast_of, quantize_rows
 from fp8compile.errors import ShardingError
 from fp8compile.formats import ceil_div
+from fp8compile.torch_hooks.local_parts import local_part
 from fp8compile.torch_hooks.tensor_subclasses import no_torch_function, tree_map, without_memory
 
 aten = torch.ops.aten

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fp8compile.distributed.eager_casts import quantize
-from fp8compile.distributed.local_parts import local_part
 from fp8compile.errors import ShardingError
 from fp8compile.formats import parse_granularity
+from fp8compile.torch_hooks.local_parts import local_part
 
 _keys = itertools.count()
 _casts: weakref.WeakValueDictionary[int, WeightCast] = weakref.WeakValueDictionary()  # by `WeightCast.key`

@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fp8compile.distributed.local_parts import local_part
 from fp8compile.distributed.shard_payloads import ShardPayloads
 from fp8compile.distributed.sharded_weight import ShardedWeight
 from fp8compile.distributed.weight_cast import WeightCast
 from fp8compile.errors import ShardingError
 from fp8compile.formats import ceil_div, round_up
 from fp8compile.kernels.reference import markers
+from fp8compile.torch_hooks.local_parts import local_part
 
 BLOCK = 128
 ALIGNED = 4  # scales in 16 bytes

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile.distributed.local_parts import local_part, sharded_like
 from fp8compile.errors import StateError
 from fp8compile.optimizer.state_conversion import decide, is_fp8, parameters_of, recipe_of, record_of
 from fp8compile.optimizer.state_recipe import StateRecipe, salt
 from fp8compile.optimizer.states import FP8State
 from fp8compile.state_formats import StateFormat
+from fp8compile.torch_hooks.local_parts import local_part, sharded_like
 from fp8compile.torch_hooks.untraced import never_compiled
 
 

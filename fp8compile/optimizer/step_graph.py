@@ -31,7 +31,6 @@ from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.stages import DynamoGraph
 from fp8compile.plan.plan import Plan
-from fp8compile.plan.rows import MergedUpdate
 from fp8compile.torch_hooks.user_frame import warn_user
 
 
@@ -58,13 +57,6 @@ def _is_captured(options: Options) -> bool:
     """Return True if a CUDA graph is made of the step, in which a number of the CPU has no place."""
     settings = dict(options.inductor)
     return options.mode in ("reduce-overhead", "max-autotune") or bool(settings.get("triton.cudagraphs"))
-
-
-def warn_of_unmerged(updates: list[MergedUpdate]) -> None:
-    """Say how many updates run operator by operator, and why one of them does; the plan says it of each."""
-    if reasons := [u.reason for u in updates if u.reason]:
-        others = ", others likewise (fp8compile.last_compile() has the reason of each)" if len(set(reasons)) > 1 else ""
-        warn_user(f"fp8: {len(reasons)} parameter updates run operator by operator: {min(reasons)}{others}.")
 
 
 def _warn_of_rounding(opt: Optimizer) -> None:

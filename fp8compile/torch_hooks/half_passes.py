@@ -12,7 +12,6 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the hooks' base: its uuid() keys the compile caches
 
 from fp8compile.optimizer import state_ops
-from fp8compile.optimizer.step_graph import warn_of_unmerged
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import device_of
@@ -20,10 +19,11 @@ from fp8compile.passes.core.snapshot import Snapshot, restore_graph
 from fp8compile.passes.core.stages import HalfGraph, OptimizerGraph, Stage, StageGraph
 from fp8compile.passes.lower.kernel_rows import kernel_rows
 from fp8compile.passes.optimizer import skip_overflow
-from fp8compile.plan.rows import Lowered
+from fp8compile.plan.rows import Lowered, MergedUpdate
 from fp8compile.source_digest import source_digest
 from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.observer import CompilationObserver
+from fp8compile.torch_hooks.user_frame import warn_user
 
 
 @dataclass
@@ -85,7 +85,7 @@ def lower_optimizer(graph: fx.Graph, options: Options, dump: CompilationObserver
     if failure:
         skip_overflow.run(OptimizerGraph(graph, options, skip_overflow.overflow_of(graph)))
         return Lowered(failure=failure)
-    warn_of_unmerged(c.lowered.updates)
+    _warn_of_unmerged(c.lowered.updates)
     return c.lowered
 
 
@@ -121,3 +121,10 @@ def run_or_restore(c: StageGraph, dump: CompilationObserver | None, consequence:
 
 def _observer(c: StageGraph, dump: CompilationObserver | None) -> pipeline.Observer | None:
     return dump.observer(c.name, c.graph) if dump else None
+
+
+def _warn_of_unmerged(updates: list[MergedUpdate]) -> None:
+    """Say how many updates run operator by operator, and why one of them does; the plan says it of each."""
+    if reasons := [u.reason for u in updates if u.reason]:
+        others = ", others likewise (fp8compile.last_compile() has the reason of each)" if len(set(reasons)) > 1 else ""
+        warn_user(f"fp8: {len(reasons)} parameter updates run operator by operator: {min(reasons)}{others}.")

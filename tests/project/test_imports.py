@@ -13,8 +13,8 @@ from docs import imports
 MAY_RUN_UP = {
     ("insight", "front door"): "explain compiles with the backend; the doctor knows the versions of torch",
     ("optimizer", "passes.optimizer"): "Dynamo's graph of an optimizer is rewritten while it is traced",
+    ("torch_hooks", "optimizer"): "the operators of states, by which the graph of a step is known",
     ("passes.optimizer", "optimizer"): "the operators that load and store states",
-    ("passes.loss", "torch_hooks"): "the first line of an error",
     ("plan", "torch_hooks"): "which graphs one call made, and the user's line",
     ("plan", "options"): "patterns of options that named nothing",
     ("options", "adaptive"): "the settings of the automatic mode",
@@ -26,7 +26,7 @@ MAY_RUN_UP = {
 READ_INSIGHT = {  # the front door, and the backend's dumps, which observe passes
     "fp8compile": "fp8compile.insight",
     "fp8compile.__main__": "fp8compile.insight.command_line",
-    "fp8compile.backend": "fp8compile.insight.dump",
+    "fp8compile.compile_graph": "fp8compile.insight.dump",
 }
 
 
