@@ -19,7 +19,7 @@ import torch
 import fp8compile
 from fp8compile import delayed, process_state
 from fp8compile.optimizer.state_conversion import is_prepared
-from fp8compile.plan import cast_statistics, store
+from fp8compile.plan import cast_statistics, plan_warnings, store
 from fp8compile.plan.plan import Plan
 from fp8compile.process_state import STORES, Until
 from fp8compile.torch_hooks import compiled_calls, trainers
@@ -106,7 +106,7 @@ def test_every_store_that_is_emptied_can_be():
 def filled() -> dict[tuple[str, str], Any]:
     """Something in every store that a reset empties."""
     store._compiled.add([Plan()], None)
-    store._matched.add("skip head")
+    plan_warnings._matched.add("skip head")
     compiled_calls._given_up[filled_code] = ["a reason"]
     compiled_calls._runs.graphs = 3
     optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)])
@@ -114,7 +114,7 @@ def filled() -> dict[tuple[str, str], Any]:
     parameter = torch.nn.Parameter(torch.zeros(2))
     delayed.scale(torch.ones(()), f"{delayed.namespace([parameter])}/a/output/left", "e4m3", 4, 0)
     cast_statistics.start("a name")
-    fp8compile.adaptive.versions._all.append(lambda: None)
+    fp8compile.adaptive.adaptive_graph._all.append(lambda: None)
     fp8compile.kernels.optimizer.update_launch._tables["key"] = "tables"
     return {"optimizer": optimizer, "parameter": parameter}
 
