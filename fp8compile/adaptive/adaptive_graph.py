@@ -230,11 +230,6 @@ def adaptive_graphs() -> list[AdaptiveGraph]:
     return [s for ref in _all if (s := ref()) is not None]
 
 
-def reset() -> None:
-    """Forget all graphs in automatic mode; those that run go on."""
-    _all.clear()
-
-
 def _first_parameter(inputs: Sequence[Any]) -> weakref.ref[torch.nn.Parameter] | None:
     return next((weakref.ref(x) for x in inputs if isinstance(x, torch.nn.Parameter)), None)
 

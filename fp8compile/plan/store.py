@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from fp8compile import process_state
+from fp8compile.plan import plan_warnings
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.printers import printers
 from fp8compile.torch_hooks.compilations import Compilations, Frame
@@ -56,3 +57,4 @@ def compiles() -> list[Plan]:
 def reset() -> None:
     """Forget all plans."""
     process_state.reset_module(__name__)
+    process_state.reset_module(plan_warnings.__name__)

@@ -12,7 +12,7 @@ from torch import nn
 import fp8compile
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
-from fp8compile.plan import overrides, store
+from fp8compile.plan import overrides, plan_warnings, store
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
 from fp8compile.plan.record import Record
@@ -108,15 +108,15 @@ def test_reasons_have_codes_and_plans_without_them_are_read():
 def test_codes_decide_and_not_what_a_reason_says(monkeypatch: pytest.MonkeyPatch):
     """Texts say the opposite of the codes here."""
     told: list[str] = []
-    monkeypatch.setattr(store, "warn_user", told.append)
+    monkeypatch.setattr(plan_warnings, "warn_user", told.append)
     by_default = Matmul("mm", "a", "", "mm", "output", 1, 2, 3, reason="too small", code=Reason.HEAD)
     candidate = Matmul("mm_1", "b", "", "mm", "output", 1, 2, 3, reason="the output head", code=Reason.TOO_SMALL)
-    store._warn([Plan(matmuls=[by_default])], Options())
+    plan_warnings.warn([Plan(matmuls=[by_default])], Options())
     assert not told
-    store._warn([Plan(matmuls=[by_default, candidate])], Options())
+    plan_warnings.warn([Plan(matmuls=[by_default, candidate])], Options())
     assert "in a graph with 1 matmuls: 1× the output head" in told.pop()
     gathered = replace(candidate, decision=FP8, reason="fast", remarks=(Reason.CAST_AGAIN,))
-    store._warn([Plan(matmuls=[gathered])], Options())
+    plan_warnings.warn([Plan(matmuls=[gathered])], Options())
     assert "1 matmuls do not take a weight as it was gathered. b output: fast" in told.pop()
     moved = replace(candidate, reason="evidence", code=Reason.ADAPTIVE)
     (graph,) = overrides.load(Plan(matmuls=[moved, replace(candidate, reason="schedule: x")])).graphs

@@ -87,7 +87,7 @@ def test_lint_knows_the_examples_by_name():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
     examples = sorted(file.stem for file in (ROOT / "examples").glob("*.py"))
     known = settings["lint"]["isort"]["known-first-party"]
-    assert known == ["fp8compile", "benchmarks", "tests", *examples], "name each example, sorted"
+    assert known == [*OURS, *examples], "name each example, sorted"
     assert settings["src"] == [], "a folder that is searched for modules makes what lies in it a module"
 
 
