@@ -7,12 +7,10 @@ import fnmatch
 import gc
 import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,9 +29,7 @@ from benchmarks.harness.peers import BASELINE, System, compile_arguments, ours
 from benchmarks.harness.processes import Case
 from benchmarks.harness.turns import Turns
 from fp8compile.insight.tables.totals import totals
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from fuzz.rounded import rounding  # type: ignore[import-not-found]
+from tests.fuzz.rounded import rounding
 
 OURS = ours("8-bit states", eight_bit=True)
 SYSTEMS = (BASELINE, OURS)

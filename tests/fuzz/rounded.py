@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from fake_quantized import E4M3, E5M2
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.fake_quantized import E4M3, E5M2
 
 aten = torch.ops.aten
 # operator -> which arguments are its operands, and the dimension of each that is contracted
