@@ -466,7 +466,7 @@ def test_a_checkpoint_around_the_loss_computes_it_once(monkeypatch: pytest.Monke
     runs: list[object] = []
     run = chunked.run
     monkeypatch.setattr(chunked, "plain_step", lambda *given: runs.append(given) or plain_step(*given))
-    monkeypatch.setattr(run, "__defaults__", (False, plain_step))
+    monkeypatch.setattr(run, "__defaults__", (False, chunked.plain_step))
     model = Model(F.cross_entropy)
     x, labels = inputs()
     got = step(model, compiled(Checkpointed(model)), x, labels)
@@ -580,7 +580,7 @@ def test_losses_of_rows_may_be_returned():
 def test_computed_again_are_logits_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
     runs: list[bool] = []
     monkeypatch.setattr(chunked, "plain_step", lambda *given: runs.append(given[4]) or plain_step(*given))
-    monkeypatch.setattr(chunked.run, "__defaults__", (False, plain_step))
+    monkeypatch.setattr(chunked.run, "__defaults__", (False, chunked.plain_step))
     assert logits_of(monkeypatch, lambda: check(preference)) == []
     assert runs == [False] * 3 + [True] * 3
 
