@@ -235,7 +235,8 @@ def test_a_budget_counts_operations_of_a_token_once():
 
 
 def test_the_plan_says_how_many_groups():
-    text = str(run(Experts(4)))
+    plan = run(Experts(4))
+    text = str(plan) + plan.table("matmuls")
     assert "96×128×64 in 4  fp8   e4m3 row × e4m3 row  every matmul that can run; grouped FP8 takes rows alone" in text
     assert f"128×64×96 in 4  bf16  {RAGGED}" in text
     assert "FP8       4 of 6 matmuls, 66.7% of" in text
