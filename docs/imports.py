@@ -13,7 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "imports.md"
-TREES = {"fp8compile": ROOT / "fp8compile", "fp8compile.passes": ROOT / "passes", "fp8compile.kernels": ROOT / "kernels"}
+TREES = {
+    "fp8compile": ROOT / "fp8compile",
+    "fp8compile.passes": ROOT / "passes",
+    "fp8compile.kernels": ROOT / "kernels",
+}
 FRONT_DOOR = ("__main__", "backend", "compile_graph", "registration")
 OPTIONS = ("levels", "option_values", "options")
 OPERATORS = ("delayed", "ops")
@@ -21,16 +25,18 @@ OPERATORS = ("delayed", "ops")
 ROOMS = (
     "front door", "insight", "adaptive", "optimizer", "distributed", "torch_hooks", "passes", "passes.optimizer",
     "passes.collectives", "passes.loss", "passes.attention", "passes.lower", "passes.regions", "passes.save",
-    "passes.matmul", "passes.core", "plan", "options", "operators", "kernels.check", "kernels.optimizer", "kernels.casts",
+    "passes.matmul", "passes.core", "plan", "options", "operators",
+    "kernels.check", "kernels.optimizer", "kernels.casts",
     "kernels.matmul", "kernels.loss", "kernels.codegen", "kernels.reference", "basics",
 )  # fmt: skip
 HEAD = """# Which room imports which
 
-Made by `python docs/imports.py`. Imports count wherever they stand: in functions and for types too. A test finds every
-circle of modules, and every import that runs up without a reason in its table (`tests/project/test_imports.py`).
+Made by `python docs/imports.py`. Imports count wherever they stand: in functions and for types too. A test finds
+every circle of modules, and every import that runs up without a reason in its table
+(`tests/project/test_imports.py`).
 
-`front door` is `__init__`, `__main__`, `backend`, `compile_graph` and `registration`; `options` is `options`, `option_values` and
-`levels`; `operators` is `ops` and `delayed`; `basics` is every other file that lies in `fp8compile/` itself.
+`front door` is `__init__`, `__main__`, `backend`, `compile_graph` and `registration`; `options` is `options`,
+`option_values` and `levels`; `operators` is `ops` and `delayed`; `basics` is every other file that lies in `fp8compile/` itself.
 
 """
 MATRIX = """

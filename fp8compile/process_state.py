@@ -21,7 +21,7 @@ PACKAGE = __name__.rpartition(".")[0]
 
 
 class Until(Enum):
-    """What ends the life of the entries of a store."""
+    """The events that end the life of the entries of a store."""
 
     TORCH_RESET = "torch.compiler.reset(), and reset()"
     RESET = "reset()"

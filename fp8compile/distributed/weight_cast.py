@@ -39,7 +39,7 @@ class Scales(Protocol):
 
 
 class WeightCast:
-    """How one weight becomes FP8: its name in the model, format, granularity; and where it is found."""
+    """The cast of one weight to FP8: its name in the model, format, granularity; and where it is found."""
 
     def __init__(self, name: str, shape: Sequence[int], homes: Iterable[nn.Module], parameter: str, scales: Scales):
         """Describe a weight that is the attribute `parameter` of the modules `homes`."""

@@ -31,7 +31,7 @@ MADE_ANEW = 3  # times that a state is found plain while its step is traced: the
 
 @dataclass
 class Record:
-    """What is known of one optimizer.
+    """The facts that are kept about one optimizer.
 
     recipe: the one that it was prepared with, None before; weights: names of states that are weights; foreach: the
     setting of groups as it was before the optimizer was prepared, by their number.

@@ -32,7 +32,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Cast:
-    """How a tensor is cast before it travels; `scale`: the node of a tensor's one scale."""
+    """The cast of a tensor before it travels; `scale`: the node of a tensor's one scale."""
 
     format: str
     granularity: str
@@ -63,7 +63,7 @@ class Readers:
 
     @property
     def why_late(self) -> str:
-        """Why the first of `late` is there; or that there is no reader at all."""
+        """Return the reason of the first of `late`; or that there is no reader at all."""
         return next(iter(self.late.values()), "no FP8 matmul reads it")
 
     @property

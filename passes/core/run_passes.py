@@ -43,7 +43,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds at a stage.
+    """The rules of a stage.
 
     verifier: looks at a graph before the first pass, and returns the check that runs after every pass.
     prepare, tidy: done before the first pass, and after every one. finish: done at the end, even if a pass raises.

@@ -10,7 +10,7 @@ from torch import fx
 
 
 class Snapshot:
-    """What `graph` is now, whatever becomes of it."""
+    """A copy of `graph` as it is now, whatever becomes of it."""
 
     def __init__(self, graph: fx.Graph):
         self._owner, self._codegen = graph.owning_module, graph._codegen

@@ -67,7 +67,7 @@ class Found:
 
     @property
     def every_term(self) -> bool:
-        """Whether other terms than log-probabilities of labels take part."""
+        """True if other terms than log-probabilities of labels take part."""
         return any(any(factors[1:]) for factors in (*self.ends.values(), *self.cotangents.values()))
 
 

@@ -36,7 +36,7 @@ Factors = tuple[float, ...]  # one for each of `TERMS`
 
 @dataclass(frozen=True)
 class Leaf:
-    """What is drawn for a value of rows: "float" numbers, "label"s, or a "mask". Leaves of one key are drawn once."""
+    """The data drawn for a value of rows: "float" numbers, "label"s, or a "mask". Leaves of one key are drawn once."""
 
     key: Hashable
     what: str

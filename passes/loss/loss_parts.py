@@ -32,7 +32,7 @@ NOT = {aten.bitwise_not.default, aten.logical_not.default}
 
 
 class NotFoundError(Exception):
-    """Why a head's logits cannot be given up."""
+    """The logits of a head cannot be given up, for this reason."""
 
 
 def is_float(node: fx.Node) -> bool:
@@ -114,7 +114,7 @@ class Parts:
 
 
 class Closure:
-    """What has to be computed for some values, each with its kind, in order; and the leaves that it begins with.
+    """The values that must be computed for some others, each with its kind, in order; and the leaves it begins with.
 
     outside: nodes that are not followed to reductions over classes that are not among them. With all of backward, the
     numbers of rows that come back are leaves, whatever they have been computed from.

@@ -52,7 +52,7 @@ class Target:
 
     @property
     def parameter_rounding(self) -> str:
-        """How the parameter of this state is rounded."""
+        """The rounding of the parameter of this state."""
         return self.store.parameter if self.store is not None else "nearest"
 
 

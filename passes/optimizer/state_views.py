@@ -56,7 +56,7 @@ class StoreState(NodeView):
 
     @property
     def parameter(self) -> str:
-        """How the parameter of this state is rounded: "nearest", "stochastic", "split"."""
+        """The rounding of the parameter of this state: "nearest", "stochastic", "split"."""
         return self._text("parameter")
 
 
@@ -88,12 +88,12 @@ class UpdateParameters(NodeView):
 
     @property
     def stored(self) -> list[fx.Node]:
-        """What is written, parameter by parameter."""
+        """The tensors that are written, parameter by parameter."""
         return list(argument(self.node, "stored"))
 
     @property
     def read(self) -> list[fx.Node]:
-        """What is read beside that."""
+        """The tensors that are read beside those."""
         return list(argument(self.node, "read"))
 
     @property

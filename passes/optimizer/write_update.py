@@ -22,7 +22,7 @@ from fp8compile.passes.optimizer.update_rules import IDENTITIES, POWERS, RULES, 
 
 
 class UpdateSkipError(Exception):
-    """Why an update cannot be merged; it reaches the plan."""
+    """An update cannot be merged; the reason reaches the plan."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from fp8compile.passes.core.node_views import cast_marker
 
 @dataclass(frozen=True)
 class CastLayout:
-    """How a marker sees its tensor: granularity, orientation, and to what its rows and columns are filled up."""
+    """The layout in which a marker reads its tensor: granularity, orientation, multiples of rows and columns."""
 
     granularity: Granularity
     transpose: bool = False
