@@ -36,7 +36,8 @@ every circle of modules, and every import that runs up without a reason in its t
 (`tests/project/test_imports.py`).
 
 `front door` is `__init__`, `__main__`, `backend`, `compile_graph` and `registration`; `options` is `options`,
-`option_values` and `levels`; `operators` is `ops` and `delayed`; `basics` is every other file that lies in `fp8compile/` itself.
+`option_values` and `levels`; `operators` is `ops` and `delayed`; `basics` is every other file that lies in
+`fp8compile/` itself.
 
 """
 MATRIX = """
