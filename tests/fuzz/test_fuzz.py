@@ -8,20 +8,22 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import interpreter
 import pytest
 import torch
+from torch import Tensor
 
 from fp8compile.kernels.codegen.operations import OPERATIONS
 from fp8compile.kernels.codegen.spec import Part
 from fp8compile.kernels.reference import markers
 from fp8compile.passes.lower import verify_kernels
+from tests.fuzz import judge as judging
 from tests.fuzz import run
-from tests.fuzz.bounds import noise
+from tests.fuzz.bounds import References, noise, wrong
 from tests.fuzz.draw import draw
 from tests.fuzz.judge import OK, SKIPPED, Settings, Verdict, judge
 from tests.fuzz.shrink import manner, script, shrink, simpler_ones
@@ -177,6 +179,38 @@ def test_what_torch_compile_has_wrong_is_not_ours() -> None:
         eager, traced = subject.eager(0), subject.traced(0)
         assert noise(eager["layer2.running_mean"], traced["layer2.running_mean"]) > 0.1
     assert judge(spec, Settings()).status == OK
+
+
+@dataclass
+class _TracedAlone:
+    """A subject of which torch.compile without this backend makes given steps."""
+
+    by_aot: Tensor
+    by_inductor: Tensor
+
+    def traced(self, data: int, backend: str = "aot_eager") -> dict[str, Tensor]:
+        return {"w": self.by_inductor if backend == "inductor" else self.by_aot}
+
+
+@pytest.mark.parametrize(
+    ("alone", "ours", "is_ours"),
+    [("off", "the same", False), ("off", "elsewhere", True), ("right", "off", True)],
+)
+def test_what_inductor_has_wrong_is_ours_unless_it_is_the_same(alone: str, ours: str, is_ours: bool) -> None:
+    """Of a step through Inductor a mismatch is excused only where Inductor alone has it, and nearly the same one."""
+    torch.manual_seed(0)
+    exact = torch.randn(4096, dtype=torch.float64)
+    rounded = exact.float().bfloat16()
+    error = torch.randn(4096, dtype=torch.float64)
+    in_fp8 = exact + 0.05 * torch.randn(4096, dtype=torch.float64)
+    references = References({"w": exact}, {"w": rounded}, [{"w": in_fp8}], is_wide=False)
+    by_inductor = exact + 0.8 * error if alone == "off" else rounded
+    by_us = {"the same": by_inductor, "elsewhere": exact - 0.8 * error, "off": exact + 0.8 * error}[ours]
+    subject: Any = _TracedAlone(rounded, by_inductor)
+    steps = {"inductor, compiled": {"w": by_us}}
+    found = wrong(references, steps)
+    assert list(found) == ["inductor, compiled w"]
+    assert bool(judging._ours(subject, references, found, steps)) is is_ours
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
