@@ -53,7 +53,7 @@ def parse_format(value: Format | str) -> Format:
 
 @dataclass(frozen=True)
 class Granularity:
-    """Which elements share a scale: `kind` is tensor, row, group or block; `size` is g or b (0 otherwise)."""
+    """The elements that share a scale: `kind` is tensor, row, group or block; `size` is g or b (0 otherwise)."""
 
     kind: str
     size: int = 0

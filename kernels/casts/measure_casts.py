@@ -100,7 +100,7 @@ def over_columns(sums, place, kept, value):
 
 @triton.jit
 def of_line(exact, lost, of_all, of_row, of_128, of_16, N: tl.constexpr):  # noqa: N803
-    """What sum number N of `loss_sums.LINE` adds up."""
+    """Return the terms that sum number N of `loss_sums.LINE` adds up."""
     if N == 0:
         value = lost * lost
     elif N == 1:

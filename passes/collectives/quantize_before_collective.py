@@ -68,7 +68,7 @@ class Readers:
 
     @property
     def why_plain(self) -> str:
-        """Which reader needs the values as they are, and is no cast; "" if none is."""
+        """The reader that needs the values as they are, and is no cast; "" if none is."""
         return next((why for node, why in self.late.items() if node.target not in ops.CASTS), "")
 
 

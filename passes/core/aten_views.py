@@ -83,7 +83,7 @@ class Gather(NodeView):
 
     @property
     def index(self) -> fx.Node:
-        """Which elements are chosen."""
+        """The positions of the elements that are chosen."""
         return self._node("index")
 
 

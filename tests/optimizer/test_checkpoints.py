@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from optimizers import compiled, make_parameters, set_gradients
 from torch import nn
 
 import fp8compile
+from fp8compile import FP8State
 from fp8compile.errors import StateError
 
 SHAPES = ((70, 65), (9,), (64, 64))
@@ -224,3 +226,19 @@ def test_how_an_optimizer_was_made_is_in_its_plain_checkpoint(foreach):
     stock = torch.optim.AdamW(make_parameters(SHAPES), lr=1e-3)
     stock.load_state_dict(fp8compile.plain_state_dict(opt))
     assert stock.param_groups[0]["foreach"] is foreach
+
+
+def test_states_of_a_checkpoint_from_before_the_rooms_are_read(tmp_path):
+    """0.1.0 wrote the module of `FP8State` as it was then into every checkpoint."""
+    state = FP8State.of(torch.randn(512), format="log")
+    torch.save({"exp_avg": state}, tmp_path / "new.pt")
+    with zipfile.ZipFile(tmp_path / "new.pt") as new, zipfile.ZipFile(tmp_path / "old.pt", "w") as old:
+        for name in new.namelist():
+            data = new.read(name)
+            if name.endswith("data.pkl"):
+                assert b"cfp8compile.optimizer.states\nrebuild\n" in data
+                data = data.replace(b"cfp8compile.optimizer.states\n", b"cfp8compile.states\n")
+            old.writestr(name, data)
+    read = torch.load(tmp_path / "old.pt", weights_only=True)["exp_avg"]
+    assert isinstance(read, FP8State)
+    assert torch.equal(read.dequantize(), state.dequantize())

@@ -32,7 +32,7 @@ class AllGraphs:
 
     @property
     def graph(self) -> str:
-        """Which graphs these are, each kind once: "training, optimizer"."""
+        """The kinds of these graphs, each once: "training, optimizer"."""
         return _once(plan.graph for plan in self.plans)
 
     @property
