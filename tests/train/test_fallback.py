@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_quantized import sqnr
 from pipelines import look_before_stage, replace_pass
 from torch import nn
 
@@ -122,3 +123,24 @@ def test_a_failure_after_the_cut_costs_the_kernels_and_nothing_else(
         with pytest.warns(Fp8Warning, match="found in a cache, was compiled without generated kernels: RuntimeError"):
             _step(*_model(), **options)
         assert len(failed) == 2
+
+
+def test_a_failure_after_inductors_passes_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(c: HalfGraph) -> None:
+        raise NotImplementedError("no such layout")
+
+    replace_pass(monkeypatch, "keep_strides", fails)
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16(),
+        torch.randn(32, 64).bfloat16(),
+    )
+    run = torch.compile(model, backend="fp8", options={"select": "all"})
+    with pytest.warns(Fp8Warning, match="no such layout"):
+        out = run(x)
+        out.float().square().mean().backward()
+    assert sqnr(model(x), out) > 20
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert {half.failure for half in fp8compile.last_compile().halves.values()} == {
+        "NotImplementedError: no such layout"
+    }
