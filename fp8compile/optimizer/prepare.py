@@ -11,7 +11,6 @@ momentum) when the next step is compiled. `checkpoints.py` has what becomes of t
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +23,8 @@ from fp8compile.optimizer.checkpoints import before_loading
 from fp8compile.optimizer.state_conversion import convert_parameter, convert_states, parameters_of, record_of
 from fp8compile.optimizer.state_recipe import StateRecipe
 from fp8compile.torch_hooks.untraced import never_compiled
+
+CONVERTS = "_fp8compile_converts"  # an `_init_group` that converts what it makes
 
 
 def prepare_optimizer(
@@ -86,31 +87,32 @@ def _refuse_fused(opt: Optimizer) -> None:
 
 
 def _wrap_init_group(opt: Optimizer) -> None:
-    """Convert states before `_init_group` hands them out.
+    """Have the class of `opt` convert states of prepared optimizers before its `_init_group` hands them out.
 
     It is called for its effect first, for one parameter after the other, so that plain states of all are never there
-    at once, and for all; and once more for its lists.
+    at once, and for all; and once more for its lists. It is a method of the class, not of the object: torch from 2.14
+    on traces the call of a method as one step, and breaks the graph at a function that an object has.
     """
-    original = getattr(opt, "_init_group", None)
-    if original is None:
+    owner = next((c for c in type(opt).__mro__ if "_init_group" in vars(c)), None)
+    if owner is None or getattr(vars(owner)["_init_group"], CONVERTS, False):
         return
-    owner = weakref.ref(opt)
+    original = vars(owner)["_init_group"]
 
     @never_compiled
-    def init_group(group: Any, *lists: Any, **named: Any) -> Any:
+    def _init_group(self: Optimizer, group: Any, *lists: Any, **named: Any) -> Any:
         def make(part: Any) -> None:
             copies = [list(x) if isinstance(x, list) else x for x in lists]
-            original(part, *copies, **{name: list(x) if isinstance(x, list) else x for name, x in named.items()})
+            original(self, part, *copies, **{name: list(x) if isinstance(x, list) else x for name, x in named.items()})
 
-        prepared = owner()
-        assert prepared is not None
-        if isinstance(group, dict) and "params" in group:
-            _make_states(prepared, group, make)
-        make(group)  # what is not made one by one: a state that is added to others, another idea of a group
-        convert_states(prepared)
-        return original(group, *lists, **named)
+        if record_of(self).recipe is not None:
+            if isinstance(group, dict) and "params" in group:
+                _make_states(self, group, make)
+            make(group)  # what is not made one by one: a state that is added to others, another idea of a group
+            convert_states(self)
+        return original(self, group, *lists, **named)
 
-    opt._init_group = init_group  # type: ignore[attr-defined]
+    setattr(_init_group, CONVERTS, True)
+    owner._init_group = _init_group  # type: ignore[attr-defined]
 
 
 def _make_states(opt: Optimizer, group: dict[str, Any], make: Callable[[dict[str, Any]], None]) -> None:

@@ -142,10 +142,10 @@ TEMPORARY = (
     ),
     Patch(
         "new_states",
-        "torch.optim.Optimizer._init_group of an object",
+        "_init_group of the class of a prepared optimizer: of that it converts the states, of any other it calls torch's",
         "torch has no hook between making states and handing them to the step",
         "optimizer.prepare:_wrap_init_group",
-        "the optimizer",
+        "the process",
     ),
     Patch(
         "exchanged_states",
