@@ -142,7 +142,7 @@ TEMPORARY = (
     ),
     Patch(
         "new_states",
-        "_init_group of the class of a prepared optimizer: of that it converts the states, of any other it calls torch's",
+        "_init_group of the class of a prepared optimizer: converts its states; of any other it calls what was there",
         "torch has no hook between making states and handing them to the step",
         "optimizer.prepare:_wrap_init_group",
         "the process",

@@ -11,17 +11,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from fp8compile.errors import StateError
 from fp8compile.optimizer.states import FP8State
 from fp8compile.passes.core.stages import DynamoGraph
 
+# Functions and attributes that are no operators, or views under another name, and so have no schema to ask.
 VIEWS = {
-    "view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "permute",
-    "transpose", "t", "T", "mT", "movedim", "swapaxes", "narrow", "select", "getitem", "split", "chunk", "unbind",
-    "tensor_split", "diagonal", "as_strided", "getattr", "ravel", "detach", "unfold", "hsplit", "vsplit",
-}  # fmt: skip
+    "view",
+    "reshape",
+    "ravel",
+    "getitem",
+    "getattr",
+    "T",
+    "mT",
+    "H",
+    "mH",
+    "unflatten",
+    "hsplit",
+    "vsplit",
+    "dsplit",
+}
+COPIES = {"to", "contiguous"}  # views by their schemas, of what is right already; others are copies that may be written
 
 WRITES = {"setitem", "iadd", "isub", "imul", "itruediv", "ipow"}
 
@@ -42,7 +55,7 @@ def run(c: DynamoGraph) -> None:
 
 
 def _follow(node: fx.Node, source: fx.Node, is_view: dict[fx.Node, bool]) -> None:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "").partition(".")[0]
     writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
     if writes and (is_view[source] or name == "setitem"):
         where = str(node.meta.get("stack_trace", "")).strip().splitlines()[-2:]
@@ -53,8 +66,15 @@ def _follow(node: fx.Node, source: fx.Node, is_view: dict[fx.Node, bool]) -> Non
         )
     if writes:
         is_view[node] = False
-    elif name in VIEWS:
+    elif name in VIEWS or _returns_view(name):
         is_view[node] = True
+
+
+def _returns_view(name: str) -> bool:
+    """Return True if an operator of this name returns a part of what it is given, by its schema."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if hasattr(packet, "overloads") else ()
+    return name not in COPIES and any(getattr(packet, each).is_view for each in overloads)
 
 
 def _is_state(x: Any) -> bool:

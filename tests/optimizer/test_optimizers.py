@@ -473,7 +473,18 @@ def test_a_matmul_in_the_update_stays_outside():
 
 
 @pytest.mark.parametrize(
-    "write", [lambda m: m.view(-1)[:100].zero_(), lambda m: m.T.mul_(2), lambda m: m[0].copy_(m[1])]
+    "write",
+    [
+        lambda m: m.view(-1)[:100].zero_(),
+        lambda m: m.T.mul_(2),
+        lambda m: m.mT.mul_(2),
+        lambda m: m.adjoint().mul_(2),
+        lambda m: m.swapdims(0, 1).mul_(2),
+        lambda m: torch.transpose(m, 0, 1).mul_(2),
+        lambda m: torch.ops.aten.transpose.int(m, 0, 1).mul_(2),
+        lambda m: m.moveaxis(0, 1).mul_(2),
+        lambda m: m[0].copy_(m[1]),
+    ],
 )
 def test_writing_to_a_part_of_a_state_is_refused(write):
     """A view is made of the state's values: a write to it would be lost."""
