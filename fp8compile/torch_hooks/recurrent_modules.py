@@ -1,9 +1,10 @@
 """nn.LSTM, nn.GRU and nn.RNN within compiled models: called as they are, between the graphs of what is around them.
 
-torch refuses them where an attribute gives one, in the middle of an expression, and then leaves the rest of the
-function to Python: linears before and after it are not compiled, and nothing says so. A call can be left and resumed
-from. So for this backend Dynamo gets the module, and breaks the graph where it is called: it runs in torch's own
-kernels (cuDNN), and what is around it is compiled. With `torch._dynamo.config.allow_rnn` all is as torch has it: it
+torch before 2.15 refuses them where an attribute gives one, in the middle of an expression, and then leaves the rest of
+the function to Python: linears before and after it are not compiled, and nothing says so. torch from 2.15 on refuses
+where one is called, but leaves whatever module is called by the same code later as well. A call can be left and
+resumed from. So for this backend Dynamo gets the module, and breaks the graph where it is called: it runs in torch's
+own kernels (cuDNN), and what is around it is compiled. With `torch._dynamo.config.allow_rnn` all is as torch has it: it
 traces step by step, which takes long, and in torch 2.13 fails for nn.LSTM.
 
 Private API of torch, imported here only: how Dynamo meets a module, and what it has for one.
@@ -28,6 +29,7 @@ def call_between_graphs(is_ours: Callable[[Any], bool]) -> None:
     """Let Dynamo break graphs at calls of recurrent modules, where the backend `is_ours`."""
     wrap = VariableBuilder.wrap_module
 
+    @functools.wraps(wrap)
     def wrap_module(self: Any, value: nn.Module) -> Any:
         if not isinstance(value, KINDS) or dynamo_config.allow_rnn or not is_ours(self.tx.output.compiler_fn):
             return wrap(self, value)
@@ -44,11 +46,20 @@ def _called_between_graphs(kind: type) -> type:
     """Return a class of Dynamo's for a module whose calls break the graph."""
 
     def call_function(self: Any, *_: Any, **__: Any) -> NoReturn:
-        unimplemented(
-            gb_type=REASON,
-            context=str(self.value),
-            explanation="nn.LSTM, nn.GRU and nn.RNN run in torch's own kernels.",
-            hints=[],
-        )
+        _break_graph(self.value)
 
-    return type(kind.__name__, (kind,), {"call_function": call_function})
+    def tp_getattro_impl(self: Any, tx: Any, name: str) -> Any:
+        if name == "forward":  # module.compile(), of which torch from 2.14 on takes up torch's own modules
+            _break_graph(self.value)
+        return kind.tp_getattro_impl(self, tx, name)  # type: ignore[attr-defined]
+
+    return type(kind.__name__, (kind,), {"call_function": call_function, "tp_getattro_impl": tp_getattro_impl})
+
+
+def _break_graph(module: nn.Module) -> NoReturn:
+    unimplemented(
+        gb_type=REASON,
+        context=str(module),
+        explanation="nn.LSTM, nn.GRU and nn.RNN run in torch's own kernels.",
+        hints=[],
+    )

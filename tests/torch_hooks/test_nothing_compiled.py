@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.variables.builder import VariableBuilder
 
 import fp8compile
 from fp8compile.errors import Fp8Warning
@@ -81,15 +82,15 @@ def test_a_recurrent_module_alone_is_said_once(kind: type[nn.RNNBase], how: str)
     else:
         call, name = torch.compile(lambda x: m(x)[0], **FP8), "<lambda>"
     (message,) = messages(lambda: call(data()))
-    assert f"{name} was compiled" in message
-    if how == "model.compile":
-        assert "Use torch.compile(module, …)" in message
-    else:
-        assert "nn.LSTM, nn.GRU and nn.RNN run in torch's own kernels" in message
-    assert not messages(lambda: [call(data()) for _ in range(3)])
     plan = fp8compile.last_compile()
     assert plan.failure == message.removeprefix("fp8: ")
     assert not plan.matmuls
+    assert f"{name} was compiled" in message
+    assert not messages(lambda: [call(data()) for _ in range(3)])
+    if how == "model.compile" and not graphs_of(lambda: nn.Linear(SIZE, SIZE), in_place=True):
+        assert "Use torch.compile(module, …)" in message  # torch takes up no module of its own that is compiled in place
+    else:
+        assert "nn.LSTM, nn.GRU and nn.RNN run in torch's own kernels" in message
     assert message.removeprefix("fp8: ")[:40] in " ".join(str(plan).split())
     assert [p.matmuls for p in fp8compile.compiles() if p.matmuls], "the model before is there"
 
@@ -131,15 +132,28 @@ def test_what_is_around_a_recurrent_module_is_compiled(of: Any, matmuls: int, ki
         assert torch.nn.functional.cosine_similarity(p.grad.flatten(), q.grad.flatten(), 0) > 0.95  # FP8's noise
 
 
-def test_other_backends_meet_recurrent_modules_as_they_did() -> None:
-    graphs = []
+def graphs_of(made: Callable[[], nn.Module], in_place: bool = False) -> list[str]:
+    """The graphs that another backend gets of a module."""
+    graphs: list[str] = []
 
     def other(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(gm)
+        graphs.append(str(gm.graph))
         return gm
 
-    torch.compile(Around(nn.GRU), backend=other)(data())
-    assert not graphs
+    m: Any = made()
+    if in_place:
+        m.compile(backend=other)
+    else:
+        m = torch.compile(m, backend=other)
+    m(data())
+    return graphs
+
+
+def test_other_backends_meet_recurrent_modules_as_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = graphs_of(lambda: Around(nn.GRU))
+    torch.compiler.reset()
+    monkeypatch.setattr(VariableBuilder, "wrap_module", VariableBuilder.wrap_module.__wrapped__)
+    assert found == graphs_of(lambda: Around(nn.GRU))
 
 
 def test_a_module_after_a_recurrent_one() -> None:
@@ -152,12 +166,18 @@ def test_a_module_after_a_recurrent_one() -> None:
 
 @pytest.mark.parametrize("made", [mlp, lambda: nn.Linear(SIZE, SIZE)])
 def test_torchs_own_modules_compiled_in_place(made: Callable[[], nn.Module]) -> None:
-    """torch takes up none of their frames."""
+    """torch before 2.14 takes up none of their frames."""
+    taken_up = graphs_of(made, in_place=True)
     m = made()
     m.compile(**FP8)
-    (message,) = messages(lambda: [m(data()) for _ in range(2)])
-    assert "Use torch.compile(module, …)" in message
-    assert fp8compile.last_compile().failure in message
+    found = messages(lambda: [m(data()) for _ in range(2)])
+    if taken_up:
+        assert not found
+        assert fp8compile.last_compile().converted
+    else:
+        (message,) = found
+        assert "Use torch.compile(module, …)" in message
+        assert fp8compile.last_compile().failure in message
 
 
 def test_own_modules_in_one_of_torchs_compiled_in_place() -> None:
