@@ -5,18 +5,11 @@ The backend needs no import: it is found by its entry point. What is here is for
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
-OLDEST, NEWEST = (2, 11), (2, 13)
-_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-if _version < OLDEST:
-    raise ImportError(f"fp8compile needs torch {OLDEST[0]}.{OLDEST[1]} or newer; this is torch {torch.__version__}")
-if _version > NEWEST:
-    warnings.warn(
-        f"fp8compile was tested with torch 2.11 to 2.13; this is torch {torch.__version__}. It may work.", stacklevel=2
-    )
+from fp8compile import torch_versions
+
+torch_versions.check(torch.__version__)
 
 from fp8compile import delayed  # noqa: E402
 from fp8compile.adaptive.adaptive_graph import AdaptiveGraph, adaptive_graphs  # noqa: E402

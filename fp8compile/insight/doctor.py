@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fp8compile import NEWEST, OLDEST, devices, environment
+from fp8compile import devices, environment, torch_versions
 from fp8compile.cache_folder import cache_folder
 from fp8compile.insight.tables.numbers import size
 from fp8compile.plan import store
@@ -59,9 +59,8 @@ def findings_text(findings: list[Finding]) -> str:
 
 
 def _versions() -> Iterator[Finding]:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    known = OLDEST <= version <= NEWEST
-    advice = "" if known else f"Tested with torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."
+    known = torch_versions.is_tested(torch.__version__)
+    advice = "" if known else f"Tested with {torch_versions.tested_range()}."
     yield Finding(FINE if known else NOTE, "torch", f"{torch.__version__}, Python {platform.python_version()}", advice)
 
 

@@ -14,8 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
+
+from fp8compile import torch_versions
 from fp8compile.passes.lower import known_accesses
 from fp8compile.torch_hooks import backward_hooks, compiled_calls, recurrent_modules
+from fp8compile.torch_hooks.user_frame import warn_user
 
 IsOurs: TypeAlias = Callable[[Any], bool]  # of a backend, as Dynamo holds it
 
@@ -43,7 +47,7 @@ PERMANENT = (
     Patch(
         "recurrent_modules",
         "torch._dynamo.variables.builder.VariableBuilder.wrap_module; config.allow_rnn meanwhile",
-        "Dynamo refuses a recurrent module where an attribute gives it, and so leaves what is around it to Python",
+        "Dynamo refuses a recurrent module, and leaves what is around it, or called by the same code later, to Python",
         "torch_hooks.recurrent_modules:call_between_graphs",
         apply=recurrent_modules.call_between_graphs,
     ),
@@ -184,5 +188,15 @@ def apply_patches(is_ours: IsOurs) -> None:
     """Make the permanent changes that have not been made. is_ours: returns True of this backend, wrapped or not."""
     for patch in PERMANENT:
         if patch.name not in _applied and patch.apply is not None:
-            patch.apply(is_ours)
+            _apply(patch.apply, is_ours, patch)
             _applied.add(patch.name)
+
+
+def _apply(change: Callable[[IsOurs], None], is_ours: IsOurs, patch: Patch) -> None:
+    """Make one change; a torch newer than those that were tested, which lacks what is changed, stays as it is."""
+    try:
+        change(is_ours)
+    except (AttributeError, ImportError) as error:
+        if not torch_versions.is_newer(torch.__version__):
+            raise
+        warn_user(f"fp8: torch {torch.__version__} has no {patch.changes} ({error}), so {patch.reason}.")

@@ -88,7 +88,7 @@ def test_a_recurrent_module_alone_is_said_once(kind: type[nn.RNNBase], how: str)
     assert f"{name} was compiled" in message
     assert not messages(lambda: [call(data()) for _ in range(3)])
     if how == "model.compile" and not graphs_of(lambda: nn.Linear(SIZE, SIZE), in_place=True):
-        assert "Use torch.compile(module, …)" in message  # torch takes up no module of its own that is compiled in place
+        assert "Use torch.compile(module, …)" in message  # torch takes up none of its own modules in place
     else:
         assert "nn.LSTM, nn.GRU and nn.RNN run in torch's own kernels" in message
     assert message.removeprefix("fp8: ")[:40] in " ".join(str(plan).split())

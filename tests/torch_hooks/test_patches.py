@@ -26,7 +26,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.optim import SGD, AdamW
 
 import fp8compile
-from fp8compile.errors import OptionError
+from fp8compile import torch_versions
+from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.passes.lower import known_accesses
 from fp8compile.torch_hooks import patches
 from fp8compile.torch_hooks.output_strides import VISIBLE
@@ -46,7 +47,7 @@ def seen_up_to(*version: int) -> None:
 
     Then let tests/train/test_hostile.py and test_scattered_gradients.py run without the change.
     """
-    here = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    here = torch_versions.parsed(torch.__version__)
     assert here <= version, "look whether this torch has it still; if not, remove the patch, its row and this test"
 
 
@@ -123,6 +124,33 @@ def test_patches_are_made_once():
     assert (BackwardHookVariable.create, torch._TorchCompileWrapper.__dict__["compiler_fn"]) == before
 
 
+class Moved:
+    """A patch of something that this torch does not have, as a newer one may not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def change(is_ours: Any) -> None:
+            raise AttributeError("it has moved")
+
+        patch = patches.Patch("moved", "torch.moved", "something is not compiled", "here:there", apply=change)
+        monkeypatch.setattr(patches, "PERMANENT", (patch,))
+
+
+def test_a_newer_torch_that_lacks_what_is_changed_is_warned_of(monkeypatch: pytest.MonkeyPatch):
+    Moved(monkeypatch)
+    monkeypatch.setattr(torch_versions, "is_newer", lambda version: True)
+    with pytest.warns(Fp8Warning, match=r"has no torch.moved \(it has moved\), so something is not compiled"):
+        patches.apply_patches(lambda backend: False)
+    patches.apply_patches(lambda backend: False)  # not said again
+    patches._applied.discard("moved")
+
+
+def test_a_tested_torch_that_lacks_what_is_changed_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    Moved(monkeypatch)
+    monkeypatch.setattr(torch_versions, "is_newer", lambda version: False)
+    with pytest.raises(AttributeError, match="it has moved"):
+        patches.apply_patches(lambda backend: False)
+
+
 # ---- permanent ------------------------------------------------------------------------------------------------------
 
 
@@ -133,21 +161,11 @@ def test_backward_hooks_is_needed():
     still(not backend.graphs)
 
 
-class Around(nn.Module):
-    """A recurrent module as an attribute, and a linear before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.recurrent = nn.Linear(8, 8), nn.GRU(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.recurrent(self.first(x))[0]
-
-
 def test_recurrent_modules_is_needed():
     backend = Counting()
-    torch.compile(Around(), backend=backend)(torch.randn(3, 2, 8))
-    still(not backend.graphs)
+    torch.compile(nn.LSTM(8, 8), backend=backend)(torch.randn(3, 2, 8))
+    torch.compile(nn.Linear(8, 8), backend=backend)(torch.randn(3, 2, 8))
+    still(not backend.graphs)  # of the linear: both are called by the same code
 
 
 def test_call_contexts_is_needed():
