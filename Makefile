@@ -4,19 +4,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types test-cpu test-gpu field fuzz accept format clean
+.PHONY: help train test lint types test-cpu test-matrix test-gpu field fuzz accept format clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 $(STAMP)%: pyproject.toml
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed'"
-	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "torch==$(TORCH)"
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "torch==$(TORCH)" $(TRITON)
 	$(BIN)/pip install --quiet --editable ".[$*]"
 	@touch $@
 
 TORCH ?= 2.13.0
+TRITON ?= "triton>=3.6,<3.7"  # the one that this torch was built for
 
 train: $(STAMP)examples ## the main job: train a language model in BF16 and in FP8, and compare (ARGS="--size 120m")
 	$(BIN)/python examples/train_lm.py $(ARGS)
@@ -36,6 +37,9 @@ ROOMS = $(foreach word,$(ARGS),$(if $(wildcard tests/$(word)),tests/$(word),$(wo
 test-cpu: $(STAMP)dev ## the tests alone, two at a time (ARGS="passes/save" or ARGS="-k name")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ROOMS)
 
+test-matrix: ## the tests under each torch from 2.11 on, an environment each, and a table (ARGS="--torch 2.15 -- tests/optimizer")
+	$(PYTHON) -m tests.matrix $(ARGS)
+
 test-gpu: ## every GPU test, with the python on the path; prints what failed
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
 
@@ -52,5 +56,5 @@ format: $(STAMP)dev ## let ruff lay out the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove the environment and what runs left behind
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache *.egg-info
+clean: ## remove environments and what runs left behind
+	rm -rf $(VENV) .venv-torch-* runs .pytest_cache .ruff_cache *.egg-info
