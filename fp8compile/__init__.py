@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 from fp8compile import torch_versions
+from fp8compile.torch_hooks.user_frame import warn_user
 
-torch_versions.check(torch.__version__)
+torch_versions.check(torch.__version__, warn_user)
 
 from fp8compile import delayed  # noqa: E402
 from fp8compile.adaptive.adaptive_graph import AdaptiveGraph, adaptive_graphs  # noqa: E402

@@ -8,8 +8,7 @@ There is no upper bound. Under a newer torch all is tried as it is: what cannot 
 from __future__ import annotations
 
 import re
-
-from fp8compile.torch_hooks.user_frame import warn_user
+from collections.abc import Callable
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 
@@ -35,12 +34,12 @@ def tested_range() -> str:
     return f"torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
-def check(version: str) -> None:
+def check(version: str, warn: Callable[[str], None]) -> None:
     """Raise `ImportError` for a version of torch that is too old; warn of one that is newer than what was tested."""
     if parsed(version) < OLDEST:
         raise ImportError(f"fp8compile needs torch {OLDEST[0]}.{OLDEST[1]} or newer; this is torch {version}")
     if is_newer(version):
-        warn_user(
+        warn(
             f"fp8: tested with {tested_range()}; this is torch {version}. What does not work there stays in its own "
             'precision, with a warning; options={"strict": True} raises instead.'
         )

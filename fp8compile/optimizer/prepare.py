@@ -24,7 +24,7 @@ from fp8compile.optimizer.state_conversion import convert_parameter, convert_sta
 from fp8compile.optimizer.state_recipe import StateRecipe
 from fp8compile.torch_hooks.untraced import never_compiled
 
-CONVERTS = "_fp8compile_converts"  # an `_init_group` that converts what it makes
+CONVERTS = "_fp8compile_converts"  # of an `_init_group` that converts what it makes: the one that was there before
 
 
 def prepare_optimizer(
@@ -94,7 +94,7 @@ def _wrap_init_group(opt: Optimizer) -> None:
     on traces the call of a method as one step, and breaks the graph at a function that an object has.
     """
     owner = next((c for c in type(opt).__mro__ if "_init_group" in vars(c)), None)
-    if owner is None or getattr(vars(owner)["_init_group"], CONVERTS, False):
+    if owner is None or hasattr(vars(owner)["_init_group"], CONVERTS):
         return
     original = vars(owner)["_init_group"]
 
@@ -111,7 +111,7 @@ def _wrap_init_group(opt: Optimizer) -> None:
             convert_states(self)
         return original(self, group, *lists, **named)
 
-    setattr(_init_group, CONVERTS, True)
+    setattr(_init_group, CONVERTS, original)
     owner._init_group = _init_group  # type: ignore[attr-defined]
 
 

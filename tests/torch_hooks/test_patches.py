@@ -42,10 +42,11 @@ def still(is_needed: bool) -> None:
     assert is_needed, "torch has this now: remove the patch, its row in torch_hooks/patches.py, and this test"
 
 
-def seen_up_to(*version: int) -> None:
+def looked_for_up_to(*version: int) -> None:
     """Fail under a newer torch. What Inductor's C++ gets wrong varies with the code around it: nothing small shows it.
 
-    Then let tests/train/test_hostile.py and test_scattered_gradients.py run without the change.
+    Then let tests/train/test_hostile.py and test_scattered_gradients.py run without the change. It stays as long as a
+    torch is supported that needs it.
     """
     here = torch_versions.parsed(torch.__version__)
     assert here <= version, "look whether this torch has it still; if not, remove the patch, its row and this test"
@@ -240,7 +241,7 @@ def run_boxed(gm: fx.GraphModule) -> Callable[..., Any]:
 
 
 def test_summed_places_is_needed():
-    seen_up_to(2, 13)
+    looked_for_up_to(2, 15)  # seen in 2.11 and 2.13
 
 
 def reusing(x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -301,7 +302,7 @@ def test_random_numbers_is_needed():
 
 
 def test_vector_width_is_needed():
-    seen_up_to(2, 13)
+    looked_for_up_to(2, 15)  # seen in 2.11 and 2.13; under 2.15 those tests pass without the change
 
 
 def test_numbers_in_steps_is_needed():
