@@ -72,7 +72,7 @@ def _follow(node: fx.Node, source: fx.Node, is_view: dict[fx.Node, bool]) -> Non
 
 def _returns_view(name: str) -> bool:
     """Return True if an operator of this name returns a part of what it is given, by its schema."""
-    packet = getattr(torch.ops.aten, name, None)
+    packet: Any = getattr(torch.ops.aten, name, None)
     overloads = packet.overloads() if hasattr(packet, "overloads") else ()
     return name not in COPIES and any(getattr(packet, each).is_view for each in overloads)
 
