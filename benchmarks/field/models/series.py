@@ -19,8 +19,8 @@ SMALL = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_atten
          "decoder_attention_heads": 4,
          "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}  # fmt: skip
 
-# With convolutions that halve the sequence, transformers 5.17 in a compiled encoder has a mask of the whole length still,
-# and raises.
+# With convolutions that halve the sequence, a compiled encoder of transformers 5.17 has a mask of the whole length
+# still, and raises.
 ONE_LENGTH = {"distil": False}
 
 
