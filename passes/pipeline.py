@@ -111,9 +111,9 @@ PIPELINE = (
     Pass("lower_markers", HALF, lower_markers.run, "casts that are left, as aten", by_inductor),
     Pass("call_matmuls", HALF, call_matmuls.run, "calls that Inductor makes; none is looked for then", on_triton),
     Pass("keep_strides", LATE_HALF, keep_strides.run, "last: of what is there when Inductor makes code"),
-    Pass("forward_states", OPTIMIZER, store_load_forwarding.run, "then an update is one expression"),
+    Pass("store_load_forwarding", OPTIMIZER, store_load_forwarding.run, "then an update is one expression"),
     Pass("merge_updates", OPTIMIZER, merge_updates.run, "finds the expressions; one operator of equal ones"),
-    Pass("stack_numbers", OPTIMIZER, batch_scalars.run, "now it is known which numbers belong together"),
+    Pass("batch_scalars", OPTIMIZER, batch_scalars.run, "now it is known which numbers belong together"),
     Pass("skip_overflow", OPTIMIZER, skip_overflow.run, "last: what is merged skips by itself", is_scaled),
 )  # fmt: skip
 
