@@ -24,11 +24,11 @@ from benchmarks.field import suite as field
 from benchmarks.field import tables as field_tables
 from benchmarks.field.bounds import Comparison, Reference, conditioning, least, sqnr, too_low, wrongs
 from benchmarks.field.halves import Halves
-from benchmarks.field.jobs import Jobs, interleaved
 from benchmarks.field.models import BY_NAME, MODELS
 from benchmarks.field.models.task import FieldModel, Task
 from benchmarks.field.steps import OURS, measure, small_gradients, torch_can
 from benchmarks.harness.columns import Row
+from benchmarks.harness.jobs import Jobs, interleaved
 from benchmarks.harness.peers import BASELINE, LeftOutError
 from benchmarks.harness.processes import Case, Clock
 from benchmarks.harness.turns import Turns
