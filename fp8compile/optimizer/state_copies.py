@@ -1,0 +1,114 @@
+"""Operators that copy a state, or make room for a copy: applied to each of its parts, so that every bit is kept.
+
+    clone, detach, .to(device), pin_memory, record_stream    each part
+    empty_like, zeros_like, new_empty, new_zeros             a state with empty parts, to copy_ into
+    all_gather, wait, pad                                    each part by its rows: a row is whole groups
+
+torch's own tools copy with these (deepcopy, stagers of torch.distributed.checkpoint, DTensor), and copy exactly
+whatever answers them. What would take the memory behind a tensor is refused: a state has none of its own. So is any
+other collective, as what it writes would be lost.
+
+A step that is traced keeps its temporary tensors plain: there only what is computed matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.errors import StateError
+from fp8compile.state_formats import GROUP
+from fp8compile.torch_hooks.tensor_subclasses import AS_THEY_ARE
+
+if TYPE_CHECKING:
+    from fp8compile.optimizer.states import FP8State
+
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+LIKE = {aten.empty_like.default: torch.empty_like, aten.zeros_like.default: torch.zeros_like}
+NEW = {aten.new_empty.default: torch.empty_like, aten.new_zeros.default: torch.zeros_like}
+PINNING = {aten._pin_memory.default, aten.pin_memory.default}
+MEMORY = {aten.set_, aten.resize_, aten.resize_as_}
+COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+
+
+def copied(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what `func` makes of a state where it only copies; NotImplemented where it computes.
+
+    Raises `StateError` for what can neither be kept bit for bit nor is a computation.
+    """
+    state = args[0] if args else None
+    if hasattr(state, "like"):
+        for rule in (_each_part, _blank, _by_rows):
+            if (result := rule(func, state, args, kwargs)) is not NotImplemented:
+                return result
+    if func.overloadpacket in MEMORY or func.namespace in COLLECTIVES:
+        raise no_memory(f"{func} is to write to it or to read it")
+    return NotImplemented
+
+
+def no_memory(what: str) -> StateError:
+    """Return the error for `what` wants the memory of a state."""
+    return StateError(
+        f"an 8-bit optimizer state has no memory of its own, and {what}: its parts would be lost. Copy it with clone(), "
+        "copy_() or torch.save, gather it with full_tensor(); fp8compile.plain_state_dict(opt) has plain tensors"
+    )
+
+
+def _each_part(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
+    if func in AS_THEY_ARE or func is functional.wait_tensor.default:
+        return state.like(lambda x: func(x))
+    if func is aten._to_copy.default and kwargs.get("dtype", state.dtype) in (None, state.dtype):
+        how = {name: kwargs[name] for name in ("device", "pin_memory", "non_blocking") if name in kwargs}
+        return state.like(lambda x: aten._to_copy.default(x, **how))
+    if func in PINNING:
+        return state.like(lambda x: x.pin_memory())
+    if func is aten.is_pinned.default:
+        return all(x.is_pinned() for x in state.parts())
+    if func is aten.record_stream.default:
+        for x in state.parts():
+            func(x, *args[1:])
+        return None
+    return NotImplemented
+
+
+def _blank(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
+    """Return a state of the same shape and format with nothing in it, or zeros: it is made to be copied into."""
+    make = LIKE.get(func) or (NEW.get(func) if list(args[1:2]) == [list(state.shape)] else None)
+    if make is None or type(state.payload) is not Tensor or kwargs.get("dtype") not in (None, state.dtype):
+        return NotImplemented
+    how = {name: kwargs[name] for name in ("device", "pin_memory") if kwargs.get(name) is not None}
+    return state.like(lambda x: make(x, **how))
+
+
+def _by_rows(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
+    """Return the state with rows of other ranks below its own (`all_gather`), or with zeros below them (`pad`)."""
+    if func is functional.all_gather_into_tensor.default:
+        return _rows_changed(func, state, lambda x, rows: func(x, *args[1:], **kwargs))
+    if func is aten.constant_pad_nd.default and not any(args[1][:-1]):
+        return _rows_changed(func, state, lambda x, rows: _padded(x, args[1][-1] * rows))
+    return NotImplemented
+
+
+def _rows_changed(func: Any, state: FP8State, change: Callable[[Tensor, int], Tensor]) -> FP8State:
+    """Return `state` with `change` applied to its parts and the rows that each has for one of the state."""
+    row = state.payload[0].numel() if state.shape[0] else GROUP
+    if row % GROUP:
+        raise StateError(
+            f"{func} of an 8-bit optimizer state whose rows have {row} elements, no multiple of {GROUP}: "
+            "its groups cross rows, so it cannot be put together from rows"
+        )
+    groups = row // GROUP if state.side.shape[0] else 1
+
+    def changed(x: Tensor) -> Tensor:
+        if x is state.counter:
+            return x.clone()
+        return change(x, groups if x is state.side else 1)
+
+    return state.like(changed)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(rows, *x.shape[1:])]) if x.shape[0] or rows else x.clone()
