@@ -2,7 +2,7 @@
 
     clone, detach, .to(device), pin_memory, record_stream    each part
     empty_like, zeros_like, new_empty, new_zeros             a state with empty parts, to copy_ into
-    all_gather, wait, pad                                    each part by its rows: a row is whole groups
+    all_gather, scatter, wait, split, pad                    each part by its rows: a row is whole groups
 
 torch's own tools copy with these (deepcopy, stagers of torch.distributed.checkpoint, DTensor), and copy exactly
 whatever answers them. What would take the memory behind a tensor is refused: a state has none of its own. So is any
@@ -31,6 +31,7 @@ LIKE = {aten.empty_like.default: torch.empty_like, aten.zeros_like.default: torc
 NEW = {aten.new_empty.default: torch.empty_like, aten.new_zeros.default: torch.zeros_like}
 PINNING = {aten._pin_memory.default, aten.pin_memory.default}
 MEMORY = {aten.set_, aten.resize_, aten.resize_as_}
+WAITING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}  # the latter waits later
 COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 
 
@@ -44,6 +45,8 @@ def copied(func: Any, args: Any, kwargs: Any) -> Any:
         for rule in (_each_part, _blank, _by_rows):
             if (result := rule(func, state, args, kwargs)) is not NotImplemented:
                 return result
+    if func.name() == "c10d::scatter_":
+        return _scattered(func, args, kwargs)
     if func.overloadpacket in MEMORY or func.namespace in COLLECTIVES:
         raise no_memory(f"{func} is to write to it or to read it")
     return NotImplemented
@@ -58,8 +61,10 @@ def no_memory(what: str) -> StateError:
 
 
 def _each_part(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
-    if func in AS_THEY_ARE or func is functional.wait_tensor.default:
+    if func in AS_THEY_ARE:
         return state.like(lambda x: func(x))
+    if func.name() in WAITING:
+        return state.like(lambda x: functional.wait_tensor.default(x))
     if func is aten._to_copy.default and kwargs.get("dtype", state.dtype) in (None, state.dtype):
         how = {name: kwargs[name] for name in ("device", "pin_memory", "non_blocking") if name in kwargs}
         return state.like(lambda x: aten._to_copy.default(x, **how))
@@ -86,28 +91,54 @@ def _blank(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
 def _by_rows(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
     """Return the state with rows of other ranks below its own (`all_gather`), or with zeros below them (`pad`)."""
     if func is functional.all_gather_into_tensor.default:
-        return _rows_changed(func, state, lambda x, rows: func(x, *args[1:], **kwargs))
+        return _rows_changed(func, state, lambda x, rows: _gathered(func, x, args, kwargs))
     if func is aten.constant_pad_nd.default and not any(args[1][:-1]):
         return _rows_changed(func, state, lambda x, rows: _padded(x, args[1][-1] * rows))
+    if func is aten.split.Tensor and len(args) < 3 and type(state.payload) is Tensor:
+        starts = range(0, state.shape[0], args[1])
+        pieces = [state.rows(0, first, first + args[1]) for first in starts]
+        return NotImplemented if any(x is None for x in pieces) else pieces
     return NotImplemented
 
 
 def _rows_changed(func: Any, state: FP8State, change: Callable[[Tensor, int], Tensor]) -> FP8State:
     """Return `state` with `change` applied to its parts and the rows that each has for one of the state."""
     row = state.payload[0].numel() if state.shape[0] else GROUP
-    if row % GROUP:
+    if row % GROUP and state.side.shape[0]:
         raise StateError(
             f"{func} of an 8-bit optimizer state whose rows have {row} elements, no multiple of {GROUP}: "
             "its groups cross rows, so it cannot be put together from rows"
         )
-    groups = row // GROUP if state.side.shape[0] else 1
 
     def changed(x: Tensor) -> Tensor:
-        if x is state.counter:
+        if x is state.counter or not x.shape[0] and x is state.side:  # not by rows
             return x.clone()
-        return change(x, groups if x is state.side else 1)
+        return change(x, row // GROUP if x is state.side else 1)
 
     return state.like(changed)
+
+
+def _gathered(func: Any, x: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """Return the rows of all ranks."""
+    gathered = func(_as_bytes(x), *args[1:], **kwargs)
+    return gathered if gathered.dtype == x.dtype else functional.wait_tensor.default(gathered).view(x.dtype)
+
+
+def _scattered(func: Any, args: Any, kwargs: Any) -> Any:
+    """Write to the state of this rank what the root has for it, part by part; return both as torch does."""
+    (target,), sources, *how = args
+    work = None
+    for n, part in enumerate(target.parts()):
+        if work is not None:
+            work.wait()
+        given = [[_as_bytes(state.parts()[n]) for state in states] for states in sources]
+        _, work = func([_as_bytes(part)], given, *how, **kwargs)
+    return [target], work
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """Return int16 as bytes: neither NCCL nor gloo knows it."""
+    return x.view(torch.uint8) if x.dtype == torch.int16 else x
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

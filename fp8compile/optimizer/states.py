@@ -182,11 +182,13 @@ class FP8State(Tensor):
         self.settle()
         count = self.shape[0]
         first, last, _ = slice(start, stop).indices(count)
-        row = self.payload[0].numel() if count else 0
-        if dim != 0 or step != 1 or first * row % GROUP or (last * row % GROUP and last != count):
+        row, side = self.payload[0].numel() if count else 0, self.side
+        if dim != 0 or step != 1:
             return None
-        groups = slice(first * row // GROUP, -(-last * row // GROUP))
-        side = self.side if not self.side.shape[0] else self.side[groups]
+        if side.shape[0]:
+            if first * row % GROUP or (last * row % GROUP and last != count):
+                return None
+            side = side[first * row // GROUP : -(-last * row // GROUP)]
         low = None if self.low is None else self.low[first:last]
         payload = self.payload[first:last]
         return FP8State(payload, side, self.counter, low, self.format, self.parameter, self.dtype)
