@@ -1,10 +1,10 @@
 """What must hold of a state that comes from a file: parts that fit together, and the checksum that was stored with it.
 
-    checksum = Σ word · odd number of its position   (mod 2⁶⁴, over all parts and a name of their shapes and formats)
+    checksum = Σ word · odd number of its position     (mod 2⁶⁴, over all parts, and their shapes and formats)
 
-A word is 8 bytes. Odd numbers have inverses, so no single word can change without the sum; swapped words and blocks that
-were never written change it but for one case in 2⁶⁴ or so. Integers add up to the same on every device, in any order, in
-pieces of bounded size: nothing is copied from a GPU to know it.
+A word is 8 bytes. Odd numbers have inverses, so no single word can change without the sum; that words change places, or
+blocks are never written, and it stays as it was, is as good as impossible. Integers add up to the same on every device,
+in any order, in pieces of bounded size: nothing is copied from a GPU to know it.
 """
 
 from __future__ import annotations

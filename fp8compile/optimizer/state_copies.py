@@ -5,14 +5,15 @@
     all_gather, scatter, wait, split, pad                    each part by its rows: a row is whole groups
 
 torch's own tools copy with these (deepcopy, stagers of torch.distributed.checkpoint, DTensor), and copy exactly
-whatever answers them. What would take the memory behind a tensor is refused: a state has none of its own. So is any
-other collective, as what it writes would be lost.
+whatever answers them. What would take the memory behind a tensor is refused: a state has none of its own. So are
+collectives that write to tensors, but for `scatter`, as what they write would be lost.
 
-A step that is traced keeps its temporary tensors plain: there only what is computed matters.
+All else computes, with what the state stands for; and so does everything in a step that is traced.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.errors import StateError
-from fp8compile.state_formats import GROUP
+from fp8compile.state_formats import GROUP, parse_state_format
 from fp8compile.torch_hooks.tensor_subclasses import AS_THEY_ARE
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ NEW = {aten.new_empty.default: torch.empty_like, aten.new_zeros.default: torch.z
 PINNING = {aten._pin_memory.default, aten.pin_memory.default}
 MEMORY = {aten.set_, aten.resize_, aten.resize_as_}
 WAITING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}  # the latter waits later
-COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+COLLECTIVES = ("c10d", "symm_mem")
 
 
 def copied(func: Any, args: Any, kwargs: Any) -> Any:
@@ -40,7 +41,9 @@ def copied(func: Any, args: Any, kwargs: Any) -> Any:
 
     Raises `StateError` for what can neither be kept bit for bit nor is a computation.
     """
-    state = args[0] if args else None
+    state: Any = args[0] if args else None
+    if func is aten.cat.default:
+        return _joined(*args, **kwargs)
     if hasattr(state, "like"):
         for rule in (_each_part, _blank, _by_rows):
             if (result := rule(func, state, args, kwargs)) is not NotImplemented:
@@ -55,8 +58,9 @@ def copied(func: Any, args: Any, kwargs: Any) -> Any:
 def no_memory(what: str) -> StateError:
     """Return the error for `what` wants the memory of a state."""
     return StateError(
-        f"an 8-bit optimizer state has no memory of its own, and {what}: its parts would be lost. Copy it with clone(), "
-        "copy_() or torch.save, gather it with full_tensor(); fp8compile.plain_state_dict(opt) has plain tensors"
+        f"an 8-bit optimizer state has no memory of its own, and {what}: its parts would be lost. Copy it with "
+        "clone(), copy_() or torch.save, gather it with full_tensor(); fp8compile.plain_state_dict(opt) has plain "
+        "tensors"
     )
 
 
@@ -89,33 +93,49 @@ def _blank(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
 
 
 def _by_rows(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
-    """Return the state with rows of other ranks below its own (`all_gather`), or with zeros below them (`pad`)."""
+    """Return the state with rows of other ranks below its own, with zeros below them, or cut into some states."""
+    if type(state.payload) is not Tensor:
+        return NotImplemented
     if func is functional.all_gather_into_tensor.default:
-        return _rows_changed(func, state, lambda x, rows: _gathered(func, x, args, kwargs))
-    if func is aten.constant_pad_nd.default and not any(args[1][:-1]):
-        return _rows_changed(func, state, lambda x, rows: _padded(x, args[1][-1] * rows))
-    if func is aten.split.Tensor and len(args) < 3 and type(state.payload) is Tensor:
-        starts = range(0, state.shape[0], args[1])
-        pieces = [state.rows(0, first, first + args[1]) for first in starts]
+        return _rows_changed(state, lambda x, rows: _gathered(func, x, args, kwargs))
+    if func is aten.constant_pad_nd.default and _adds_zero_rows(state, *args[1:]):
+        return _rows_changed(state, lambda x, rows: torch.cat([x, x.new_zeros(args[1][-1] * rows, *x.shape[1:])]))
+    if func is aten.split.Tensor and (len(args) < 3 or args[2] == 0):
+        pieces = [state.rows(0, first, first + args[1]) for first in range(0, state.shape[0], args[1])]
         return NotImplemented if any(x is None for x in pieces) else pieces
     return NotImplemented
 
 
-def _rows_changed(func: Any, state: FP8State, change: Callable[[Tensor, int], Tensor]) -> FP8State:
+def _adds_zero_rows(state: FP8State, pad: list[int], value: float = 0) -> bool:
+    return len(pad) == 2 * state.dim() and not any(pad[:-1]) and pad[-1] >= 0 and value == 0
+
+
+def _rows_changed(state: FP8State, change: Callable[[Tensor, int], Tensor]) -> Any:
     """Return `state` with `change` applied to its parts and the rows that each has for one of the state."""
-    row = state.payload[0].numel() if state.shape[0] else GROUP
-    if row % GROUP and state.side.shape[0]:
-        raise StateError(
-            f"{func} of an 8-bit optimizer state whose rows have {row} elements, no multiple of {GROUP}: "
-            "its groups cross rows, so it cannot be put together from rows"
-        )
+    row, exact = math.prod(state.shape[1:]), parse_state_format(state.format).is_exact
+    if row % GROUP and not exact:
+        return NotImplemented
 
     def changed(x: Tensor) -> Tensor:
-        if x is state.counter or not x.shape[0] and x is state.side:  # not by rows
+        if x is state.counter or (exact and x is state.side):  # not by rows
             return x.clone()
         return change(x, row // GROUP if x is state.side else 1)
 
     return state.like(changed)
+
+
+def _joined(states: list[Any], dim: int = 0) -> Any:
+    """Return several exact states as one, as DTensor gathers columns; others are joined as what they stand for."""
+    first = states[0]
+    exact = all(hasattr(x, "like") and parse_state_format(x.format).is_exact for x in states)
+    if not exact or type(first.payload) is not Tensor or len({x.low is None for x in states}) > 1:
+        return NotImplemented
+
+    def joined(name: str, x: Tensor) -> Tensor:
+        return x.clone() if name in ("side", "counter") else torch.cat([getattr(y, name) for y in states], dim)
+
+    names = {id(getattr(first, name)): name for name in ("payload", "side", "counter", "low")}
+    return first.like(lambda x: joined(names[id(x)], x))
 
 
 def _gathered(func: Any, x: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -127,6 +147,8 @@ def _gathered(func: Any, x: Tensor, args: Any, kwargs: Any) -> Tensor:
 def _scattered(func: Any, args: Any, kwargs: Any) -> Any:
     """Write to the state of this rank what the root has for it, part by part; return both as torch does."""
     (target,), sources, *how = args
+    if not all(hasattr(x, "like") for x in (target, *(x for states in sources for x in states))):
+        raise no_memory(f"{func} is to write to a tensor of another kind")
     work = None
     for n, part in enumerate(target.parts()):
         if work is not None:
@@ -139,7 +161,3 @@ def _scattered(func: Any, args: Any, kwargs: Any) -> Any:
 def _as_bytes(x: Tensor) -> Tensor:
     """Return int16 as bytes: neither NCCL nor gloo knows it."""
     return x.view(torch.uint8) if x.dtype == torch.int16 else x
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(rows, *x.shape[1:])]) if x.shape[0] or rows else x.clone()

@@ -131,7 +131,7 @@ class FP8State(Tensor):
     def data(self, value: Tensor) -> None:
         if not isinstance(value, FP8State) or value.__tensor_flatten__() != self.__tensor_flatten__():
             raise StateError(f"the data of {self} cannot be {type(value).__name__}s of another kind: copy_ into it")
-        Tensor.data.__set__(self, value)  # shape and device
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and device
         for name in INNER:
             setattr(self, name, getattr(value, name))
 

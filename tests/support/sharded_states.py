@@ -18,16 +18,21 @@ PARTS = ("payload", "side", "counter", "low")
 
 
 def make(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """33 rows of 128 do not divide by two or four; rows of 33 cut groups."""
+    """33 rows of 128 do not divide by two or four; rows of 33 cut groups; of a single row most ranks have nothing."""
     torch.manual_seed(1)
     layers = nn.Linear(128, 33), nn.Linear(33, 128), nn.Linear(128, 256, bias=False), nn.Linear(256, 128)
-    return nn.Sequential(*layers).to(dtype)
+    return nn.Sequential(*layers, nn.Linear(4224, 1)).to(device(), dtype)
+
+
+def device() -> str:
+    """The kind of device of this group's ranks."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def first_ranks(size: int) -> DeviceMesh | None:
     """A mesh of the first ranks, on those."""
     group = dist.new_group(list(range(size)))
-    return DeviceMesh.from_group(group, "cpu") if dist.get_rank() < size else None
+    return DeviceMesh.from_group(group, device()) if dist.get_rank() < size else None
 
 
 def trained(
@@ -41,7 +46,9 @@ def trained(
         for p in model.parameters():
             assert isinstance(p, DTensor)
             generator = torch.Generator().manual_seed(i + p.numel())
-            p.grad = distribute_tensor(torch.randn(p.shape, generator=generator).to(dtype), mesh, p.placements)
+            p.grad = distribute_tensor(
+                torch.randn(p.shape, generator=generator).to(device(), dtype), mesh, p.placements
+            )
         step()
     return model, opt
 
@@ -51,7 +58,7 @@ def whole(x: DTensor) -> tuple[str, dict[str, torch.Tensor]]:
     local = x._local_tensor
     parts = {n: getattr(local, n) for n in PARTS if getattr(local, n, None) is not None} or {"plain": local}
     gathered: list[Any] = [None] * x.device_mesh.size()
-    dist.all_gather_object(gathered, {n: t.clone() for n, t in parts.items()}, group=x.device_mesh.get_group())
+    dist.all_gather_object(gathered, {n: t.cpu().clone() for n, t in parts.items()}, group=x.device_mesh.get_group())
     parts = {n: torch.cat([g[n] for g in gathered]) if n != "counter" else gathered[0][n] for n in parts}
     return getattr(local, "format", ""), parts
 
@@ -63,19 +70,17 @@ def states(opt: torch.optim.Optimizer) -> dict[tuple[int, str], tuple[str, dict[
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Equal bit for bit; both moments of three weights are in 8 bits (BF16 parameters: others are FP32 in ours)."""
+    """Equal bit for bit; both moments of four weights are in 8 bits (BF16 parameters: others are FP32 in ours)."""
     assert one.keys() == other.keys()
     for key, (format, parts) in one.items():
         assert format == other[key][0]
         assert parts.keys() == other[key][1].keys()
         for part, x in parts.items():
             assert torch.equal(x, other[key][1][part]), (key, part)
-    assert sum(format not in ("", "float32") for format, _ in one.values()) == 2 * 3
+    assert sum(format not in ("", "float32") for format, _ in one.values()) == 2 * 4
 
 
-def fresh(
-    mesh: DeviceMesh, recipe: Any, dtype: torch.dtype = torch.float32
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fresh(mesh: DeviceMesh, recipe: Any, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Before its first step."""
     model = fully_shard(make(dtype), mesh=mesh)
     return model, fp8compile.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), recipe)
