@@ -48,11 +48,23 @@ def copied(func: Any, args: Any, kwargs: Any) -> Any:
         for rule in (_each_part, _blank, _by_rows):
             if (result := rule(func, state, args, kwargs)) is not NotImplemented:
                 return result
+    if func is aten.copy_.default and not hasattr(state, "like"):
+        _refuse_loss(args[1])
     if func.name() == "c10d::scatter_":
         return _scattered(func, args, kwargs)
     if func.overloadpacket in MEMORY or func.namespace in COLLECTIVES:
         raise no_memory(f"{func} is to write to it or to read it")
     return NotImplemented
+
+
+def _refuse_loss(source: FP8State) -> None:
+    """Raise `StateError` if a tool turns a checkpoint into plain tensors, which have no place for missing bits."""
+    if source.from_file and source.low is not None:
+        raise StateError(
+            "an 8-bit optimizer state from a file is to become a plain tensor, and carries 16 more bits of each "
+            "element of its BF16 parameter, which would be lost: load it into an optimizer that "
+            "fp8compile.prepare_optimizer has prepared, or read state.dequantize()"
+        )
 
 
 def no_memory(what: str) -> StateError:

@@ -45,6 +45,7 @@ class FP8State(Tensor):
     counter: Tensor | None
     low: Tensor | None
     stored_checksum: int | None = None  # of the file that it is from, where its values have not been seen yet
+    from_file: bool = False  # not in use yet: what a tool copies it into is a checkpoint, too
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -162,6 +163,7 @@ class FP8State(Tensor):
     def store(self, x: Tensor) -> FP8State:
         """Write `x`, in place."""
         self.settle()
+        self.from_file = False
         x = x.to(self.dtype) if x.dtype not in (self.dtype, torch.float32) else x
         x = x if x.shape == self.shape else x.expand(self.shape)
         payload, side = state_ops.store_state(x.contiguous(), self.counter, self.low, self.format, self.parameter)
@@ -272,6 +274,7 @@ def rebuild(*parts: Any) -> FP8State:
     if len(parts) not in (7, 8) or not all(x is None or isinstance(x, Tensor) for x in parts[:4]):
         raise StateError("a stored FP8 optimizer state has other parts than this version of fp8compile writes")
     state = FP8State(*parts[:7])
+    state.from_file = True
     state.stored_checksum = parts[7] if len(parts) == 8 else None  # none was written up to 0.1.0
     if not has_values_to_come(state.payload):
         state.check()

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 from fp8compile import FP8State
@@ -240,6 +241,22 @@ def test_refused(way: str) -> None:
     function, message = REFUSED[way]
     with pytest.raises((StateError, RuntimeError), match=re.compile(message, re.DOTALL)):
         function(make())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_tensors_hold_what_a_state_stands_for_but_no_missing_bits(kind: str, tmp_path: Path) -> None:
+    """Reading is a computation; a file that is converted loses no bits of a parameter."""
+    state = make(kind)
+    plain = torch.empty(state.shape, dtype=state.dtype).copy_(state)
+    assert torch.equal(plain, state.dequantize())
+    dcp.save({"s": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    if state.low is not None:
+        with pytest.raises(CheckpointException, match=r"16 more bits .* would be lost"):
+            dcp_to_torch_save(tmp_path / "dcp", tmp_path / "c.pt")
+        assert not (tmp_path / "c.pt").exists()
+    else:
+        dcp_to_torch_save(tmp_path / "dcp", tmp_path / "c.pt")
+        assert torch.equal(torch.load(tmp_path / "c.pt")["s"], plain)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
