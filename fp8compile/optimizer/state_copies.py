@@ -113,9 +113,16 @@ def _by_rows(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
     if func is aten.constant_pad_nd.default and _adds_zero_rows(state, *args[1:]):
         return _rows_changed(state, lambda x, rows: torch.cat([x, x.new_zeros(args[1][-1] * rows, *x.shape[1:])]))
     if func is aten.split.Tensor and (len(args) < 3 or args[2] == 0):
-        pieces = [state.rows(0, first, first + args[1]) for first in range(0, state.shape[0], args[1])]
+        pieces: list[Any] = [state.rows(0, first, first + args[1]) for first in range(0, state.shape[0], args[1])]
         return NotImplemented if any(x is None for x in pieces) else pieces
+    if _is_no_row(func, state, args):
+        return state.like(lambda x: x.clone() if x is state.counter else x[:0].clone())
     return NotImplemented
+
+
+def _is_no_row(func: Any, state: FP8State, args: Any) -> bool:
+    """Return True if DTensor makes a shard for a rank that no row is left for."""
+    return func in NEW and len(args) > 1 and list(args[1]) == [0, *state.shape[1:]]
 
 
 def _adds_zero_rows(state: FP8State, pad: list[int], value: float = 0) -> bool:

@@ -206,6 +206,8 @@ def test_rows_and_columns_are_put_together() -> None:
         padded.check()
         assert_same(whole[:rows].clone(), padded[:rows].clone())
         assert not padded[rows:].dequantize().any()
+    none = whole.new_zeros(0, 256)
+    assert_same(whole[:0].clone(), none)
     exact = make("exact")
     assert_same(exact, torch.cat([x.clone() for x in exact.split(3)]))
     for plain in (torch.cat([whole, whole]), torch.nn.functional.pad(whole, [0, 3]), torch.stack([exact, exact])):
