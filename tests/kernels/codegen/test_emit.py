@@ -293,3 +293,9 @@ def test_sizes_for_a_trial_fit_together() -> None:
             values = region_reference.Evaluation(part, inputs, names)
             for store in part.stores:
                 assert values[store.value] is not None
+
+
+def test_whole_rows_in_groups_of_rows_are_swept_where_a_tile_of_them_would_not_fit() -> None:
+    found = regions.draw(10037, large=True)  # rows of 1000, reduced, and amaxes of 64 rows
+    assert [(t.block_rows, t.block_cols) for t in found.schedule.tilings if t.sweeps] == [(64, 256)]
+    assert choose_schedule.fits(found.schedule)
