@@ -13,16 +13,18 @@ one by one: hence `never_compiled`. In a graph nothing of this is traced by Dyna
 
 from __future__ import annotations
 
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8compile.errors import StateError
-from fp8compile.optimizer import state_ops
+from fp8compile.optimizer import state_checks, state_ops
+from fp8compile.optimizer.state_copies import copied, no_memory
 from fp8compile.state_formats import GROUP, parse_state_format
 from fp8compile.torch_hooks.tensor_subclasses import (
-    AS_THEY_ARE,
+    has_values_to_come,
     no_torch_function,
     tree_map,
     without_memory,
@@ -42,6 +44,8 @@ class FP8State(Tensor):
     side: Tensor
     counter: Tensor | None
     low: Tensor | None
+    stored_checksum: int | None = None  # of the file that it is from, where its values have not been seen yet
+    from_file: bool = False  # not in use yet: what a tool copies it into is a checkpoint, too
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -89,6 +93,7 @@ class FP8State(Tensor):
         return FP8State(payload, side, counter, low, format, rounding, dtype or x.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, str, torch.dtype]]:
+        self.settle()
         names = [name for name in INNER if getattr(self, name) is not None]
         return names, (self.format, self.parameter, self.dtype)
 
@@ -105,16 +110,60 @@ class FP8State(Tensor):
         return f"FP8State({list(self.shape)}, {self.format}, dtype={self.dtype}, device={self.device})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild, (*(getattr(self, name) for name in INNER), self.format, self.parameter, self.dtype)
+        self.settle()
+        return rebuild, (*self._arguments(), state_checks.checksum(self))
+
+    def __copy__(self) -> FP8State:
+        return self.like(lambda x: x)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return *(getattr(self, name) for name in INNER), self.format, self.parameter, self.dtype
+
+    def parts(self) -> list[Tensor]:
+        """Return the tensors that the state is made of."""
+        return [x for name in INNER if (x := getattr(self, name)) is not None]
+
+    @property
+    def data(self) -> Tensor:
+        """The state, without its history; assigned to, it takes over the parts of another one, as tensors do."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, FP8State) or value.__tensor_flatten__() != self.__tensor_flatten__():
+            raise StateError(f"the data of {self} cannot be {type(value).__name__}s of another kind: copy_ into it")
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and device
+        for name in INNER:
+            setattr(self, name, getattr(value, name))
+
+    def share_memory_(self) -> FP8State:
+        """Move all parts to shared memory, as `Tensor.share_memory_` does."""
+        for x in self.parts():
+            x.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return True if all parts are in shared memory."""
+        return all(x.is_shared() for x in self.parts())
+
+    def storage(self) -> Any:
+        """Raise `StateError`: what wants the memory of a tensor, as safetensors does, cannot copy a state."""
+        raise no_memory("its storage is asked for")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise no_memory("it is exported by dlpack")
 
     @never_compiled
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """Return the state as a plain tensor."""
+        self.settle()
         return state_ops.load_state(self.payload, self.side, self.format, dtype or self.dtype)
 
     @never_compiled
     def store(self, x: Tensor) -> FP8State:
         """Write `x`, in place."""
+        self.settle()
+        self.from_file = False
         x = x.to(self.dtype) if x.dtype not in (self.dtype, torch.float32) else x
         x = x if x.shape == self.shape else x.expand(self.shape)
         payload, side = state_ops.store_state(x.contiguous(), self.counter, self.low, self.format, self.parameter)
@@ -126,25 +175,35 @@ class FP8State(Tensor):
 
     def like(self, function: Any) -> FP8State:
         """Return the same state with `function` applied to each of its tensors."""
+        self.settle()
         inner = [None if (x := getattr(self, name)) is None else function(x) for name in INNER]
         return FP8State(*inner, self.format, self.parameter, self.dtype)  # type: ignore[arg-type]
 
     def rows(self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> FP8State | None:
         """Return some rows of the state, sharing its memory; None where they are not whole groups."""
+        self.settle()
         count = self.shape[0]
         first, last, _ = slice(start, stop).indices(count)
-        row = self.payload[0].numel() if count else 0
-        if dim != 0 or step != 1 or first * row % GROUP or (last * row % GROUP and last != count):
+        row, side = self.payload[0].numel() if count else 0, self.side
+        if dim != 0 or step != 1:
             return None
-        groups = slice(first * row // GROUP, -(-last * row // GROUP))
-        side = self.side if not self.side.shape[0] else self.side[groups]
+        if side.shape[0]:
+            if first * row % GROUP or (last * row % GROUP and last != count):
+                return None
+            side = side[first * row // GROUP : -(-last * row // GROUP)]
         low = None if self.low is None else self.low[first:last]
         payload = self.payload[first:last]
         return FP8State(payload, side, self.counter, low, self.format, self.parameter, self.dtype)
 
     def check(self) -> None:
         """Raise `StateError` if this cannot be what `store` left."""
-        _check(self)
+        state_checks.check(self)
+        self.stored_checksum = None
+
+    def settle(self) -> None:
+        """Raise `StateError` if this is from a damaged file; a state whose values came after it has not been asked."""
+        if self.stored_checksum is not None:
+            self.check()
 
     __torch_function__ = no_torch_function
 
@@ -152,14 +211,12 @@ class FP8State(Tensor):
     @never_compiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in AS_THEY_ARE:
-            return args[0].like(lambda x: func(x))
+        if (result := copied(func, args, kwargs)) is not NotImplemented:
+            return result
         if func in VIEWS and list(args[1]) == list(args[0].shape):
             return args[0].like(lambda x: x.view(x.shape))
-        if func is aten._to_copy.default and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
-            return args[0].like(lambda x: aten._to_copy.default(x, device=kwargs.get("device")))
         if func is aten.copy_.default and isinstance(args[0], FP8State):
-            return _copy(*args[:2])
+            return _copy(*args, **kwargs)
         if func is aten.slice.Tensor and isinstance(args[0], FP8State):
             rows = args[0].rows(*args[1:])
             if rows is not None:
@@ -173,14 +230,20 @@ class FP8State(Tensor):
         return _through_plain(func, args, kwargs)
 
 
-def _copy(target: FP8State, source: Tensor) -> FP8State:
-    same = isinstance(source, FP8State) and source.format == target.format and source.shape == target.shape
-    if not same:
-        return target.store(source.dequantize(torch.float32) if isinstance(source, FP8State) else source)
-    for name in INNER:
+def _copy(target: FP8State, source: Tensor, non_blocking: bool = False) -> FP8State:
+    """Write `source` to `target`: bit for bit if it is such a state, and what belongs to the parameter in any case."""
+    if not isinstance(source, FP8State):
+        return target.store(source)
+    source.settle()
+    if source.format != target.format or source.shape != target.shape:
+        target.store(source.dequantize(torch.float32))
+    else:
+        target.payload.copy_(source.payload, non_blocking)
+        target.side.copy_(source.side, non_blocking)
+    for name in ("counter", "low"):
         mine, other = getattr(target, name), getattr(source, name)
-        if mine is not None and other is not None:
-            mine.copy_(other)
+        if mine is not None and other is not None and source.shape == target.shape:
+            mine.copy_(other, non_blocking)
     return target
 
 
@@ -204,34 +267,26 @@ def _through_plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def rebuild(*parts: Any) -> FP8State:
-    """Return a state from a file; raises `StateError` for parts that do not fit together."""
-    if len(parts) != 7 or not all(x is None or isinstance(x, Tensor) for x in parts[:4]):
+    """Return a state from a file; raises `StateError` for one that is not what was saved.
+
+    Files in torch's old format hold the values behind all else: such a state is checked when it is first used.
+    """
+    if len(parts) not in (7, 8) or not all(x is None or isinstance(x, Tensor) for x in parts[:4]):
         raise StateError("a stored FP8 optimizer state has other parts than this version of fp8compile writes")
-    state = FP8State(*parts)
-    state.check()
+    state = FP8State(*parts[:7])
+    state.from_file = True
+    state.stored_checksum = parts[7] if len(parts) == 8 else None  # none was written up to 0.1.0
+    if not has_values_to_come(state.payload):
+        state.check()
     return state
 
 
-def _check(state: FP8State) -> None:
-    how = parse_state_format(state.format)
-    payload, side = state.payload, state.side
-    if payload.dtype != how.payload_dtype or list(side.shape) != how.side_shape(payload.numel()):
-        raise StateError(
-            f"an optimizer state in {how} has a payload of {payload.dtype}{list(payload.shape)} and side data of "
-            f"{list(side.shape)}; expected {how.payload_dtype} and {how.side_shape(payload.numel())}"
-        )
-    if (how.stochastic or state.parameter == "stochastic") and state.counter is None:
-        raise StateError(f"an optimizer state in {how} lacks its counter of random bits")
-    if state.low is not None and (state.low.shape != payload.shape or state.low.dtype != torch.int16):
-        raise StateError("the missing bits of a split parameter have not its shape, or are no int16")
-    least, greatest = side[:, 0].abs(), side[:, 1]
-    wrong = (greatest.isfinite() & ~(least <= greatest)) | torch.signbit(greatest)
-    if bool(wrong.any()):
-        raise StateError(
-            f"{int(wrong.sum())} of {wrong.numel()} groups of an optimizer state have a least magnitude above their "
-            "greatest: the state is corrupted, load another checkpoint"
-        )
+def _share(state: FP8State) -> tuple[Any, ...]:
+    """Return how another process makes the same state, of the same memory: it may change meanwhile."""
+    state.settle()
+    return FP8State, state._arguments()
 
 
 # Under the names by which checkpoints refer to them; those of 0.1.0 name the module that this one was then.
 torch.serialization.add_safe_globals([FP8State, rebuild, (rebuild, "fp8compile.states.rebuild")])
+ForkingPickler.register(FP8State, _share)

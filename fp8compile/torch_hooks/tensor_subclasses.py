@@ -19,13 +19,18 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl  # as `__torch_f
 # Operators whose result is the same tensor, part by part.
 AS_THEY_ARE = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default}
 
-__all__ = ["AS_THEY_ARE", "no_torch_function", "tree_map", "without_memory", "written_arguments"]
+__all__ = ["AS_THEY_ARE", "has_values_to_come", "no_torch_function", "tree_map", "without_memory", "written_arguments"]
 
 
 def without_memory(cls: type[Subclass], like: Tensor, **more: Any) -> Subclass:
     """Return a tensor of class `cls` with shape, strides and device of `like`. more: dtype, storage offset, pinning."""
     given: dict[str, Any] = {"strides": like.stride(), "dtype": like.dtype, "device": like.device, **more}
     return torch.Tensor._make_wrapper_subclass(cls, like.shape, **given)  # type: ignore[attr-defined]
+
+
+def has_values_to_come(x: Tensor) -> bool:
+    """Return True if `x` is being loaded from a file in torch's old format, whose values are read after all else."""
+    return getattr(x.untyped_storage(), "_torch_load_uninitialized", False)
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
-from sharding import backend
-from torch import nn
+from sharded_states import assert_same, first_ranks, fresh, states, trained
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fp8compile
 
 NEAREST = {"first": "log", "second": "e4m3"}  # no random bits: whole trajectories are equal
-PARTS = ("payload", "side", "counter", "low")
 WORLD = 4
 
 
@@ -33,63 +27,10 @@ def four() -> Iterator[Ranks]:
     started.close()
 
 
-def make() -> nn.Module:
-    """33 rows of 128 do not divide by two or four; rows of 33 cut groups."""
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(128, 33), nn.Linear(33, 128), nn.Linear(128, 256, bias=False), nn.Linear(256, 128))
-
-
-def first(size: int) -> DeviceMesh | None:
-    """A mesh of the first ranks, on those."""
-    group = dist.new_group(list(range(size)))
-    return DeviceMesh.from_group(group, "cpu") if dist.get_rank() < size else None
-
-
-def trained(mesh: DeviceMesh, recipe: Any, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """After some steps with gradients that do not depend on the mesh."""
-    model = fully_shard(make(), mesh=mesh)
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = torch.compile(opt.step, backend=backend(states=recipe))
-    for i in range(steps):
-        for p in model.parameters():
-            assert isinstance(p, DTensor)
-            generator = torch.Generator().manual_seed(i + p.numel())
-            p.grad = distribute_tensor(torch.randn(p.shape, generator=generator), mesh, p.placements)
-        step()
-    return model, opt
-
-
-def whole(x: DTensor) -> tuple[str, dict[str, torch.Tensor]]:
-    """A state's format, and its parts with the rows of all ranks of its mesh (or the plain tensor)."""
-    local = x._local_tensor
-    parts = {n: getattr(local, n) for n in PARTS if getattr(local, n, None) is not None} or {"plain": local}
-    gathered: list[Any] = [None] * x.device_mesh.size()
-    dist.all_gather_object(gathered, {n: t.clone() for n, t in parts.items()}, group=x.device_mesh.get_group())
-    parts = {n: torch.cat([g[n] for g in gathered]) if n != "counter" else gathered[0][n] for n in parts}
-    return getattr(local, "format", ""), parts
-
-
-def states(opt: torch.optim.Optimizer) -> dict[tuple[int, str], tuple[str, dict[str, torch.Tensor]]]:
-    parameters = [p for group in opt.param_groups for p in group["params"]]
-    named = {(i, name): x for i, p in enumerate(parameters) for name, x in opt.state[p].items()}
-    return {key: whole(x) for key, x in named.items() if isinstance(x, DTensor)}
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """States bit for bit; both moments of three weights are in 8 bits."""
-    assert one.keys() == other.keys()
-    for key, (format, parts) in one.items():
-        assert format == other[key][0]
-        assert parts.keys() == other[key][1].keys()
-        for part, x in parts.items():
-            assert torch.equal(x, other[key][1][part]), (key, part)
-    assert sum(bool(format) for format, _ in one.values()) == 2 * 3
-
-
 def steps_do_not_depend_on_ranks(rank: int) -> None:
     found = []
     for size in (1, 2, WORLD):
-        mesh = first(size)
+        mesh = first_ranks(size)
         if mesh is not None:
             model, opt = trained(mesh, NEAREST)
             found.append((states(opt), [p.full_tensor() for p in model.parameters()]))  # type: ignore[attr-defined]
@@ -100,15 +41,10 @@ def steps_do_not_depend_on_ranks(rank: int) -> None:
     assert [formats[i] for i in (0, 2, 4, 5)] == ["log", "", "log", "log"], "rows of 33 elements cut groups"
 
 
-def fresh(mesh: DeviceMesh, recipe: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = fully_shard(make(), mesh=mesh)
-    return model, fp8compile.prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), recipe)
-
-
 def resharded(rank: int, folder: str, saved_on: int, loaded_on: int) -> None:
     """The first rank, which has part in both, compares."""
     recipe = {"first": "log", "second": "log/stochastic"}
-    source, target = first(saved_on), first(loaded_on)
+    source, target = first_ranks(saved_on), first_ranks(loaded_on)
     before = after = None
     if source is not None:
         model, opt = trained(source, recipe)

@@ -36,9 +36,12 @@ def copies() -> Any:
 
 
 class Ranks:
-    """`world` processes with a process group ("gloo", or "nccl" with a GPU each), which all run what they are given."""
+    """`world` processes with a process group ("gloo", or "nccl" with a GPU each), which all run what they are given.
 
-    def __init__(self, world: int = 2, backend: str = "gloo"):
+    parents: they may start processes themselves.
+    """
+
+    def __init__(self, world: int = 2, backend: str = "gloo", parents: bool = False):
         self.world = world
         self.folder = tempfile.TemporaryDirectory(prefix="fp8compile-ranks-")
         context = mp.get_context("spawn") if backend == "nccl" else copies()
@@ -46,7 +49,9 @@ class Ranks:
         self.results = context.Queue()
         self.processes = [
             context.Process(
-                target=_serve, args=(i, world, backend, self.folder.name, self.tasks[i], self.results), daemon=True
+                target=_serve,
+                args=(i, world, backend, self.folder.name, self.tasks[i], self.results),
+                daemon=not parents,
             )
             for i in range(world)
         ]
