@@ -90,7 +90,7 @@ def _wrap_init_group(opt: Optimizer) -> None:
     """Have the class of `opt` convert states of prepared optimizers before its `_init_group` hands them out.
 
     It is called for its effect first, for one parameter after the other, so that plain states of all are never there
-    at once, and for all; and once more for its lists. It is a method of the class, not of the object: torch from 2.14
+    at once, and for all; and once more for its lists. It is a method of the class, not of the object: torch from 2.15
     on traces the call of a method as one step, and breaks the graph at a function that an object has.
     """
     owner = next((c for c in type(opt).__mro__ if "_init_group" in vars(c)), None)

@@ -249,7 +249,7 @@ def test_a_class_of_which_one_optimizer_is_prepared_makes_plain_states_for_other
     for opt in kinds:
         set_gradients(opt.param_groups[0]["params"], 0)
         opt.step()
-        assert "_init_group" not in vars(opt)  # torch from 2.14 on breaks the graph at a function that an object has
+        assert "_init_group" not in vars(opt)  # torch from 2.15 on breaks the graph at a function that an object has
     sizes = [len(formats(opt, opt.param_groups[0]["params"][0])) for opt in kinds]
     assert sizes == [2, 0]
 
