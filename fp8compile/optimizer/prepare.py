@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8compile.errors import OptionError
-from fp8compile.optimizer import unscaling
+from fp8compile.optimizer import new_states, unscaling
 from fp8compile.optimizer.checkpoints import before_loading
 from fp8compile.optimizer.state_conversion import convert_parameter, convert_states, parameters_of, record_of
 from fp8compile.optimizer.state_recipe import StateRecipe
@@ -118,6 +118,8 @@ def _make_states(opt: Optimizer, group: dict[str, Any], make: Callable[[dict[str
     members = set(map(id, group["params"]))
     for index, parameter in enumerate(parameters_of(opt)):
         if id(parameter) in members and not opt.state.get(parameter):
-            make({**group, "params": [parameter]})
+            with new_states.as_numbers(opt, parameter):
+                make({**group, "params": [parameter]})
             if parameter in opt.state:
                 convert_parameter(opt, index, parameter, traced=False)
+                new_states.fill(opt.state[parameter], parameter)
