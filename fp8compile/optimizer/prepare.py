@@ -11,10 +11,12 @@ momentum) when the next step is compiled. `checkpoints.py` has what becomes of t
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -86,11 +88,7 @@ def _refuse_fused(opt: Optimizer) -> None:
 
 
 def _wrap_init_group(opt: Optimizer) -> None:
-    """Convert states before `_init_group` hands them out.
-
-    It is called for its effect first, for one parameter after the other, so that plain states of all are never there
-    at once, and for all; and once more for its lists.
-    """
+    """Convert states before `_init_group` hands them out; hand out none in a step that has updated them already."""
     original = getattr(opt, "_init_group", None)
     if original is None:
         return
@@ -98,19 +96,43 @@ def _wrap_init_group(opt: Optimizer) -> None:
 
     @never_compiled
     def init_group(group: Any, *lists: Any, **named: Any) -> Any:
-        def make(part: Any) -> None:
-            copies = [list(x) if isinstance(x, list) else x for x in lists]
-            original(part, *copies, **{name: list(x) if isinstance(x, list) else x for name, x in named.items()})
-
         prepared = owner()
         assert prepared is not None
-        if isinstance(group, dict) and "params" in group:
-            _make_states(prepared, group, make)
-        make(group)  # what is not made one by one: a state that is added to others, another idea of a group
-        convert_states(prepared)
+        taken = record_of(prepared).take
+        if taken is not None and isinstance(group, dict) and taken(prepared, group):
+            return original({**group, "params": []}, *lists, **named)
+        _ensure(prepared, group, original, lists, named)
         return original(group, *lists, **named)
 
     opt._init_group = init_group  # type: ignore[attr-defined]
+
+
+def ensure_states(opt: Optimizer, group: dict[str, Any]) -> None:
+    """Make the states of a group that are to be made before a step, and convert them.
+
+    For torch's own optimizers: what `_init_group` takes beside the group are lists.
+    """
+    original = getattr(type(opt), "_init_group").__get__(opt)  # noqa: B009  (not every optimizer has one)
+    lists = [[] for _ in list(inspect.signature(original).parameters)[1:]]
+    with torch.no_grad():
+        _ensure(opt, group, original, lists, {})
+
+
+def _ensure(opt: Optimizer, group: Any, original: Callable[..., Any], lists: Any, named: Mapping[str, Any]) -> None:
+    """Have `original` make the states of a group, and convert them.
+
+    It is called for its effect first, for one parameter after the other, so that plain states of all are never there
+    at once, and for all; its lists come later.
+    """
+
+    def make(part: Any) -> None:
+        copies = [list(x) if isinstance(x, list) else x for x in lists]
+        original(part, *copies, **{name: list(x) if isinstance(x, list) else x for name, x in named.items()})
+
+    if isinstance(group, dict) and "params" in group:
+        _make_states(opt, group, make)
+    make(group)  # what is not made one by one: a state that is added to others, another idea of a group
+    convert_states(opt)
 
 
 def _make_states(opt: Optimizer, group: dict[str, Any], make: Callable[[dict[str, Any]], None]) -> None:

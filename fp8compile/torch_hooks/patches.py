@@ -135,9 +135,9 @@ TEMPORARY = (
     ),
     Patch(
         "changing_rates",
-        "torch._dynamo.pgo: learning rates are auto_dynamic",
+        "torch._dynamo.pgo: learning rates and weight decays are auto_dynamic",
         "Dynamo takes a learning rate for a constant, and compiles again when it first changes",
-        "optimizer.trace:let_rates_change",
+        "optimizer.trace:let_numbers_change",
         "until torch.compiler.reset()",
     ),
     Patch(

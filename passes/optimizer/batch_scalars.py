@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
 
@@ -48,16 +49,20 @@ def run(c: OptimizerGraph) -> None:
         device = value(update.stored[0]).device
         away = any(value(n).device != device for n in numbers)
         if each and (len(numbers) > each or away):
-            node.update_arg(2, [_Stacker(graph, node, device).matrix(numbers, each)])
+            node.update_arg(2, [NumberStacker(graph, node, device).matrix(numbers, each)])
     remove_dead(graph)
     _count_at_once(graph)
 
 
-class _Stacker:
+@dataclass
+class NumberStacker:
     """Writes before `place` what computes the same for many parameters, which are on `device`."""
 
-    def __init__(self, graph: fx.Graph, place: fx.Node, device: torch.device) -> None:
-        self.graph, self.place, self.device = graph, place, device
+    graph: fx.Graph
+    place: fx.Node
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self.known: dict[tuple[fx.Node, ...], fx.Node] = {}
         self.written: dict[fx.Node, str] = {}
         self.formulas: dict[Hashable, str] = {}
