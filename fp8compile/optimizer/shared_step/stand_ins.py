@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp8compile.optimizer.states import FP8State
+from fp8compile.optimizer.states import INNER, FP8State
+from fp8compile.state_formats import parse_state_format
 from fp8compile.torch_hooks.local_parts import local_part
 
 SHAPES = ((3, 4), (5,))
@@ -61,7 +62,9 @@ def _state_like(state: Any, parameter: Tensor, made: Tensor) -> Any:
     if state.shape != parameter.shape:
         return torch.zeros_like(state)
     local = local_part(state)
-    plain = torch.zeros(made.shape, dtype=local.dtype, device=made.device)
     if not isinstance(local, FP8State):
-        return plain
-    return FP8State.of(plain, local.parameter, format=local.format, dtype=local.dtype)
+        return torch.zeros(made.shape, dtype=local.dtype, device=made.device)
+    shapes = {"side": parse_state_format(local.format).side_shape(made.numel()), "counter": [1]}
+    kept = {name: x for name in INNER if (x := getattr(local, name)) is not None}
+    inner = {name: torch.zeros(shapes.get(name, made.shape), dtype=x.dtype, device=x.device) for name, x in kept.items()}
+    return FP8State(*(inner.get(name) for name in INNER), local.format, local.parameter, local.dtype)  # type: ignore[arg-type]

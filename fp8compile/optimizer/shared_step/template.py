@@ -33,6 +33,7 @@ from fp8compile.passes.optimizer import skip_overflow, vector_numbers
 from fp8compile.passes.optimizer.state_views import UpdateParameters
 from fp8compile.torch_hooks.inductor_settings import inductor_settings
 
+_compiled: dict[tuple[str, str], Callable[..., Sequence[Tensor]]] = {}  # functions of numbers, by code
 PASSES = ("forward_states", "merge_updates")
 
 
@@ -92,12 +93,20 @@ class Template:
         except vector_numbers.NotVectorError as error:
             raise NotAlikeError(str(error)) from error
         inputs = cast("list[Role]", found.inputs)
-        if options.executor == "eager":
-            return NumberFunction(found.module, inputs, found.has_matrix)
-        settings = inductor_settings(options, of_optimizer=True)
+        return NumberFunction(_run(found.module, [inputs_of(role) for role in inputs], options), inputs, found.has_matrix)
+
+
+def _run(module: fx.GraphModule, inputs: list[Tensor], options: Options) -> Callable[..., Sequence[Tensor]]:
+    """Return `module` as options want it to run; equal ones are compiled once."""
+    if options.executor == "eager":
+        return module
+    types = [(x.shape, x.dtype, x.device) for x in inputs]
+    key = module.code, repr((types, options.inductor, options.mode))
+    if key not in _compiled:
         with torch.no_grad():
-            run = compile_fx(found.module, [inputs_of(role) for role in inputs], config_patches=settings)
-        return NumberFunction(cast("Callable[..., Sequence[Tensor]]", run), inputs, found.has_matrix)
+            made = compile_fx(module, inputs, config_patches=inductor_settings(options, of_optimizer=True))
+        _compiled[key] = cast("Callable[..., Sequence[Tensor]]", made)
+    return _compiled[key]
 
 
 def template_of(traced: Traced, options: Options, constants: dict[tuple[str, str], Any]) -> Template:

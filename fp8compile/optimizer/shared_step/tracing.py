@@ -75,7 +75,7 @@ class _Tracer:
         self.sources = [getattr(getattr(n, "_dynamo_source", None), "name", "") for n in nodes]
         grab = _Grab()
         settings = inductor_settings(self.options, of_optimizer=True)
-        settings |= {"post_grad_custom_post_pass": grab, "force_disable_caches": True}
+        settings |= {"post_grad_custom_post_pass": grab, "fx_graph_cache": False}
         compiled = compile_fx(gm, inputs, inner_compile=self._keeping(grab), config_patches=settings)  # type: ignore[arg-type]
 
         def run(*args: Any) -> Any:
