@@ -36,7 +36,7 @@ class Record:
 
     recipe: the one that it was prepared with, None before; weights: names of states that are weights; foreach: the
     setting of groups as it was before the optimizer was prepared, by their number; take: while a step runs that is
-    not compiled as a whole (`fp8compile/optimizer/shared_step/`), what updates a group.
+    not compiled as a whole (`fp8compile/optimizer/shared_step/`), what updates a group; whole: why steps are.
     """
 
     recipe: StateRecipe | None = None
@@ -44,6 +44,7 @@ class Record:
     weights: set[str] = field(default_factory=set)
     foreach: dict[int, bool | None] = field(default_factory=dict)
     take: Callable[[Optimizer, Any], bool] | None = None
+    whole: str = ""
 
 
 _records: weakref.WeakKeyDictionary[Optimizer, Record] = weakref.WeakKeyDictionary()

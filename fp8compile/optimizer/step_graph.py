@@ -23,6 +23,7 @@ from fp8compile.optimizer.state_conversion import (
     is_prepared,
     parameters_of,
     recipe_of,
+    record_of,
     state_rows,
 )
 from fp8compile.optimizer.trace import let_numbers_change, name_sources, trace_again
@@ -50,7 +51,7 @@ def prepare_step(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[An
     pipeline.run_stage(c := DynamoGraph(gm.graph, options, gm, example_inputs, is_step=True, unscaling=unscaling))
     name_sources(gm, c.opened, c.added)
     states = state_rows(opt)
-    return Plan("optimizer", states=states, groups=group_rows(opt, states))
+    return Plan("optimizer", states=states, groups=group_rows(opt, states), traced=record_of(opt).whole)
 
 
 def is_captured(options: Options) -> bool:

@@ -261,15 +261,18 @@ def _switch_off(opt: Optimizer) -> Callable[[], None]:
     The closure and the hooks of a step may call what is compiled.
     """
     stance: list[Any] = [torch.compiler.set_stance("force_eager")]
-    hook = opt.register_step_pre_hook(lambda *_: switch_on())
-    opt._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
 
-    def switch_on() -> None:
+    def switch_on(*_: Any) -> None:
         if stance:
             stance.pop().__exit__(None, None, None)
+
+    def end() -> None:
+        switch_on()
         hook.remove()
 
-    return switch_on
+    hook = opt.register_step_pre_hook(switch_on)
+    opt._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+    return end
 
 
 def _called() -> tuple[Any, Optimizer | None, Mapping[str, Any]]:

@@ -129,10 +129,12 @@ class NumberStacker:
         first = column[0]
         if not is_elementwise(first, NUMBERS) or schema_name(first) in SHAPED:
             return None
-        if any(n.target is not first.target or n.kwargs != first.kwargs for n in column):
+        calls = [self.call_of(n) for n in column]
+        target, _, kwargs = calls[0]
+        if any(call[0] is not target or call[2] != kwargs for call in calls):
             return None
         args: list[Any] = []
-        columns = list(zip(*(n.args for n in column), strict=True))
+        columns = list(zip(*(call[1] for call in calls), strict=True))
         for given in columns:
             if all(isinstance(x, fx.Node) for x in given):
                 args.append(self.stacked(given))
@@ -143,10 +145,14 @@ class NumberStacker:
         if len({value(a).device for a in args if _is_bound(a)}) > 1:
             away = [_is_bound(a) and value(a).device != self.device for a in args]
             args = [self.vector(c) if moves else a for a, c, moves in zip(args, columns, away, strict=True)]
-        node = self.call(first.target, *args, **first.kwargs)
+        node = self.call(target, *args, **kwargs)
         if value(node).dtype != value(first).dtype:  # a number and a vector promote otherwise: a rate in FP64, say
-            node = self.call(first.target, *[self._as(a, value(first).dtype) for a in args], **first.kwargs)
+            node = self.call(target, *[self._as(a, value(first).dtype) for a in args], **kwargs)
         return node if value(node).dtype == value(first).dtype else None
+
+    def call_of(self, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Return operator and arguments of what computes a number."""
+        return node.target, node.args, dict(node.kwargs)
 
     def _as(self, given: Any, dtype: torch.dtype) -> Any:
         """Return a vector of floating-point numbers in `dtype`; all else as it is."""

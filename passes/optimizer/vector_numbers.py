@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fp8compile.kernels.optimizer.update_spec import from_json
 from fp8compile.passes.core.compilation import aten, remove_dead, value
-from fp8compile.passes.core.node_views import Copy
+from fp8compile.passes.core.node_views import Copy, Getitem, node_argument
 from fp8compile.passes.optimizer.batch_scalars import NumberStacker
 from fp8compile.passes.optimizer.state_views import UpdateParameters
+from fp8compile.passes.optimizer.update_rules import call_of
 
 prims = torch.ops.prims
 
@@ -80,6 +82,11 @@ class _VectorStacker(NumberStacker):
     inputs: dict[fx.Node, Hashable] = field(default_factory=dict)
     vectors: dict[Hashable, fx.Node] = field(default_factory=dict)
 
+    def call_of(self, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Return operator and arguments of what computes a number; of an output of a foreach operator, for this one."""
+        found = call_of(node) if Getitem.of(node) else None
+        return super().call_of(node) if found is None else (getattr(aten, found[0]), *found[1:])
+
     def vector(self, column: Sequence[fx.Node]) -> fx.Node:
         """Return [count], on the device of the parameters."""
         found = self.stacked(column)
@@ -91,7 +98,9 @@ class _VectorStacker(NumberStacker):
         return found if dim else self.call(aten.expand.default, found, [self.count])
 
     def copied(self, column: Sequence[fx.Node]) -> fx.Node:
-        """Return [count], on the device of what it is written to."""
+        """Return [count], on the device of what it is written to, which decides about its dtype."""
+        while all(node.target is aten.copy.default for node in column):
+            column = [node_argument(node, "src") for node in column]
         found = self.stacked(column)
         return found if value(found).dim() else self.call(aten.expand.default, found, [self.count])
 

@@ -124,7 +124,7 @@ class SharedStep:
                 self.is_torchs = True
                 return False
             except NotAlikeError as reason:
-                self.refusal = str(reason)
+                self.refusal = record_of(opt).whole = str(reason)
                 warn_user(f"fp8: this step of {type(opt).__name__} runs uncompiled, later ones as a whole: {reason}")
                 self.is_torchs = True
                 return False
@@ -174,10 +174,12 @@ def take_step(opt: Optimizer, options: Options, has_closure: bool) -> Callable[[
 
     None where the step is to be compiled as a whole. With a closure gradients are still to come.
     """
-    mine = shared_step(opt, options)
-    if mine.refusal or not (mine.prepare(opt) or (has_closure and not mine.refusal)):
+    mine, record, warned = shared_step(opt, options), record_of(opt), "_warned_capturable_if_run_uncaptured"
+    if mine.refusal and not is_prepared(opt) and not refusal_of(opt):
+        prepare_optimizer(opt, options.states)  # or Dynamo would see plain states of all parameters first
+    if mine.refusal or not (has_closure or mine.prepare(opt)):
+        record.whole = mine.refusal
         return None
-    record, warned = record_of(opt), "_warned_capturable_if_run_uncaptured"
     record.take = mine.take
     setattr(opt, warned, True)  # torch warns of steps that could be in a CUDA graph and are not: this is its launch
 

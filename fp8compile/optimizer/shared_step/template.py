@@ -26,11 +26,12 @@ from fp8compile.optimizer.shared_step.tracing import Traced
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import aten, value
-from fp8compile.passes.core.node_views import Copy, argument
+from fp8compile.passes.core.node_views import Copy
 from fp8compile.passes.core.run_passes import run_passes
 from fp8compile.passes.core.stages import OptimizerGraph, Stage
 from fp8compile.passes.optimizer import skip_overflow, vector_numbers
 from fp8compile.passes.optimizer.state_views import UpdateParameters
+from fp8compile.passes.optimizer.update_rules import call_of
 from fp8compile.torch_hooks.inductor_settings import inductor_settings
 
 _compiled: dict[tuple[str, str], Callable[..., Sequence[Tensor]]] = {}  # functions of numbers, by code
@@ -168,11 +169,10 @@ def _numbers_written(graph: fx.Graph, roles: dict[fx.Node, Role]) -> tuple[list[
 
 def _count(copy: fx.Node) -> float | None:
     """Return how much more a number gets, where that is all that is done to it."""
-    new, written = Copy(copy).source, Copy(copy).written
-    if new.target is not aten.add.Tensor or argument(new, "self") is not written or new.kwargs:
+    name, args, more = call_of(Copy(copy).source) or ("", (), {})
+    if name != "add" or more or args[0] is not Copy(copy).written or not isinstance(args[1], int | float):
         return None
-    by = argument(new, "other")
-    return by if isinstance(by, int | float) else None
+    return args[1]
 
 
 def _copied(graph: fx.Graph, roles: Sequence[Role]) -> tuple[fx.Graph, dict[fx.Node, Role]]:
