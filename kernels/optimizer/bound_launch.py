@@ -34,16 +34,17 @@ class BoundLaunch:
         self.addresses = addresses  # on the host
         self.table = addresses.to(self.device)
         self.blocks = blocks_of(self.sizes, SCHEDULE).to(self.device)
+        self.lie: dict[int, list[int]] = {}  # what was read last, by column
         self.active: tuple[bool, ...] = (True,) * count
         self.active_sizes = torch.tensor(self.sizes, dtype=torch.int64, device=self.device)
         self.no_numbers = torch.zeros(1, device=self.device)
         assert len(columns(self.update)) == self.wide + self.narrow
 
-    def read_again(self, column: int, addresses: Sequence[int]) -> None:
+    def read_again(self, column: int, addresses: list[int]) -> None:
         """Let tensor `column` of those that are read lie at these addresses, one a parameter."""
-        new = torch.tensor(addresses, dtype=torch.int64)
-        if not torch.equal(new, self.addresses[:, self.wide + column]):
-            self.addresses[:, self.wide + column] = new
+        if addresses != self.lie.get(column):
+            self.lie[column] = addresses
+            self.addresses[:, self.wide + column] = torch.tensor(addresses, dtype=torch.int64)
             self.table = pinned(self.addresses, self.device).to(self.device, non_blocking=True)
 
     def update_only(self, active: tuple[bool, ...]) -> None:

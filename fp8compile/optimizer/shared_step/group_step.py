@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8compile.kernels.optimizer import update
@@ -52,6 +53,9 @@ class Alike:
         self.kept = [x for state in self.states for x in state.values()]
         device = self.stored[0].device
         self.width = len(self.template.stored)
+        self.is_distributed = any(isinstance(p, DTensor) for p in self.parameters)
+        self.gradients: list[Any] = []
+        self.counters = update.counters_of(self.template.update, self.stored)
         if device.type == "cuda" and all(map(is_usable, self.stored)) and self._reads_gradients_alone():
             self.launch = BoundLaunch(self.template.spec, self.stored, self._flat(self.template.read))
 
@@ -60,7 +64,8 @@ class Alike:
         return [tensor_of(role, p, state) for p, state in pairs for role in roles]
 
     def _reads_gradients_alone(self) -> bool:
-        return all(role.kind == GRADIENT for role in self.template.read)
+        """Return True if a launch reads nothing else: what else is read might lie elsewhere in the next step."""
+        return [role.kind for role in self.template.read] in ([], [GRADIENT])
 
     def prepare(self, group: Mapping[str, Any]) -> None:
         """Compile what computes the numbers."""
@@ -81,16 +86,28 @@ class Alike:
         spare = self._count() - len(own)
         return torch.cat([vector, vector[:1].expand(spare)]) if spare else vector
 
-    def is_current(self) -> bool:
-        """Return True if states are the tensors that they were, and lie where they lay."""
+    def is_current(self, states: Mapping[Tensor, Any]) -> bool:
+        """Return True if states and parameters are the tensors that they were, and lie where they lay.
+
+        Looks at gradients once; `step` takes those.
+        """
+        if not all(map(is_, map(states.get, self.parameters), self.states)):
+            return False
         now = [x for state in self.states for x in state.values()]
         if len(now) != len(self.kept) or not all(map(is_, now, self.kept)):
             return False
-        return self.addresses == [x.data_ptr() for x in self._flat(self.template.stored)]
+        if self.is_distributed and not all(map(is_, self._flat(self.template.stored), self.stored)):
+            return False
+        self.gradients = [local_part(p.grad) for p in self.parameters]
+        return self.addresses == list(map(Tensor.data_ptr, self.stored)) and self._are_gradients_alike()
+
+    def _are_gradients_alike(self) -> bool:
+        dtype = self.kind.gradient
+        return all(g is None or (g.dtype is dtype and g.layout is torch.strided) for g in self.gradients)
 
     def step(self, group: Mapping[str, Any]) -> None:
-        """Update the parameters that have gradients."""
-        gradients = [local_part(p.grad) for p in self.parameters]
+        """Update the parameters that have gradients, as `is_current` has seen them."""
+        gradients, self.gradients = self.gradients, []
         active = tuple(g is not None for g in gradients)
         if not any(active):
             return
@@ -113,10 +130,11 @@ class Alike:
         """Launch the kernel, on copies of gradients that it cannot take where they lie."""
         found = [g if g is None or is_usable(g) else g.contiguous().clone() for g in gradients]
         launch.update_only(active)
-        for column in range(len(self.template.read)):
-            launch.read_again(column, [0 if g is None else g.data_ptr() for g in found])
+        if self.template.read:
+            launch.read_again(0, [0 if g is None else g.data_ptr() for g in found])
         launch(matrix)
-        update.advance(launch.update, self._of_active(active), [] if matrix is None else [matrix])
+        counters = self.counters if all(active) else update.counters_of(launch.update, self._of_active(active))
+        update.count(launch.update, counters, [] if matrix is None else [matrix])
 
     def _call(self, active: tuple[bool, ...], matrix: Tensor | None) -> None:
         """Run the operator, as a graph of all parameters would."""
@@ -163,22 +181,12 @@ class GroupStep:
             return False
         if any(p.grad is not None for p in self.others) or not same_settings(self.settings, group):
             return False
-        return all(_has_states(opt, x) and x.is_current() and _same_gradients(x) for x in self.alike)
+        return all(x.is_current(opt.state) for x in self.alike)
 
     def step(self, group: Mapping[str, Any]) -> None:
         """Update all parameters of the group that have gradients."""
         for x in self.alike:
             x.step(group)
-
-
-def _has_states(opt: Optimizer, x: Alike) -> bool:
-    state = opt.state
-    return all(state.get(p) is own for p, own in zip(x.parameters, x.states, strict=True))
-
-
-def _same_gradients(x: Alike) -> bool:
-    dtype, kind = x.kind.gradient, type(x.parameters[0].grad)
-    return all(g is None or (g.dtype is dtype and g.layout is torch.strided) for g in (p.grad for p in x.parameters))
 
 
 def same_settings(settings: Mapping[str, Any], group: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fp8compile.errors import StateError
 from fp8compile.optimizer.parameter_groups import group_rows
 from fp8compile.optimizer.prepare import ensure_states, prepare_optimizer
 from fp8compile.optimizer.shared_step import stand_ins
@@ -47,14 +48,20 @@ class SharedStep:
         self.is_running = False
         self.is_torchs = False  # for one step: states are still to come
 
-    def prepare(self, opt: Optimizer) -> bool:
+    def prepare(self, opt: Optimizer, has_gradients: bool) -> bool:
         """Make all that a step needs; return True if the step can be taken.
 
-        Nothing but states is changed. What this step cannot be is remembered, with the reason.
+        Nothing but states is changed. What this step cannot be is remembered, with the reason. has_gradients: False
+        where those are still to come, from a closure; then `take` does the rest.
         """
         self.is_torchs = False
+        if self.groups:
+            return True
         try:
-            if not self.groups:
+            if not is_prepared(opt):
+                prepare_optimizer(opt, self.options.states)
+            _make_capturable(opt)
+            if has_gradients:
                 self._bind_all(opt)
         except StatesToComeError:
             self.groups.clear()
@@ -68,9 +75,6 @@ class SharedStep:
         return not self.refusal
 
     def _bind_all(self, opt: Optimizer) -> None:
-        if not is_prepared(opt):
-            prepare_optimizer(opt, self.options.states)
-        _make_capturable(opt)
         for i in range(len(opt.param_groups)):
             self._bind(opt, i)
         states = [x for state in opt.state.values() for x in state.values() if isinstance(x, Tensor)]
@@ -129,6 +133,8 @@ class SharedStep:
                 self.is_torchs = True
                 return False
             self._report(opt)
+            if not known.is_current(opt, group):
+                raise StateError(f"the states of {type(opt).__name__} change while its step looks at them")
         known.step(group)
         return True
 
@@ -177,7 +183,7 @@ def take_step(opt: Optimizer, options: Options, has_closure: bool) -> Callable[[
     mine, record, warned = shared_step(opt, options), record_of(opt), "_warned_capturable_if_run_uncaptured"
     if mine.refusal and not is_prepared(opt) and not refusal_of(opt):
         prepare_optimizer(opt, options.states)  # or Dynamo would see plain states of all parameters first
-    if mine.refusal or not (has_closure or mine.prepare(opt)):
+    if mine.refusal or not mine.prepare(opt, not has_closure):
         record.whole = mine.refusal
         return None
     record.take = mine.take
