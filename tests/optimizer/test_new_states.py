@@ -26,7 +26,8 @@ def test_pieces_are_the_whole(name: str) -> None:
     x = torch.randn(2 * state_transfer.PIECE + 300, generator=torch.Generator().manual_seed(0))
     payload, side = state_transfer.encode(x, name, COUNTER)
     whole = state_reference.encode(x, name, COUNTER)
-    assert torch.equal(payload, whole[0]) and torch.equal(side, whole[1])
+    assert torch.equal(payload, whole[0])
+    assert torch.equal(side, whole[1])
     for dtype in (torch.float32, torch.bfloat16):
         read = state_transfer.decode(payload, side, name, dtype)
         assert torch.equal(read, state_reference.decode(*whole, name).to(dtype))
@@ -41,7 +42,9 @@ def test_a_number_is_stored_as_a_tensor_of_it(name: str, number: float) -> None:
         counter = torch.tensor([count], dtype=torch.int32)
         payload, side = state_transfer.constant(shape, torch.tensor(number), name, counter)
         whole = state_reference.encode(torch.full(shape, number), name, counter)
-        assert payload.shape == shape and torch.equal(payload, whole[0]) and torch.equal(side, whole[1])
+        assert payload.shape == shape
+        assert torch.equal(payload, whole[0])
+        assert torch.equal(side, whole[1])
 
 
 def test_states_of_torchs_optimizers_are_expanded_numbers_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +75,8 @@ def test_states_of_torchs_optimizers_are_expanded_numbers_for_a_while(monkeypatc
 def test_weights_are_told_apart_whatever_the_layout() -> None:
     weight = torch.randn(8, 16, 3, 3)
     tilted = weight.to(memory_format=torch.channels_last)
-    assert is_weight("slow", tilted, weight.clone()) and is_weight("slow", weight, tilted.clone())
+    assert is_weight("slow", tilted, weight.clone())
+    assert is_weight("slow", weight, tilted.clone())
     assert not is_weight("m", tilted, torch.zeros(()).expand(tilted.shape))
 
 

@@ -61,7 +61,9 @@ def assert_same(mine: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> N
 
 def assert_shared(opt: torch.optim.Optimizer) -> None:
     known = shared_step._shared[opt]
-    assert not known.refusal and known.groups and not known.is_torchs
+    assert not known.refusal
+    assert known.groups
+    assert not known.is_torchs
 
 
 def pair(
@@ -189,7 +191,8 @@ def test_many_parameters_are_traced_as_few(monkeypatch: pytest.MonkeyPatch) -> N
     step = compiled(opt)
     set_gradients(parameters, 0)
     step()
-    assert len(traced) == 1 and len(fp8compile.compiles()[-1].updates) == 1
+    assert len(traced) == 1
+    assert len(fp8compile.compiles()[-1].updates) == 1
     assert fp8compile.compiles()[-1].updates[0].parameters == 60
 
 

@@ -139,9 +139,7 @@ class Alike:
     def _call(self, active: tuple[bool, ...], matrix: Tensor | None) -> None:
         """Run the operator, as a graph of all parameters would."""
         members = [i for i, wanted in enumerate(active) if wanted]
-        read = [
-            tensor_of(role, self.parameters[i], self.states[i]) for i in members for role in self.template.read
-        ]
+        read = [tensor_of(role, self.parameters[i], self.states[i]) for i in members for role in self.template.read]
         numbers = [] if matrix is None else [matrix[members]]
         state_ops.update_parameters(self._of_active(active), read, numbers, self.template.spec)
 
@@ -192,7 +190,8 @@ class GroupStep:
 def same_settings(settings: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
     """Return True if a group has these settings: tensors by identity."""
     return all(
-        group[name] is value or (not isinstance(value, Tensor) and type(group[name]) is type(value) and group[name] == value)
+        group[name] is value
+        or (not isinstance(value, Tensor) and type(group[name]) is type(value) and group[name] == value)
         for name, value in settings.items()
     )
 

@@ -66,5 +66,7 @@ def _state_like(state: Any, parameter: Tensor, made: Tensor) -> Any:
         return torch.zeros(made.shape, dtype=local.dtype, device=made.device)
     shapes = {"side": parse_state_format(local.format).side_shape(made.numel()), "counter": [1]}
     kept = {name: x for name in INNER if (x := getattr(local, name)) is not None}
-    inner = {name: torch.zeros(shapes.get(name, made.shape), dtype=x.dtype, device=x.device) for name, x in kept.items()}
+    inner = {
+        name: torch.zeros(shapes.get(name, made.shape), dtype=x.dtype, device=x.device) for name, x in kept.items()
+    }
     return FP8State(*(inner.get(name) for name in INNER), local.format, local.parameter, local.dtype)  # type: ignore[arg-type]

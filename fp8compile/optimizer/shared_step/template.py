@@ -21,7 +21,8 @@ from torch._inductor.compile_fx import compile_fx
 
 from fp8compile.kernels.optimizer.update_spec import STATE, Update, from_json
 from fp8compile.optimizer import state_ops
-from fp8compile.optimizer.shared_step.roles import PARAMETER, STATE as STATE_ROLE, NotAlikeError, Role, StatesToComeError
+from fp8compile.optimizer.shared_step.roles import PARAMETER, NotAlikeError, Role, StatesToComeError
+from fp8compile.optimizer.shared_step.roles import STATE as STATE_ROLE
 from fp8compile.optimizer.shared_step.tracing import Traced
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
@@ -94,7 +95,9 @@ class Template:
         except vector_numbers.NotVectorError as error:
             raise NotAlikeError(str(error)) from error
         inputs = cast("list[Role]", found.inputs)
-        return NumberFunction(_run(found.module, [inputs_of(role) for role in inputs], options), inputs, found.has_matrix)
+        return NumberFunction(
+            _run(found.module, [inputs_of(role) for role in inputs], options), inputs, found.has_matrix
+        )
 
 
 def _run(module: fx.GraphModule, inputs: list[Tensor], options: Options) -> Callable[..., Sequence[Tensor]]:
@@ -130,14 +133,13 @@ def template_of(traced: Traced, options: Options, constants: dict[tuple[str, str
     counted, copied = _numbers_written(graph, roles)
     if c.overflow is not None and copied:
         raise NotAlikeError(f"its step computes {copied[0]!r}, which a step that overflowed must not")
-    template = Template(view.spec, stored, read, counted, copied, constants, graph, traced.roles)
-    return template
+    return Template(view.spec, stored, read, counted, copied, constants, graph, traced.roles)
 
 
 def _refuse_results(graph: fx.Graph) -> None:
     """Raise where a step returns something: states that it has made."""
     results = cast("Sequence[Any]", graph.output_node().args[0])
-    written = {copy for copy in graph.find_nodes(op="call_function", target=aten.copy_.default)}
+    written = set(graph.find_nodes(op="call_function", target=aten.copy_.default))
     if any(isinstance(x, fx.Node) and x.op != "placeholder" and x not in written for x in results):
         raise StatesToComeError("its first step makes states while it steps")
 

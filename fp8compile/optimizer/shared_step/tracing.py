@@ -67,9 +67,7 @@ class _Tracer:
         """Keep the graph; the function that is returned keeps its arguments."""
         if let_numbers_change(self.moving):
             trace_again(gm)
-        pipeline.run_stage(
-            c := DynamoGraph(gm.graph, self.options, gm, inputs, is_step=True, unscaling=self.unscaling)
-        )
+        pipeline.run_stage(c := DynamoGraph(gm.graph, self.options, gm, inputs, is_step=True, unscaling=self.unscaling))
         name_sources(gm, c.opened, c.added)
         nodes = gm.graph.find_nodes(op="placeholder")
         self.sources = [getattr(getattr(n, "_dynamo_source", None), "name", "") for n in nodes]

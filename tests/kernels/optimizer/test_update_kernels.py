@@ -179,7 +179,8 @@ def test_states_stored_and_read_by_a_kernel(name, noise, dtype):
         x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
         payload, side = state_transfer.encode_on_gpu(x, f"{name}{noise}", counter, "interpreter")
         codes, ends = state_reference.encode(x, f"{name}{noise}", counter)
-        assert torch.equal(payload, codes) and torch.equal(side, ends)
+        assert torch.equal(payload, codes)
+        assert torch.equal(side, ends)
         read = state_transfer.decode_on_gpu(payload, side, f"{name}{noise}", dtype, "interpreter")
         assert torch.equal(read, state_reference.decode(codes, ends, f"{name}{noise}").to(dtype))
 
