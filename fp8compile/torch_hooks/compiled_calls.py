@@ -88,7 +88,7 @@ def reset() -> None:
     process_state.reset_with_torch()
 
 
-def watch(backend: Callable[..., Any], take_step: TakeStep) -> None:
+def watch(backend: Callable[..., Any], take_step: TakeStep = lambda opt, given, has_closure: None) -> None:
     """Have torch enter calls of what it compiles with `backend` from now on. take_step: see `TakeStep`."""
     backend.reset = reset  # type: ignore[attr-defined]
     backend.take_step = take_step  # type: ignore[attr-defined]

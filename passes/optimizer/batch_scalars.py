@@ -161,6 +161,7 @@ class NumberStacker:
         return self.call(prims.convert_element_type.default, given, dtype)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Return a new call at the place of this object, with its value."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args, kwargs)
         update_value(node)

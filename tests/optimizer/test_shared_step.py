@@ -56,7 +56,8 @@ def tensors(opt: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
 def assert_same(mine: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
     for (name, x), (other, y) in zip(tensors(mine), tensors(theirs), strict=True):
         assert name == other
-        assert x.dtype == y.dtype and torch.equal(x.float().nan_to_num(7), y.float().nan_to_num(7)), name
+        assert x.dtype == y.dtype
+        assert torch.equal(x.float().nan_to_num(7), y.float().nan_to_num(7)), name
 
 
 def assert_shared(opt: torch.optim.Optimizer) -> None:

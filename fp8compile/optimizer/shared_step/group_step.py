@@ -1,8 +1,8 @@
 """One group of parameters: which of them are updated by which template, and their step.
 
-What a step does not change is kept: the tensors of each parameter, where they lie, the tables of the launch. Before each
-step it is compared with what is there now, by identity and address: a loaded checkpoint, a state or a parameter that
-has become another tensor, a setting that is another.
+What a step does not change is kept: the tensors of each parameter, where they lie, the tables of the launch. Before
+each step it is compared with what is there now, by identity and address: a checkpoint may have been loaded, a state or
+a parameter have become another tensor, a setting another.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class SharedStep:
         alike = []
         for kind, parameters in kinds.items():
             template = _template(opt, group, kind, parameters[0], self.options, numbers)
-            shared = dict(zip(UNSCALED_BY, numbers, strict=True)) if numbers is not None else {}
+            shared: dict[str, Tensor] = dict(zip(UNSCALED_BY, numbers or (), strict=False))
             alike.append(Alike(kind, template, parameters, [opt.state[p] for p in parameters], shared, self.options))
             alike[-1].prepare(group)
         others = [p for p in group["params"] if p.grad is None]

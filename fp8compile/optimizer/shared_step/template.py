@@ -171,10 +171,11 @@ def _numbers_written(graph: fx.Graph, roles: dict[fx.Node, Role]) -> tuple[list[
 
 def _count(copy: fx.Node) -> float | None:
     """Return how much more a number gets, where that is all that is done to it."""
-    name, args, more = call_of(Copy(copy).source) or ("", (), {})
-    if name != "add" or more or args[0] is not Copy(copy).written or not isinstance(args[1], int | float):
+    call = call_of(Copy(copy).source)
+    if call is None or call[0] != "add" or call[2] or call[1][0] is not Copy(copy).written:
         return None
-    return args[1]
+    by = call[1][1]
+    return by if isinstance(by, int | float) else None
 
 
 def _copied(graph: fx.Graph, roles: Sequence[Role]) -> tuple[fx.Graph, dict[fx.Node, Role]]:

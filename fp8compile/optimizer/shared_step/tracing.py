@@ -78,7 +78,7 @@ class _Tracer:
 
         def run(*args: Any) -> Any:
             self.outer = list(args)
-            return compiled(*args)
+            return compiled(*args)  # type: ignore[operator]
 
         return run
 
