@@ -24,10 +24,9 @@ from fp8compile.optimizer.shared_step import shared_step
 from fp8compile.optimizer.step_graph import prepare_step
 from fp8compile.optimizer.trace import traced_optimizer
 from fp8compile.options import Options
-from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import Input
 from fp8compile.passes.core.stages import DynamoGraph
-from fp8compile.torch_hooks import backward_hooks, compiled_calls, trainers
+from fp8compile.torch_hooks import backward_hooks, compiled_calls, dynamo_stage, trainers
 from fp8compile.torch_hooks.patches import apply_patches
 from fp8compile.torch_hooks.unwrapped_errors import unwrapped
 
@@ -53,7 +52,7 @@ def fp8(
     namespace = ""
     opt = traced_optimizer(gm, example_inputs)
     if opt is None:
-        pipeline.run_stage(DynamoGraph(gm.graph, parsed, gm, example_inputs))
+        parsed = dynamo_stage.run_model_passes(DynamoGraph(gm.graph, parsed, gm, example_inputs))
         trainers.warn_of_fused_optimizer()
     if parsed.recipe.is_delayed or (parsed.adaptive is not None and opt is None):
         _guard_identity(gm, example_inputs)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from fp8compile.passes.attention import attention_layout, attention_masks, attention_strides
 from fp8compile.passes.collectives import exchange_as_fp8, expose_matmuls, gather_as_fp8
+from fp8compile.passes.core import derivatives
 from fp8compile.passes.core.compilation import Compilation, attach_views, complete_values, remove_dead
 from fp8compile.passes.core.run_passes import Observer, Pass, Rules, run_passes
 from fp8compile.passes.core.stages import DynamoGraph, HalfGraph, OptimizerGraph, Stage, StageGraph
@@ -82,6 +83,7 @@ def by_inductor(c: HalfGraph) -> bool:
 
 PIPELINE = (
     Pass("attention_strides", DYNAMO, attention_strides.run, "before AOTAutograd picks attention's kernel"),
+    Pass("derivatives", DYNAMO, derivatives.run, "marks what the model differentiates, while that is to be seen"),
     Pass("refuse_view_writes", DYNAMO, refuse_view_writes.run, "while states are whole", is_step),
     Pass("spread_scalars", DYNAMO, spread_scalars.run, "rates become tensors before they are constants", is_step),
     Pass("hoist_state_load_store", DYNAMO, hoist_state_load_store.run, "one load and one store, to be opened", is_step),
@@ -109,9 +111,9 @@ PIPELINE = (
     Pass("lower_markers", HALF, lower_markers.run, "casts that are left, as aten", by_inductor),
     Pass("call_matmuls", HALF, call_matmuls.run, "calls that Inductor makes; none is looked for then", on_triton),
     Pass("keep_strides", LATE_HALF, keep_strides.run, "last: of what is there when Inductor makes code"),
-    Pass("forward_states", OPTIMIZER, store_load_forwarding.run, "then an update is one expression"),
+    Pass("store_load_forwarding", OPTIMIZER, store_load_forwarding.run, "then an update is one expression"),
     Pass("merge_updates", OPTIMIZER, merge_updates.run, "finds the expressions; one operator of equal ones"),
-    Pass("stack_numbers", OPTIMIZER, batch_scalars.run, "now it is known which numbers belong together"),
+    Pass("batch_scalars", OPTIMIZER, batch_scalars.run, "now it is known which numbers belong together"),
     Pass("skip_overflow", OPTIMIZER, skip_overflow.run, "last: what is merged skips by itself", is_scaled),
 )  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
-import os
 import statistics
 import time
 import warnings
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters  # of graphs; breaks make several
-from torch._inductor import config as inductor_config
 
 import fp8compile
 from benchmarks.field.bounds import Comparison, Reference
@@ -26,7 +24,7 @@ from benchmarks.harness import peers
 from benchmarks.harness.columns import Row
 from benchmarks.harness.measuring import GIB, intervals, peak_gib
 from benchmarks.harness.peers import BASELINE, System, compile_arguments, ours
-from benchmarks.harness.processes import Case
+from benchmarks.harness.processes import Case, prepare_process
 from benchmarks.harness.turns import Turns
 from fp8compile.insight.tables.totals import totals
 from tests.fuzz.rounded import rounding
@@ -172,15 +170,6 @@ def measure(case: Case, turns: Turns, gpu: str) -> dict[str, Any]:
         "warnings": list(dict.fromkeys(said))[:5],
         "gpu": torch.cuda.get_device_name() if case.device == "cuda" else "none",
     }
-
-
-def prepare_process(case: Case, gpu: str) -> None:
-    """Give the process its GPU, and to its threads and its compilers' workers their share of the cores."""
-    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    torch.set_num_threads(threads)
-    inductor_config.compile_threads = threads  # its own variable is read where torch is imported
-    if case.device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
 
 def system_of(case: Case) -> System:

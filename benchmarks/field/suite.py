@@ -41,15 +41,15 @@ import torch
 
 from benchmarks.field import bounds as field_bounds
 from benchmarks.field.halves import Halves
-from benchmarks.field.jobs import Jobs, interleaved
 from benchmarks.field.models import BY_NAME, MODELS
 from benchmarks.field.models.task import FieldModel
 from benchmarks.field.steps import OURS, SYSTEMS, comparison_of, measure
 from benchmarks.field.tables import shortfalls
 from benchmarks.harness import runs
 from benchmarks.harness.columns import Row, figure, ratio
+from benchmarks.harness.jobs import Jobs, interleaved
 from benchmarks.harness.peers import BASELINE
-from benchmarks.harness.processes import Case, Clock, about_machine, first_process, folder
+from benchmarks.harness.processes import Case, Clock, about_machine, first_process, folder, share_cores
 from benchmarks.harness.runs import Benchmark, Log, selected
 
 FILE = Path(__file__).parents[1] / "results" / "field.json"
@@ -113,10 +113,9 @@ def measured(path: Path) -> set[str]:
 
 def run(names: Sequence[str], given: argparse.Namespace) -> list[Row]:
     clock = Clock(given.seconds)
-    threads = max(1, (os.cpu_count() or 1) // given.jobs)  # of compilers' workers, of each system
-    os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)})
+    share_cores(given.jobs)
     start, about = _first(given)
-    settings = {"jobs": given.jobs, "gpus": given.gpus, "start": start, "compile_threads": threads, "tiny": given.tiny}
+    settings = {"jobs": given.jobs, "gpus": given.gpus, "start": start, "tiny": given.tiny}
     log = Log(BENCHMARK, given.json, about, settings, [Case(name, OURS.name) for name in names])
     halves = Halves(given.json.with_suffix(".halves.json"), [s.name for s in SYSTEMS])
 

@@ -9,31 +9,33 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters  # of graphs; torch.compiler.reset() leaves them
+from torch._inductor import config as inductor_config
 
+from benchmarks.harness.columns import Row
 from benchmarks.harness.measuring import machine
 from benchmarks.harness.peers import LeftOutError
+from benchmarks.harness.turns import Turns
 from fp8compile import process_state
 
 # Where compilers keep what they have compiled, below one folder
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": "triton"}
-FOR_COMPILING = 0.6
 
 
 @dataclass(frozen=True)
 class Case:
     """One system on one model.
 
-    cache: the folder of compile caches; warm: whether everything has been compiled into it; compile_only: measure
-    nothing once it has.
+    cache: the folder of compile caches; warm: everything has been compiled into it; turns: the folder of those who
+    share a GPU, if anybody does.
     """
 
     model: str
@@ -41,11 +43,15 @@ class Case:
     tiny: bool = False
     cache: str = ""
     warm: bool = False
-    compile_only: bool = False
+    turns: str = ""
 
     @property
     def device(self) -> str:
         return "cpu" if self.tiny else "cuda"
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Have the GPU alone, to be timed."""
+        return Turns(Path(self.turns)).alone() if self.turns else nullcontext()
 
 
 class FailedError(RuntimeError):
@@ -103,26 +109,6 @@ def isolated(measure: Measure, case: Case, start: str, seconds: float) -> dict[s
         end(process)
 
 
-def precompile(measure: Measure, cases: Sequence[Case], start: str, jobs: int, clock: Clock) -> None:
-    """Fill the cache that the cases share, several at a time; what fails will fail again, and be told then.
-
-    Timing has what is left of the time, and compiles what is missing: this takes `FOR_COMPILING` of it at most.
-    """
-    waiting = [replace(case, compile_only=True) for case in reversed(cases)]
-    running: dict[Any, Any] = {}
-    while (waiting or running) and (left := FOR_COMPILING * clock.seconds - clock.spent) > 0:
-        while waiting and len(running) < jobs:
-            process, answer = begin(measure, waiting.pop(), start)
-            running[answer] = process
-        for answer in wait(list(running), timeout=left):
-            end(running.pop(answer))
-    for process in running.values():
-        process.kill()
-    for chosen in Path(cases[0].cache).rglob("*.best_config"):  # Inductor's choices, made while others used the GPU
-        chosen.unlink()
-    print(f"compiled within {clock.spent:.0f} s, {jobs} at a time", flush=True)
-
-
 def first_process(start: str) -> tuple[str, dict[str, Any]]:
     """How processes are to begin, and what one of them says of the machine: a fork may not be able to use the GPU."""
     case = Case("", "")
@@ -149,6 +135,21 @@ def begin(measure: Measure, case: Case, start: str) -> tuple[Any, Any]:
     process.start()
     its_end.close()
     return process, answer
+
+
+def share_cores(jobs: int) -> None:
+    """Give each of `jobs` processes that begin from now on its share of the cores, for what compilers do at once."""
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": threads})
+
+
+def prepare_process(case: Case, gpu: str) -> None:
+    """Give this process its GPU, and to its threads and its compilers' workers their share of the cores."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    torch.set_num_threads(threads)
+    inductor_config.compile_threads = threads  # its own variable is read where torch is imported
+    if case.device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 
 
 def outcome(answer: Connection) -> dict[str, Any]:
@@ -199,3 +200,14 @@ def one_line(error: BaseException) -> str:
     error = getattr(error, "inner_exception", error)  # of which Dynamo's says the name of a backend alone, in its first
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def measured(measure: Measure, case: Case) -> Row:
+    """Return the row of a case. What one system cannot do must not cost the others' figures."""
+    try:
+        figures = measure(case)
+    except LeftOutError as why:
+        return Row(case.model, case.system, str(why))
+    except Exception as error:
+        return Row(case.model, case.system, f"failed: {one_line(error)}")
+    return Row(case.model, case.system, figures.pop("note", ""), figures)

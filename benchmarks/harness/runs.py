@@ -2,12 +2,13 @@
 
     --only *8B*,*gpt*     models, as patterns with commas            --systems fp8*,"BF16 compile"     likewise
     --seconds 250         no system is begun that may not end by then, and what runs on is stopped
-    --jobs 4              first compile four systems at a time, into one cache; then time them one by one
+    --jobs 4 [--gpus 2]   four systems at a time, on all GPUs together; each has its GPU alone while it is timed
     --json FILE           adds this run to FILE after every system       --picture FOLDER    time against peak memory
 
-A system's process has an empty compile cache, so that its first step is a cold compile; with `--jobs` the caches are
-warm, and compile times are not reported. Processes are forked from one that has imported everything and has not touched
-the GPU (`--start spawn` begins each from nothing). `--tiny` runs everything in this process, on a CPU.
+A system's process has an empty compile cache, so that its first step is a cold compile; with `--jobs` others compile
+beside it, and compile times are not reported. One that runs out of memory beside others runs once more, with fewer.
+Processes are forked from one that has imported everything and has not touched the GPU (`--start spawn` begins each from
+nothing). `--tiny` runs everything in this process, on a CPU.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import datetime
 import fnmatch
 import importlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness.columns import Column, Row, baseline_of, text_head, text_line
-from benchmarks.harness.peers import LeftOutError
+from benchmarks.harness.jobs import Jobs
 from benchmarks.harness.picture import Point, scatter
 from benchmarks.harness.processes import (
     Case,
@@ -38,9 +41,11 @@ from benchmarks.harness.processes import (
     folder,
     in_this_process,
     isolated,
-    one_line,
-    precompile,
+    measured,
+    prepare_process,
+    share_cores,
 )
+from benchmarks.harness.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--only", default="*", help="models, as patterns with commas")
     parser.add_argument("--systems", default="*", help="systems, as patterns with commas")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no system is begun that may not end by then")
-    parser.add_argument("--jobs", type=int, default=0, help="compile so many systems at a time, before they are timed")
+    parser.add_argument("--jobs", type=int, default=0, help="so many systems at a time, each timed alone")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs over which jobs are spread")
     parser.add_argument("--start", choices=("fork", "spawn"), default="fork", help="how a system's process begins")
     parser.add_argument("--json", type=Path, help="a file to which this run is added")
     parser.add_argument("--picture", type=Path, help="a folder for one SVG a model")
@@ -129,18 +135,49 @@ def run(benchmark: Benchmark, given: argparse.Namespace) -> list[Row]:
     if torch.cuda.is_initialized():  # by an import: a fork could not use the GPU
         given.start = "spawn"
     start, about = first_process(given.start)
-    log = Log(benchmark, given.json, about, {"jobs": given.jobs, "start": start}, cases)
+    log = Log(benchmark, given.json, about, {"jobs": given.jobs, "start": start}, cases, sorts=True)
 
     def in_processes(case: Case) -> dict[str, Any]:
         with folder() as cache:
             case = case if case.cache else replace(case, cache=cache)
             return both(benchmark, case, lambda measure, case: isolated(measure, case, start, clock.left))
 
-    with folder() as cache:
-        if given.jobs:
-            cases = [replace(case, cache=cache, warm=True) for case in cases]
-            precompile(benchmark.measure, cases, start, given.jobs, clock)
-        return measure_all(cases, log, clock, in_processes)
+    return (
+        side_by_side(benchmark, cases, log, given, start, clock)
+        if given.jobs
+        else measure_all(cases, log, clock, in_processes)
+    )
+
+
+@dataclass(frozen=True)
+class Share:
+    """A model that is reckoned to need its share of a GPU's memory: one job's, where all are the same."""
+
+    name: str
+    gib: float = 1.0
+
+
+def side_by_side(
+    benchmark: Benchmark, cases: Sequence[Case], log: Log, given: argparse.Namespace, start: str, clock: Clock
+) -> list[Row]:
+    """Measure `given.jobs` cases at a time, each with its GPU alone while it is timed."""
+    given.gib, given.limit = math.ceil(given.jobs / given.gpus), given.seconds
+    share_cores(given.jobs)
+    with folder() as shared:
+        jobs = Jobs(partial(on_gpu, benchmark.measure), given, start, Path(shared), clock, log.add)
+        jobs.run([(Share(case.model), case.system) for case in cases])
+    done = {(row.model, row.system) for row in log.rows}
+    for case in cases:
+        if (case.model, case.system) not in done:
+            log.add(Row(case.model, case.system, f"left out: {clock.spent:.0f} of {clock.seconds:.0f} s were over"))
+    return log.rows
+
+
+def on_gpu(measure: Measure, case: Case, turns: Turns, gpu: str) -> dict[str, Any]:
+    """Return a case's figures, measured by this process on one GPU that others use as well."""
+    prepare_process(case, gpu)
+    turns.join()
+    return measure(replace(case, turns=str(turns.folder)))
 
 
 def both(benchmark: Benchmark, case: Case, run: Callable[[Measure, Case], dict[str, Any]]) -> dict[str, Any]:
@@ -160,26 +197,16 @@ def measure_all(cases: Sequence[Case], log: Log, clock: Clock, measure: Measure)
     return log.rows
 
 
-def measured(measure: Measure, case: Case) -> Row:
-    """The row of a case. What one system cannot do must not cost the others' figures."""
-    try:
-        figures = measure(case)
-    except LeftOutError as why:
-        return Row(case.model, case.system, str(why))
-    except Exception as error:
-        return Row(case.model, case.system, f"failed: {one_line(error)}")
-    return Row(case.model, case.system, figures.pop("note", ""), figures)
-
-
 @dataclass
 class Log:
-    """Prints rows and adds them to the file, each as soon as it is there."""
+    """Prints rows and adds them to the file, each as soon as it is there; `sorts`: there in the order of the cases."""
 
     benchmark: Benchmark
     path: Path | None
     machine: dict[str, str]
     settings: dict[str, Any]
     cases: Sequence[Case]
+    sorts: bool = False
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -190,6 +217,9 @@ class Log:
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
+        if self.sorts:
+            order = [(case.model, case.system) for case in self.cases]
+            self.rows.sort(key=lambda row: order.index((row.model, row.system)))
         baseline = baseline_of(self.rows, row.model, self.benchmark.baseline)
         print(text_line(self.benchmark.columns, self.width, row, baseline), flush=True)
         if self.path is None:

@@ -66,12 +66,11 @@ def measure(case: Case) -> dict[str, Any]:
     if not case.tiny:
         torch.cuda.synchronize()
     first = time.perf_counter() - start
-    if case.compile_only:
-        return {}
     for _ in range(0 if case.tiny else WARMUP):
         step()
     saved, peak = (0.0, 0.0) if case.tiny else blocks.memory(run, model, x, gradient)
-    ms = statistics.median(intervals(step, TINY_STEPS if case.tiny else STEPS, case.device))
+    with case.alone():
+        ms = statistics.median(intervals(step, TINY_STEPS if case.tiny else STEPS, case.device))
     quality = blocks.compare(expected, blocks.gradients(run, model, x, gradient))
     return {
         "ms": ms,
@@ -80,7 +79,7 @@ def measure(case: Case) -> dict[str, Any]:
         "peak_gib": peak,
         "cosine": min(cosine for cosine, _ in quality.values()),
         "error": max(error for _, error in quality.values()),
-        "compile_seconds": None if case.warm else first,
+        "compile_seconds": None if case.turns else first,
         "parameters": sum(p.numel() for p in model.parameters()),
         "in_fp8": peers.in_fp8(system, model),
         "note": peers.failure(),

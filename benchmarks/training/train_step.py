@@ -88,12 +88,11 @@ def measure(case: Case) -> dict[str, Any]:
     training = Training(case)
     first = training.timed_step()
     graphs = counters["stats"]["unique_graphs"]
-    if case.compile_only:
-        return {}
     count = TINY_STEPS if case.tiny else STEPS
     for _ in range(1 if case.tiny else WARMUP):
         training.step()
-    ms = statistics.median(intervals(training.step, count, case.device))
+    with case.alone():
+        ms = statistics.median(intervals(training.step, count, case.device))
     peak, above = peak_gib(training.step, 2, case.device)
     labels = training.batch["labels"]
     return {
@@ -102,7 +101,7 @@ def measure(case: Case) -> dict[str, Any]:
         "peak_gib": peak,
         "above_gib": above,
         "state_bytes": training.state_bytes(),
-        "compile_seconds": None if case.warm else first,
+        "compile_seconds": None if case.turns else first,
         "loss": float(training.loss),
         "parameters": sum(p.numel() for p in training.model.parameters()),
         "graphs": graphs,

@@ -26,7 +26,7 @@ from fp8compile.adaptive.policy import Change, Policy, keyed
 from fp8compile.adaptive.settings import Adaptive
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.plan import cast_statistics, overrides, store
-from fp8compile.plan.cast_statistics import Row
+from fp8compile.plan.cast_rows import Row
 from fp8compile.plan.overrides import Overrides, SavedKey, saved_key
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason

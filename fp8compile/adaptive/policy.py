@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from fp8compile.adaptive.settings import Adaptive
-from fp8compile.plan.cast_statistics import Row
+from fp8compile.plan.cast_rows import Row
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import ADAPTED, Reason
 from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Saved

@@ -29,9 +29,9 @@ from fp8compile.optimizer.state_conversion import (
 from fp8compile.optimizer.trace import let_numbers_change, name_sources, trace_again
 from fp8compile.optimizer.unscaling import unscaled_by
 from fp8compile.options import Options
-from fp8compile.passes import pipeline
 from fp8compile.passes.core.stages import DynamoGraph
 from fp8compile.plan.plan import Plan
+from fp8compile.torch_hooks.dynamo_stage import run_step_passes
 from fp8compile.torch_hooks.user_frame import warn_user
 
 
@@ -48,7 +48,8 @@ def prepare_step(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[An
         trace_again(gm)
     _warn_of_rounding(opt)
     unscaling = unscaled_by(opt)
-    pipeline.run_stage(c := DynamoGraph(gm.graph, options, gm, example_inputs, is_step=True, unscaling=unscaling))
+    c = DynamoGraph(gm.graph, options, gm, example_inputs, is_step=True, unscaling=unscaling)
+    run_step_passes(c)
     name_sources(gm, c.opened, c.added)
     states = state_rows(opt)
     return Plan("optimizer", states=states, groups=group_rows(opt, states), traced=record_of(opt).whole)

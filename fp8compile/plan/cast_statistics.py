@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,47 +34,14 @@ import torch
 from torch import Tensor
 
 from fp8compile.errors import Fp8Error, OptionError
-from fp8compile.formats import parse_granularity
 from fp8compile.kernels.casts.cast_losses import measure
-from fp8compile.kernels.casts.loss_sums import ALTERNATIVES, LINE, SUMS
+from fp8compile.plan.cast_rows import Row, joined, row_of
+from fp8compile.plan.improved_plan import improve
 from fp8compile.plan.json_rows import an_object, made, parsed, require
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.printers import printers
-from fp8compile.plan.reasons import Reason
-from fp8compile.plan.rows import BF16, FP8, Matmul, Operand
 
-RUNNABLE = ("e4m3 tensor", "e4m3 row")  # what any operand of a matmul may be, cheapest first
-MEASURED: dict[str, Any] = {"code": Reason.MEASURED, "remarks": (), "left": None, "right": None}  # of a row in BF16
 Operands: TypeAlias = tuple[tuple[str, str, int, str], ...]  # path, role, occurrence, left or right
-
-
-@dataclass(frozen=True)
-class Row:
-    """One operand of one matmul, over all measured steps. what_if: SQNR in dB by cast; sqnr None: it was never finite,
-    or all zeros.
-
-    evenly: (by_rows, by_columns) by cast. trait: "product" of an operand that is the product of two matmuls' results,
-    as SwiGLU's. delayed: of how many steps its scale comes, 0: of this one. role "saved": a tensor kept for backward;
-    occurrence and side are then the rest of its key.
-    """
-
-    path: str
-    role: str
-    occurrence: int
-    side: str
-    cast: str
-    steps: int
-    skipped: int
-    amax: float
-    saturated: float
-    underflown: float
-    sqnr: float | None
-    what_if: dict[str, float | None] = field(default_factory=dict)
-    by_rows: float | None = None
-    by_columns: float | None = None
-    evenly: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
-    trait: str = ""
-    delayed: int = 0
 
 
 @dataclass
@@ -97,7 +64,7 @@ class Statistics:
         if 0 <= turn < self.steps * self.every and turn % self.every == 0:
             measured = measure(scale, tensors, cast, transpose)
             sums = self._sums.get(key)
-            self._sums[key] = measured if sums is None else _joined(sums, measured)
+            self._sums[key] = measured if sums is None else joined(sums, measured)
 
     def rows(self) -> list[Row]:
         """Return one `Row` for each operand that was measured, in the order of their first execution."""
@@ -106,17 +73,17 @@ class Statistics:
             cast, operands, *trait = json.loads(key)
             cast, _, delay = cast.partition(" delayed(")
             history = int(delay.removesuffix(")") or 0)
-            found += [_row(operand, cast, sums.tolist(), "".join(trait), history) for operand in operands]
+            found += [row_of(operand, cast, sums.tolist(), "".join(trait), history) for operand in operands]
         return found
 
     def plan(self, minimum: float) -> list[Plan]:
         """Return the watched plans, changed so that every operand keeps `minimum` dB: for options={"plan": …}.
 
-        An operand below it gets the first cast of `RUNNABLE` that reaches it; a matmul with an operand that no such
-        cast can hold stays BF16.
+        An operand below it gets the first cast of `improved_plan.RUNNABLE` that reaches it; a matmul with an operand
+        that no such cast can hold stays BF16.
         """
         known = {(row.path, row.role, row.occurrence, row.side): row for row in self.rows()}
-        return [_changed(plan, known, minimum) for plan in self.plans]
+        return [improve(plan, known, minimum) for plan in self.plans]
 
     def save(self, path: str | Path) -> None:
         """Write rows and plans as JSON; a report shows them if they lie in its dump as statistics.json."""
@@ -190,66 +157,3 @@ def stop(name: str) -> None:
 
 def _with_pairs(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "evenly": {cast: tuple(pair) for cast, pair in row.get("evenly", {}).items()}}
-
-
-# ---- sums and rows ---------------------------------------------------------------------------------------------------
-
-
-def _joined(a: Tensor, b: Tensor) -> Tensor:
-    where = SUMS.index("amax")
-    total = a + b
-    total[where] = torch.maximum(a[where], b[where])
-    return total
-
-
-def _row(operand: Sequence[Any], cast: str, sums: Sequence[float], trait: str = "", history: int = 0) -> Row:
-    s = dict(zip(SUMS, sums, strict=False))
-    path, role, occurrence, side = operand
-    rows, columns = (sums[len(SUMS) + i * len(LINE) :][: len(LINE)] for i in range(2))
-    # Σ signal / signal is how many there are
-    even = [(_decibels(rows[-1], r), _decibels(columns[-1], c)) for r, c in zip(rows[:-1], columns[:-1], strict=True)]
-    return Row(
-        path, role, occurrence, side, cast, int(s["steps"]), int(s["skipped"]), s["amax"],
-        s["saturated"] / max(s["elements"], 1), s["underflown"] / max(s["nonzero"], 1),
-        _decibels(s["signal"], s["noise"]), {c: _decibels(s["signal"], s[c]) for c in ALTERNATIVES},
-        *even[0], dict(zip(ALTERNATIVES, even[1:], strict=True)), trait, history,
-    )  # fmt: skip
-
-
-def _decibels(signal: float, noise: float) -> float | None:
-    """Return a ratio in dB; None for silence, 200 where nothing was lost."""
-    if signal == 0:
-        return None
-    return 200.0 if noise == 0 else 10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64)).item()
-
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
-
-
-def _changed(plan: Plan, known: dict[tuple[str, str, int, str], Row], minimum: float) -> Plan:
-    seen: dict[tuple[str, str], int] = {}
-    rows = []
-    for row in plan.matmuls:
-        occurrence = seen[row.path, row.role] = seen.get((row.path, row.role), -1) + 1
-        sides = [known.get((row.path, row.role, occurrence, side)) for side in ("left", "right")]
-        rows.append(_improved(row, sides, minimum) if row.decision == FP8 else row)
-    return replace(plan, matmuls=rows)
-
-
-def _improved(row: Matmul, sides: Sequence[Row | None], minimum: float) -> Matmul:
-    operands = []
-    for operand, measured in zip((row.left, row.right), sides, strict=True):
-        if measured is None or measured.sqnr is None or measured.sqnr >= minimum:
-            operands.append(operand)
-            continue
-        casts = () if row.kind == "grouped" else RUNNABLE  # which takes rows alone, and has them
-        better = [c for c in casts if (measured.what_if.get(c) or -200.0) >= minimum]
-        if not better:
-            worst = f"{measured.side} operand at {measured.sqnr:.1f} dB"
-            return replace(row, decision=BF16, reason=f"measured: {worst}", **MEASURED)
-        format, granularity = better[0].split(" ")
-        operands.append(Operand(format, granularity))
-    kinds = {parse_granularity(o.granularity).kind for o in operands if o is not None}
-    if kinds <= {"tensor", "row"} or operands == [row.left, row.right]:
-        return replace(row, left=operands[0], right=operands[1])
-    return replace(row, decision=BF16, reason="measured: no cast of one operand fits the other", **MEASURED)

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     RECIPE = "recipe"  # the recipe keeps its role
     OPERATIONS = "operations"  # option `operations` leaves its kind out
     HIGHER_PRECISION = "higher_precision"  # FP32 among matmuls of lower precision
+    DIFFERENTIATED = "differentiated"  # in a derivative that the model takes of itself; of saved tensors as well
     SKIP = "skip"  # option `skip` names it
     HEAD = "head"  # the output head
     CHUNKED_LOSS = "chunked_loss"  # the output head runs in chunks with its loss
@@ -101,3 +102,4 @@ class Why:
 
 
 BY_PLAN = Why(Reason.PLAN, "the plan says so")
+DIFFERENTIATED = Why(Reason.DIFFERENTIATED, "in a derivative that the model takes, which would carry its rounding")

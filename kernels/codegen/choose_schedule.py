@@ -18,7 +18,8 @@ MAX_ELEMENTS = 256  # a thread has of each tensor; with more, compiling takes mi
 SECTOR, CROSSED = 8, 32  # least and most rows of a tile of whole rows that lie across: 32 and 128 bytes of FP32
 SQUARE = 64  # rows and columns of a tile that are enough for what lies across
 LARGEST_TILE = 16384  # elements of a tile of several rows, where groups of rows do not ask for more
-SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take, of the 227 KiB of an H100 or H200
+MOST_SHARED = 232_448  # bytes of shared memory that a program can have on an H100 or H200
+SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKED = {1: (128, 64, 32), 2: (32, 128, 32), 3: (32, 128, 16)}  # by payloads: rows, columns, elements a thread
 PROCESSORS = 132  # programs that walk are made in multiples of this: streaming multiprocessors of an H100 or H200
@@ -30,6 +31,13 @@ def choose(region: Region) -> Schedule:
     warps = max(choice.warps for choice in choices)
     stages = max(choice.stages for choice in choices)
     return Schedule(tuple(choice.tilings[0] for choice in choices), warps, stages)
+
+
+def fits(schedule: Schedule) -> bool:
+    """Return True if a program can hold its tiles: in the registers of its threads, and those of several rows in shared
+    memory, through which they go, as FP32 at most, where threads exchange what they have."""
+    crossing = max((t.block_rows * t.block_cols for t in schedule.tilings if t.block_rows > 1), default=0)
+    return schedule.elements_a_thread <= MAX_ELEMENTS and 4 * crossing <= MOST_SHARED
 
 
 def _choose(part: Part) -> Schedule:
@@ -72,9 +80,11 @@ def _whole_rows(part: Part) -> Schedule:
     min_rows, min_cols = _least(part)
     cols = power_of_two(extent(part)[1])
     wide = sum(i.extent == ELEMENT for i in part.inputs) * cols
-    if wide > MAX_ROW and not ops & set(WALKED):
-        return _tiled(part, max(1, min_rows), max(2048, min_cols), 8, sweeps=True)
     block_cols = max(cols, min_cols)
+    too_large = min_rows > 1 and 4 * min_rows * block_cols > MOST_SHARED
+    if (wide > MAX_ROW or too_large) and not ops & set(WALKED):
+        block_cols = max(min(2048, LARGEST_TILE // min_rows), min_cols)
+        return _tiled(part, min_rows, block_cols, max(8, _warps(min_rows * block_cols, 64)), sweeps=True)
     across = min(CROSSED, LARGEST_TILE // block_cols)
     if any(map(_is_crossed, part.inputs)) and across >= SECTOR and not ops & set(WALKED):
         block_rows = max(min_rows, across)

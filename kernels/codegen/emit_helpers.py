@@ -152,7 +152,7 @@ def ordered(x, of_nan):
         '''
 @triton.jit
 def from_ordered(bits):
-    """What `ordered` made these integers of; the ends of their range are nan."""
+    """Return what `ordered` made these integers of; the ends of their range are nan."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 '''
     ),

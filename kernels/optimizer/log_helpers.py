@@ -30,7 +30,7 @@ def step_log(low, high, signed):
 
 @triton.jit
 def unit_log(fraction):
-    '''What a code is in fixed point.'''
+    '''Return a code in fixed point.'''
     return tl.full(fraction.shape, 1, tl.int32) << (32 - fraction)
 
 

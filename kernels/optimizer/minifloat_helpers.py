@@ -107,7 +107,7 @@ def codes_{name}(x, FULL: tl.constexpr):
 
 @triton.jit
 def values_{name}(payload, FULL: tl.constexpr):
-    '''What codes stand for.'''
+    '''Return the values of codes.'''
     a, b, c, d = numbers_{name}(payload)
     if FULL:
         return quad(a, b, c, d)

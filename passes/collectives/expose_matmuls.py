@@ -21,7 +21,8 @@ from torch._inductor import config as inductor_config  # whether matmuls are to 
 from fp8compile import ops
 from fp8compile.passes.core.collectives import ALL_GATHER, AS_BYTES, CARRIERS
 from fp8compile.passes.core.compilation import aten, update_value
-from fp8compile.passes.core.node_views import ScaledMM, first_input
+from fp8compile.passes.core.marker_views import ScaledMM
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.lower.call_matmuls import RESHAPED, call, is_one_call

@@ -18,7 +18,8 @@ from torch import fx
 from fp8compile.passes.collectives.quantize_before_collective import Cast, Early, Readers, readers_of
 from fp8compile.passes.core.collectives import ALL_GATHER, NAMES, Journey, erase, journeys
 from fp8compile.passes.core.compilation import Compilation, dependents, is_tangent, sort_topologically, value
-from fp8compile.passes.core.node_views import Quantize, first_input
+from fp8compile.passes.core.marker_views import Quantize
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.origin import module_path, source_line
 from fp8compile.passes.matmul import share_casts
 from fp8compile.passes.save.saved_forms import count, dtype_name

@@ -23,7 +23,8 @@ from fp8compile import ops
 from fp8compile.formats import FORMATS, parse_granularity
 from fp8compile.passes.core.collectives import ALL_GATHER, AS_BYTES, Journey, Sent
 from fp8compile.passes.core.compilation import AS_STORED, Compilation, aten, value
-from fp8compile.passes.core.node_views import Amax, Quantize, Scale, cast_marker, first_input, is_amax_of_tensor
+from fp8compile.passes.core.marker_views import Amax, Quantize, Scale, cast_marker, is_amax_of_tensor
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.origin import module_path
 from fp8compile.passes.core.replace import replace_value
 

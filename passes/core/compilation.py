@@ -33,6 +33,7 @@ VIEWS = {
 # half of training it belongs. Without the region's tags a partitioner would save what it should recompute.
 INHERITED = (
     "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "recompute", "ac_graph_id", "partitioner_tag",
+    "custom",
 )  # fmt: skip
 
 STANDS_ALONE = "fp8_stands_alone"  # of a copy: no region computes it

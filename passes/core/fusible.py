@@ -21,7 +21,8 @@ from fp8compile.kernels.codegen.spec import BAND
 from fp8compile.passes.core import operators
 from fp8compile.passes.core.compilation import STANDS_ALONE, aten, is_tensor, value
 from fp8compile.passes.core.iteration import product, same
-from fp8compile.passes.core.node_views import Amax, Getitem, argument, first_input
+from fp8compile.passes.core.marker_views import Amax
+from fp8compile.passes.core.node_views import Getitem, argument, first_input
 
 prims = torch.ops.prims
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
+SOURCE = "_dynamo_source"  # of an input of Dynamo's graph: where it comes from, which AOTAutograd asks for
+
 
 class Snapshot:
     """A copy of `graph` as it is now, whatever becomes of it."""
@@ -24,8 +26,25 @@ class Snapshot:
             args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
             copies[node] = graph.create_node(op, target, args, kwargs, name, kind)
             copies[node].meta = dict(meta)
+            if hasattr(node, SOURCE):
+                setattr(copies[node], SOURCE, getattr(node, SOURCE))
         graph._codegen = self._codegen
         return graph
+
+
+class ModuleSnapshot:
+    """A copy of what passes change of Dynamo's module: its graph, the graphs that it calls, and its buffers."""
+
+    def __init__(self, gm: fx.GraphModule):
+        self._gm, self._buffers = gm, dict(gm._buffers)
+        self._graphs = [(m, Snapshot(m.graph)) for m in gm.modules() if isinstance(m, fx.GraphModule)]
+
+    def restore(self) -> None:
+        """Make the module what it was; its graphs are new ones."""
+        for module, snapshot in self._graphs:
+            module.graph = snapshot.graph()  # which compiles it again, too
+        self._gm._buffers.clear()
+        self._gm._buffers.update(self._buffers)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

@@ -34,7 +34,8 @@ from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
 from fp8compile.passes.core.collectives import AS_BYTES, CARRIERS
 from fp8compile.passes.core.compilation import VIEWS, aten, divides, is_detached, same_sizes, value
 from fp8compile.passes.core.graph_text import graph_text
-from fp8compile.passes.core.node_views import Dequantize, Quantize, ScaledMM, call_of, first_input
+from fp8compile.passes.core.marker_views import Dequantize, Quantize, ScaledMM
+from fp8compile.passes.core.node_views import call_of, first_input
 from fp8compile.passes.core.run_passes import Check
 from fp8compile.passes.core.stages import StageGraph
 from fp8compile.passes.core.stride_demands import Broken, check_strides

@@ -13,7 +13,7 @@ from torch import fx
 from fp8compile.errors import VerificationError
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.passes.core.compilation import is_tensor, value
-from fp8compile.passes.core.node_views import Dequantize, ScaledMM
+from fp8compile.passes.core.marker_views import Dequantize, ScaledMM
 from fp8compile.passes.core.verify import TRANSPARENT, Signature, excerpt, made_of, quantizes, signature, verify
 
 NOT_SAVED = (

@@ -24,7 +24,8 @@ from fp8compile import ops
 from fp8compile.passes.core.collectives import SPLITS, VIEWS
 from fp8compile.passes.core.compilation import aten, value
 from fp8compile.passes.core.iteration import same
-from fp8compile.passes.core.node_views import Getitem, ScaledMM, first_input
+from fp8compile.passes.core.marker_views import ScaledMM
+from fp8compile.passes.core.node_views import Getitem, first_input
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.region_graph import GraphEditor
 

@@ -10,7 +10,7 @@ from torch import fx
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.codegen.spec import Part
 from fp8compile.passes.core.compilation import hint
-from fp8compile.passes.core.node_views import RegionCall
+from fp8compile.passes.core.marker_views import RegionCall
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
 from fp8compile.plan.rows import Kernel
 

@@ -23,7 +23,8 @@ from fp8compile.errors import VerificationError
 from fp8compile.kernels.check.coverage import unwritten
 from fp8compile.kernels.codegen.spec import Part, Region, number_of
 from fp8compile.passes.core.compilation import VIEWS, aten, hint, is_tensor, value
-from fp8compile.passes.core.node_views import Copy, RegionCall
+from fp8compile.passes.core.marker_views import RegionCall
+from fp8compile.passes.core.node_views import Copy
 from fp8compile.passes.core.run_passes import Check
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.core.stride_demands import Broken, broken_strides

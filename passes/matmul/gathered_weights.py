@@ -31,7 +31,7 @@ from fp8compile.passes.core.compilation import (
     same_sizes,
     value,
 )
-from fp8compile.passes.core.node_views import Dequantize
+from fp8compile.passes.core.marker_views import Dequantize
 from fp8compile.passes.core.replace import replace_value
 
 

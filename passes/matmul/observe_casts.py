@@ -25,8 +25,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8compile import ops
 from fp8compile.passes.core.collectives import CARRIERS
 from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, sort_topologically
+from fp8compile.passes.core.marker_views import Quantize, Scale, ScaledMM
 from fp8compile.passes.core.matmul_node import MatmulNode
-from fp8compile.passes.core.node_views import Quantize, Scale, ScaledMM, first_input
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.matmul.find_matmuls import CONVOLUTIONS, MATMULS
 from fp8compile.plan.reasons import Reason

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from fp8compile.errors import OptionError
 from fp8compile.formats import ALIGNMENT
 from fp8compile.passes.core.compilation import Compilation, hint, value
+from fp8compile.passes.core.derivatives import is_differentiated
 from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode, Matmuls
+from fp8compile.passes.core.walk import walk
 from fp8compile.passes.matmul.gathered_weights import gathered
 from fp8compile.passes.matmul.grouped_matmuls import GROUPED, casts_of, takes_rows_alone, why_not_grouped
 from fp8compile.passes.matmul.matmul_costs import Costs
@@ -24,7 +27,7 @@ from fp8compile.passes.matmul.output_heads import find_heads
 from fp8compile.passes.matmul.profitability import leave_out
 from fp8compile.passes.matmul.roles import find_roles
 from fp8compile.plan import overrides
-from fp8compile.plan.reasons import BY_PLAN, Reason, Why
+from fp8compile.plan.reasons import BY_PLAN, DIFFERENTIATED, Reason, Why
 from fp8compile.plan.rows import BF16, FP8
 from fp8compile.recipe import Role
 
@@ -37,13 +40,15 @@ READ_ROUNDED = "; its weight was gathered in FP8, and is read rounded (prepare_f
 class Candidate:
     """A matmul before the rules.
 
-    casts: how the recipe runs it. dtypes: of the graph's linear layers. objection: of the first rule that has one.
+    casts: how the recipe runs it. dtypes: of the graph's linear layers. is_differentiated: True if its layer's weight
+    is in a derivative that the model takes. objection: of the first rule that has one.
     """
 
     matmul: MatmulNode
     casts: Role | None
     is_head: bool
     dtypes: set[torch.dtype]
+    is_differentiated: bool
     objection: Why | None = None
 
 
@@ -67,7 +72,22 @@ def run(c: Compilation) -> None:
 def _candidates(c: Compilation, matmuls: list[MatmulNode]) -> list[Candidate]:
     heads = find_heads(c, matmuls)
     dtypes = {value(m.node).dtype for m in matmuls if m.role == "output" and m.kind != CONVOLUTION}
-    return [Candidate(m, casts_of(m, c.options.recipe), m.layer in heads, dtypes) for m in matmuls]
+    differentiated = _differentiated(matmuls)
+    return [Candidate(m, casts_of(m, c.options.recipe), m.layer in heads, dtypes, m in differentiated) for m in matmuls]
+
+
+def _differentiated(matmuls: list[MatmulNode]) -> set[MatmulNode]:
+    """Return the matmuls of layers whose weight is in a derivative that the model takes: a value beside it has the
+    same weight."""
+    marked = {m for m in matmuls if is_differentiated(m.node) or is_differentiated(m.layer.node)}
+    weights = {node for m in marked for node in _parameters_of(m)}
+    return marked | {m for m in matmuls if not weights.isdisjoint(_parameters_of(m.layer))}
+
+
+def _parameters_of(matmul: MatmulNode) -> set[fx.Node]:
+    """Return the inputs of the graph that the weight of an output matmul is computed from."""
+    weight = matmul.weight if matmul.role == "output" else None
+    return {node for node in walk([weight]) if node.op == "placeholder"} if weight is not None else set()
 
 
 def _record_hints(matmul: MatmulNode, c: Compilation) -> None:
@@ -185,6 +205,10 @@ def _is_not_skipped(x: Candidate, c: Compilation) -> Why | None:
     return Why(Reason.SKIP, f"skip={pattern!r}") if pattern else None
 
 
+def _is_not_differentiated(x: Candidate, c: Compilation) -> Why | None:
+    return DIFFERENTIATED if x.is_differentiated else None
+
+
 def _is_not_head(x: Candidate, c: Compilation) -> Why | None:
     is_left = x.is_head and not c.options.lm_head
     return Why(Reason.HEAD, "the output head (lm_head=True converts it)") if is_left else None
@@ -237,6 +261,7 @@ RULES: tuple[Callable[[Candidate, Compilation], Why | None], ...] = (
     _is_listed,
     _has_dtype,
     _is_not_skipped,
+    _is_not_differentiated,
     _is_not_head,
     _has_units,
     _can_be_grouped,

@@ -17,7 +17,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.passes.core.compilation import Compilation, aten, sort_topologically
-from fp8compile.passes.core.node_views import Amax
+from fp8compile.passes.core.marker_views import Amax
 from fp8compile.passes.core.replace import replace_value
 
 PURE = {*ops.CASTS, aten.cat.default, aten.maximum.default}

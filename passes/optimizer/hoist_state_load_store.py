@@ -4,8 +4,8 @@ Before      s.lerp_(grad, 0.1)      r = s.sqrt()
 After       p = s.dequantize()      p.lerp_(grad, 0.1)      r = p.sqrt()      …      s.store(p)
 
 Each operation on an `FP8State` loads it, and stores it if it writes; AOTAutograd would trace all of that, several times
-over, for `forward_states` to undo most of it. Sound because an update uses unquantized new states, as there. Only
-states that meet nothing but arithmetic are rewritten; others are loaded and stored by each operation.
+over, for `store_load_forwarding` to undo most of it. Sound because an update uses unquantized new states, as there.
+Only states that meet nothing but arithmetic are rewritten; others are loaded and stored by each operation.
 """
 
 from __future__ import annotations

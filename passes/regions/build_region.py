@@ -33,7 +33,8 @@ from fp8compile.passes.core.iteration import (
     split,
     whole,
 )  # fmt: skip
-from fp8compile.passes.core.node_views import Dequantize, Getitem, Scale, argument, call_of, first_input, node_argument
+from fp8compile.passes.core.marker_views import Dequantize, Scale
+from fp8compile.passes.core.node_views import Getitem, argument, call_of, first_input, node_argument
 from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.part_values import RefusedError, Values
 

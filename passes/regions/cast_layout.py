@@ -8,7 +8,7 @@ from torch import fx
 
 from fp8compile.formats import Granularity, parse_granularity
 from fp8compile.passes.core.iteration import Access, NoAccessError, Size, broadcast, divides
-from fp8compile.passes.core.node_views import cast_marker
+from fp8compile.passes.core.marker_views import cast_marker
 
 
 @dataclass(frozen=True)

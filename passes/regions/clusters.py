@@ -20,7 +20,8 @@ from fp8compile import ops
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import is_tensor, value
 from fp8compile.passes.core.iteration import divides, product, same
-from fp8compile.passes.core.node_views import cast_marker, first_input
+from fp8compile.passes.core.marker_views import cast_marker
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.fusion_barriers import is_narrowed_elsewhere, is_read_by_border, is_statistic

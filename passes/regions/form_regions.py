@@ -97,7 +97,7 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
         return [*reasons, f"%{builder.sinks[0].node.name}: rows of {cluster.cols} are too long for column sums"]
     strides = tuple(tuple(builder.values.number(s) for s in value(t).stride()) for t in tensors)
     region = Region((part,), tuple(s.buffer for s in builder.sinks), _origins(builder), strides)
-    if choose_schedule.choose(region).elements_a_thread > choose_schedule.MAX_ELEMENTS:
+    if not choose_schedule.fits(choose_schedule.choose(region)):
         return [*reasons, f"%{builder.sinks[0].node.name}: its groups are too large for a program to hold"]
     if editor.waits_for_itself(tensors, [s.node for s in builder.sinks]):
         late = [s for s in cluster.sinks if _waits(editor, s, cluster, levels)]

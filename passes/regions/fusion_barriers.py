@@ -11,7 +11,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import VIEWS, is_tensor, value
-from fp8compile.passes.core.node_views import Amax
+from fp8compile.passes.core.marker_views import Amax
 
 
 def find_levels(graph: fx.Graph) -> dict[fx.Node, int]:

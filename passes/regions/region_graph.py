@@ -32,7 +32,8 @@ from fp8compile.passes.core.compilation import (
     value,
 )  # fmt: skip
 from fp8compile.passes.core.iteration import same
-from fp8compile.passes.core.node_views import Copy, Getitem, RegionCall, is_amax_of_tensor
+from fp8compile.passes.core.marker_views import RegionCall, is_amax_of_tensor
+from fp8compile.passes.core.node_views import Copy, Getitem
 from fp8compile.passes.regions.part_values import RefusedError
 
 SIZE_CALLS: dict[str, Callable[..., Any]] = {  # of expressions of sizes, by the names of their types

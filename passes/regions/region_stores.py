@@ -11,7 +11,8 @@ from fp8compile.kernels.codegen.spec import Buffer, Store
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import value
 from fp8compile.passes.core.iteration import contiguous, same
-from fp8compile.passes.core.node_views import Quantize, first_input, is_amax_of_tensor
+from fp8compile.passes.core.marker_views import Quantize, is_amax_of_tensor
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.regions.build_region import Builder, Sink
 from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.clusters import is_value

@@ -6,6 +6,7 @@
     x > t, x == y       rounding turns the answer (x > 0 survives: rounding keeps the sign)
     floor(x), topk(x)   likewise
     1 - x               what is left is all rounding where x is near one: a sigmoid, a tanh
+    jvp(f, x)           what the model itself differentiates: its primals, tangents and inner gradients
     mylib.flash(x)      nobody knows: what `passes/core/operators.py` does not name may do any of these
 
 The reason runs up from such an operator through everything that backward may compute again; that of a difference only
@@ -28,9 +29,10 @@ from fp8compile.formats import FP8_DTYPES
 from fp8compile.kernels.codegen.operation import Hazard
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import aten, is_tensor, value
+from fp8compile.passes.core.derivatives import is_differentiated
 from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.save.signs import DIVISIONS, SAME_SIGN, Signs, number, square_of
-from fp8compile.plan.reasons import Reason, Why
+from fp8compile.plan.reasons import DIFFERENTIATED, Reason, Why
 
 QUERY_OR_KEY = Why(Reason.QUERY_OR_KEY, "in the exponent of attention")
 BIAS = Why(Reason.ATTENTION_BIAS, "added in the exponent of attention")
@@ -55,6 +57,8 @@ def find_hazards(
             continue
         for source, why in _hazards_of(node, signs).items():
             found.setdefault(source, why)
+        if is_differentiated(node):
+            found.setdefault(node, DIFFERENTIATED)
         for source in _taken_off(node):
             differences.setdefault(source, CANCELLATION)
         if node in found and (may_run_again(node) or (is_backward(node) and _hands_on(node))):
@@ -72,6 +76,8 @@ def _hazards_of(node: fx.Node, signs: Signs) -> Hazards:
     sources = [a for a in node.all_input_nodes if _is_float(a)]
     if not sources:
         return {}
+    if is_differentiated(node):
+        return _all(sources, DIFFERENTIATED)
     if not operators.is_known(target):
         return _all(
             sources, Why(Reason.UNKNOWN_OPERATOR, f"read by {_called(node)}, which is not known to bear rounding")

@@ -22,7 +22,8 @@ from fp8compile.formats import E4M3, parse_granularity
 from fp8compile.options import Options
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import VIEWS, aten, base, divides, hint, is_tensor, value
-from fp8compile.passes.core.node_views import Getitem, Quantize
+from fp8compile.passes.core.marker_views import Quantize
+from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.origin import module_path
 from fp8compile.passes.save.rounding_hazards import Hazards
 from fp8compile.plan.reasons import Reason, Why

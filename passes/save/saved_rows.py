@@ -10,8 +10,8 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.passes.core.compilation import VIEWS, is_tensor, value
+from fp8compile.passes.core.marker_views import Quantize
 from fp8compile.passes.core.matmul_node import plain
-from fp8compile.passes.core.node_views import Quantize
 from fp8compile.passes.core.origin import module_path, source_line
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.save.min_cut import Halves

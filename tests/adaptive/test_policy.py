@@ -9,7 +9,8 @@ import pytest
 
 from fp8compile.adaptive.policy import Choice, Policy, outermost
 from fp8compile.adaptive.settings import Adaptive
-from fp8compile.plan.cast_statistics import ALTERNATIVES, Row
+from fp8compile.kernels.casts.loss_sums import ALTERNATIVES
+from fp8compile.plan.cast_rows import Row
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.rows import Matmul, Operand, Saved
 

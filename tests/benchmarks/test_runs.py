@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.harness import processes, runs
 from benchmarks.harness.columns import Row, figure, markdown, ratio, text_line
@@ -30,12 +32,27 @@ def behave(case: Case) -> dict[str, Any]:
         raise ValueError("no such thing\nat all")
     if case.system == "is left out":
         raise LeftOutError("it is not installed")
-    if case.system == "compiles":
-        Path(case.cache, f"{case.model}.best_config").write_text("")
-        Path(case.cache, case.model).write_text(str(case.compile_only))
-        return {}
     caches = [os.environ[name] for name in processes.CACHES]
     return {"ms": MS.get(case.system, 0.0), "mib": 3, "caches": caches, "files": os.listdir(caches[0])}
+
+
+@dataclass(frozen=True)
+class Crowded:
+    """A system that is timed for a moment, and one that has no memory the first time."""
+
+    folder: Path
+
+    def __call__(self, case: Case) -> dict[str, Any]:
+        first = self.folder / f"{case.model} {case.system}"
+        if case.system == "has no memory" and not first.exists():
+            first.touch()
+            time.sleep(0.5)  # beside others, still
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        figures = behave(case)
+        with case.alone():
+            start = time.monotonic()
+            time.sleep(1.0)
+            return figures | {"alone": (start, time.monotonic())}
 
 
 def in_warm_caches(case: Case) -> dict[str, Any]:
@@ -101,16 +118,27 @@ def test_what_goes_wrong_in_a_process(system: str, error: type[Exception], messa
         processes.isolated(behave, Case("one", system), "fork", 0.4 if system == "hangs" else 20.0)
 
 
-def test_compiling_ahead_fills_one_cache_and_leaves_choices_of_schedules_open(tmp_path: Path) -> None:
-    cases = [Case(model, "compiles", cache=str(tmp_path)) for model in "abc"] + [Case("d", "dies", cache=str(tmp_path))]
-    processes.precompile(behave, cases, "fork", 2, Clock(30))
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "True", "b": "True", "c": "True"}
+def test_side_by_side_each_is_timed_alone_and_what_had_no_memory_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "about_machine", about_nothing)
+    cases = {"one": ["right away", "has no memory", "fails", "twice"]}
+    benchmark = replace(BENCHMARK, cases=cases, measure=Crowded(tmp_path))
+    rows = runs.run(benchmark, given("--jobs", "4", "--json", str(tmp_path / "figures.json")))
+    assert [r.system for r in rows] == cases["one"]
+    assert [r.note for r in rows] == ["", "", "failed: ValueError: no such thing", ""]
+    spans = sorted(tuple(r.get("alone")) for r in rows if r.figures.get("alone"))
+    assert len(spans) == 3
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+    assert len(runs.load(tmp_path / "figures.json")["runs"][0]["rows"]) == len(rows)
 
 
-def test_compiling_ahead_ends_in_time(tmp_path: Path) -> None:
+def test_side_by_side_ends_in_time_and_says_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "about_machine", about_nothing)
     start = time.monotonic()
-    processes.precompile(behave, [Case("a", "hangs", cache=str(tmp_path))] * 3, "fork", 2, Clock(0.5))
-    assert time.monotonic() - start < 10
+    rows = runs.run(BENCHMARK, given("--systems", "hangs", "--jobs", "1", "--seconds", "2"))
+    assert time.monotonic() - start < 20
+    assert [r.note for r in rows] == ["left out: 2 of 2 s were over"] * 2
 
 
 def test_a_run_adds_itself_to_the_file_and_compares_with_its_own_baseline(

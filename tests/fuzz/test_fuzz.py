@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -204,13 +205,31 @@ def test_what_inductor_has_wrong_is_ours_unless_it_is_the_same(alone: str, ours:
     error = torch.randn(4096, dtype=torch.float64)
     in_fp8 = exact + 0.05 * torch.randn(4096, dtype=torch.float64)
     references = References({"w": exact}, {"w": rounded}, [{"w": in_fp8}], is_wide=False)
-    by_inductor = exact + 0.8 * error if alone == "off" else rounded
-    by_us = {"the same": by_inductor, "elsewhere": exact - 0.8 * error, "off": exact + 0.8 * error}[ours]
+    by_inductor = (exact + 0.8 * error).bfloat16() if alone == "off" else rounded
+    elsewhere, off = (exact - 0.8 * error).bfloat16(), (exact + 0.8 * error).bfloat16()
+    by_us = {"the same": by_inductor, "elsewhere": elsewhere, "off": off}[ours]
     subject: Any = _TracedAlone(rounded, by_inductor)
     steps = {"inductor, compiled": {"w": by_us}}
     found = wrong(references, steps)
     assert list(found) == ["inductor, compiled w"]
     assert bool(judging._ours(subject, references, found, steps)) is is_ours
+
+
+def test_a_mismatch_near_an_inductor_that_is_right_is_ours() -> None:
+    """Apart from our other way by more than two ways may be, near enough to FP64 for FP8, and to Inductor alone."""
+    torch.manual_seed(0)
+    exact = torch.randn(4096, dtype=torch.float64)
+    rounded = exact.float().bfloat16()
+    in_fp8 = exact + 0.05 * torch.randn(4096, dtype=torch.float64)
+    references = References({"w": exact}, {"w": rounded}, [{"w": in_fp8}], is_wide=False)
+    share = 1.5 * references.between("w")
+    assert share < references.against_exact("w")
+    by_us = (exact + math.sqrt(share) * torch.randn(4096, dtype=torch.float64)).bfloat16()
+    subject: Any = _TracedAlone(rounded, rounded)
+    steps = {"inductor": {"w": rounded}, "generated, compiled": {"w": by_us}}
+    found = wrong(references, steps)
+    assert list(found) == ["generated, compiled w apart"]
+    assert judging._ours(subject, references, found, steps) == found
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

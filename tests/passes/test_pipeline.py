@@ -86,6 +86,10 @@ def graph_at(stage: Stage) -> StageGraph:
     return HalfGraph(gm.graph, options, "backward", "inductor", stage=stage)
 
 
+def test_a_pass_has_the_name_of_its_file() -> None:
+    assert [p.name for p in pipeline.PIPELINE] == [p.run.__module__.rsplit(".")[-1] for p in pipeline.PIPELINE]
+
+
 @pytest.mark.parametrize("stage", Stage)
 def test_a_graph_that_nothing_concerns_passes(stage: Stage) -> None:
     seen: list[str] = []

@@ -17,8 +17,9 @@ import fp8compile
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
 from fp8compile.insight.tables.statistics_text import statistics_text
 from fp8compile.kernels.casts import cast_losses
-from fp8compile.plan import cast_statistics
-from fp8compile.plan.cast_statistics import ALTERNATIVES, Row
+from fp8compile.kernels.casts.cast_losses import measure
+from fp8compile.kernels.casts.loss_sums import ALTERNATIVES, SUMS
+from fp8compile.plan.cast_rows import Row, row_of
 
 ALL = {"select": "all", "executor": "eager", "strict": True}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -132,8 +133,8 @@ def test_steps_add_up_and_then_end():
 
 def test_saturation_and_underflow_are_counted():
     x = torch.tensor([[1000.0, -500.0, 448.0, 460.0, 0.0, 2**-11, 2**-8, 1.0]])
-    sums = cast_statistics.measure(torch.ones(()), [x], "e4m3 tensor", False).tolist()
-    counted = dict(zip(cast_statistics.SUMS, sums, strict=False))
+    sums = measure(torch.ones(()), [x], "e4m3 tensor", False).tolist()
+    counted = dict(zip(SUMS, sums, strict=False))
     assert (counted["elements"], counted["nonzero"]) == (8, 7)
     assert counted["saturated"] == 2  # 460 rounds to 448 by itself
     assert counted["underflown"] == 1  # half of the smallest subnormal number, 2^-9, is 2^-10
@@ -147,8 +148,8 @@ def test_what_a_few_columns_or_rows_hide_from_the_sqnr_is_seen():
     x[5] = 0.0  # a row of zeros counts for nothing
     for tensor, worse, better in ((x, "by_columns", "by_rows"), (x.t().contiguous(), "by_rows", "by_columns")):
         scale = tensor.abs().amax() / 448
-        sums = cast_statistics.measure(scale, [tensor], "e4m3 tensor", False).tolist()
-        row = cast_statistics._row(("fc", "output", 0, "left"), "e4m3 tensor", sums)
+        sums = measure(scale, [tensor], "e4m3 tensor", False).tolist()
+        row = row_of(("fc", "output", 0, "left"), "e4m3 tensor", sums)
         assert row.sqnr is not None
         assert row.sqnr > 25
         # 47 of 48 columns become zero: a share of noise of 47/48 on average

@@ -1,7 +1,8 @@
 """Compile the kernels of random regions for Hopper, without a GPU.
 
     python tests/support/compile_regions.py 0 30 298
-        seeds 0 to 29, and 298; prints how many made a cubin as it should be, exits with 1 if one did not
+        seeds 0 to 29, and 298 (-298: the large region of that seed); prints how many made a cubin as it should be,
+        exits with 1 if one did not
 
 A process of its own, as Triton is either interpreted or compiled in one.
 """
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -22,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp8compile.kernels.codegen import emit, generated
+from fp8compile.kernels.codegen import choose_schedule, emit, generated
 from fp8compile.kernels.codegen.schedule import Schedule
 from fp8compile.kernels.codegen.spec import Region
 
@@ -43,15 +45,18 @@ ALIGNED = [["tt.divisibility", 16]]
 JOINED = re.compile(r"F2FP\.SATFINITE\.E[0-9]M[0-9]\.F32\.PACK_AB_MERGE_C [^;]*, R[0-9]+[^;,]*;")
 
 
-def cubin(region: Region, schedule: Schedule) -> bytes:
-    """The kernel as machine code of sm_90, its tensors aligned as a GPU's are."""
+def compiled(region: Region, schedule: Schedule) -> Any:
+    """Return the kernel compiled for sm_90, its tensors aligned as a GPU's are. Raises where it needs more shared
+    memory than a program can have."""
     dtypes = {f"x{i.tensor}": i.dtype for part in region.parts for i in part.inputs}
     dtypes |= {f"y{i}": buffer.dtype for i, buffer in enumerate(region.buffers)}
     signature = {a: POINTERS[dtypes[a]] if a in dtypes else "i32" for a in emit.arguments(region)}
     aligned = {(i,): ALIGNED for i, a in enumerate(signature) if a in dtypes}
     source = ASTSource(generated.kernel_of(region, schedule), signature, {}, aligned)
     options = {"num_warps": schedule.warps}
-    return triton.compile(source, target=HOPPER, options=options).asm["cubin"]
+    kernel = triton.compile(source, target=HOPPER, options=options)
+    assert kernel.metadata.shared <= choose_schedule.MOST_SHARED, f"{kernel.metadata.shared} bytes of shared memory"
+    return kernel
 
 
 def instructions(code: bytes) -> str:
@@ -65,9 +70,9 @@ def main(first: int, last: int, *more: int) -> None:
     seeds = [*range(first, last), *more]
     failed = 0
     for seed in seeds:
-        draw = regions.draw(seed)
+        draw = regions.draw(abs(seed), large=seed < 0)
         try:
-            joined = JOINED.findall(instructions(cubin(draw.region, draw.schedule)))
+            joined = JOINED.findall(instructions(compiled(draw.region, draw.schedule).asm["cubin"]))
             assert not joined, joined
         except Exception as error:
             failed += 1

@@ -42,7 +42,6 @@ SMALL_COLS = (1, 2, 5, 16, 31, 32, 48, 64, 96, 100, 128, 130, 256, 300)
 LARGE_ROWS = (1, 33, 128, 200, 512, 1000)
 LARGE_COLS = (8, 64, 96, 130, 256, 1000, 1024, 2048, 3000)
 MAX_TILE = 1 << 14  # elements; more only where groups or whole rows take them
-MAX_CHOSEN = 1 << 16
 MAX_PER_WARP = 1 << 12  # beyond, the compiler takes its time to unroll
 MAX_BLOCKS = 4  # tiles along a dimension, about: Triton's interpreter takes milliseconds for each
 
@@ -83,7 +82,7 @@ def draw(seed: int, large: bool = False, walkers: int = 3, images: bool = False)
         tilings = tuple(_tiling(part, rng) for part in region.parts)
         most = max(t.block_rows * t.block_cols for t in tilings)
         chosen = Schedule(tilings, min(32, max(rng.choice((1, 2, 4, 8)), most // MAX_PER_WARP)))
-    if max(t.block_rows * t.block_cols for t in chosen.tilings) > MAX_CHOSEN:  # a block of many wide rows
+    if not choose_schedule.fits(chosen):  # a block of many wide rows
         return replace(draw(seed + 1_000_000, large, walkers, images), seed=seed)
     few = tuple(_few(part, tiling, walkers) for part, tiling in zip(region.parts, chosen.tilings, strict=True))
     return Draw(seed, region, replace(chosen, tilings=few), sizes)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Counting:
     def reset(self) -> None:
         self.resets += 1
 
-    def backend_ctx_ctor(self) -> Any:
+    def context(self) -> Any:
         raise AssertionError("not called here")
 
 
@@ -150,9 +151,28 @@ def test_recurrent_modules_is_needed():
     still(not backend.graphs)
 
 
+class WithContext:
+    """A backend that counts how often calls enter its context."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.backend_ctx_ctor = self.context  # its own attribute: torch copies those to what it makes of a backend
+
+    def __call__(self, gm: fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
+        return gm.forward
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        self.entered += 1
+        yield
+
+
 def test_call_contexts_is_needed():
-    wrapper = torch._TorchCompileWrapper(Counting(), None, {"an": "option"}, None)
-    still(not hasattr(wrapper, "backend_ctx_ctor"))
+    plain, wrapped = WithContext(), WithContext()
+    torch._dynamo.optimize(plain)(lambda x: x + 1)(torch.ones(2))  # without torch.compile, which wraps all backends
+    torch.compile(lambda x: x + 1, backend=wrapped, options={"an": "option"})(torch.ones(2))
+    assert plain.entered
+    still(not wrapped.entered)
 
 
 def test_known_accesses_is_needed(monkeypatch: pytest.MonkeyPatch):
@@ -251,6 +271,7 @@ def test_buffer_reuse_is_needed():
 
 
 def test_combined_kernels_is_needed():
+    """A look at the setting alone: C++ for a CPU has one kernel for all."""
     still(not inductor_config.combo_kernels)
 
 
@@ -287,7 +308,9 @@ def test_vector_width_is_needed():
 
 
 def test_numbers_in_steps_is_needed():
-    still(not dynamo_config.capture_scalar_outputs)
+    backend = Counting()
+    torch.compile(lambda x: x * (x.sum().item() + 1), backend=backend)(torch.ones(4))
+    still(len(backend.graphs) > 1)
 
 
 def test_changing_rates_is_needed():
@@ -343,7 +366,17 @@ def test_loss_scales_is_needed():
 
 
 def test_recompile_limits_is_needed():
-    still(dynamo_config.recompile_limit < 1 << 20)
+    """What is compiled aside of a function leaves less for its user."""
+
+    def double(x: Tensor) -> Tensor:
+        return x + x
+
+    aside, users = Counting(), Counting()
+    with dynamo_config.patch(recompile_limit=1):  # type: ignore[attr-defined]
+        torch.compile(double, backend=aside)(torch.ones(2))
+        torch.compile(double, backend=users)(torch.ones(2, dtype=torch.float64))
+    assert aside.graphs
+    still(not users.graphs)
 
 
 def test_names_of_backends_is_needed():

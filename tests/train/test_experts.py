@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.plan import cast_statistics
+from fp8compile.plan.improved_plan import improved_matmul
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
 # Equal payloads and scales; FP32 sums in another order, so that here and there a BF16 rounding of 2^-8 falls elsewhere,
@@ -178,7 +179,7 @@ def test_a_watched_step_measures_both_operands_by_rows():
     # a plan made of them never asks for what no grouped matmul takes
     matmul = fp8compile.last_compile().converted[0]
     sides = [dataclasses.replace(row, what_if={"e4m3 tensor": 60.0}) for row in rows[:2]]
-    assert cast_statistics._improved(matmul, sides, 50.0).decision == "bf16"
+    assert improved_matmul(matmul, sides, 50.0).decision == "bf16"
 
 
 # --- models

@@ -19,6 +19,10 @@ SMALL = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_atten
          "decoder_attention_heads": 4,
          "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}  # fmt: skip
 
+# With convolutions that halve the sequence, a compiled encoder of transformers 5.17 has a mask of the whole length
+# still, and raises.
+ONE_LENGTH = {"distil": False}
+
 
 def patches(batch: int) -> Batches:
     """Channels over time, and what comes after."""
@@ -66,9 +70,8 @@ MODELS = (
            {"context_length": 64, "prediction_length": 8, "d_model": 32, "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "ffn_dim": 64}, patches(64), autocast=True),
-    series("Informer", "InformerConfig", "InformerForPrediction", {**LENGTHS, **TRANSFORMER}, {**SMALL_LENGTHS,
-                                                                                               **SMALL},
-           with_times(64), autocast=True),
+    series("Informer", "InformerConfig", "InformerForPrediction", {**LENGTHS, **TRANSFORMER, **ONE_LENGTH},
+           {**SMALL_LENGTHS, **SMALL}, with_times(64), autocast=True),
     series("Time series transformer", "TimeSeriesTransformerConfig", "TimeSeriesTransformerForPrediction",
            {**LENGTHS, **TRANSFORMER}, {**SMALL_LENGTHS, **SMALL}, with_times(64), autocast=True),
     series("PatchTSMixer", "PatchTSMixerConfig", "PatchTSMixerForPrediction",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fp8compile.insight.tables.cells import end_of
-from fp8compile.plan.cast_statistics import ALTERNATIVES, Row
+from fp8compile.plan.cast_rows import ALTERNATIVES, Row
 
 
 def statistics_text(rows: Sequence[Row]) -> str:
-    """Return rows of `fp8compile.plan.cast_statistics` as a table, the worst SQNR first, ending in a newline."""
+    """Return rows of `fp8compile.plan.cast_rows` as a table, the worst SQNR first, ending in a newline."""
     formats = [c.split(" ")[0] for c in ALTERNATIVES]
     names = [c.split(" ")[1].replace("group", "g") for c in ALTERNATIVES]
     first = [f if i == 0 or formats[i - 1] != f else "" for i, f in enumerate(formats)]

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.passes.core.node_views import Quantize, Scale, ScaledMM, argument
+from fp8compile.passes.core.marker_views import Quantize, Scale, ScaledMM
+from fp8compile.passes.core.node_views import argument
 from fp8compile.passes.core.walk import users_of, walk
 
 aten = torch.ops.aten

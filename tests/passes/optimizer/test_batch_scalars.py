@@ -38,7 +38,7 @@ def pairs(monkeypatch) -> list[tuple[fx.Graph, fx.Graph]]:
 
         return observed
 
-    wrap_pass(monkeypatch, "stack_numbers", wrap)
+    wrap_pass(monkeypatch, "batch_scalars", wrap)
     return seen
 
 
@@ -97,7 +97,7 @@ def test_rates_of_the_cpu_for_parameters_elsewhere(pairs, groups, of_each, first
 def graphs(monkeypatch) -> list[fx.Graph]:
     """Graphs as the pass leaves them."""
     seen: list[fx.Graph] = []
-    look_after(monkeypatch, "stack_numbers", lambda c: seen.append(c.graph))
+    look_after(monkeypatch, "batch_scalars", lambda c: seen.append(c.graph))
     return seen
 
 

@@ -1,4 +1,4 @@
-"""Rows of the field suite side by side: several to a GPU while they compile, each system in a process of its own."""
+"""Systems side by side: several to a GPU while they compile, each in a process of its own, alone while it is timed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,37 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from benchmarks.field.models.task import FieldModel
 from benchmarks.harness.columns import Row
 from benchmarks.harness.peers import LeftOutError
-from benchmarks.harness.processes import Case, Clock, begin, outcome
-from benchmarks.harness.runs import measured
+from benchmarks.harness.processes import Case, Clock, begin, measured, outcome
 from benchmarks.harness.turns import Turns
 
+T = TypeVar("T", bound="Sized")
 # as torch, CUDA and its libraries say it
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_EXECUTION_FAILED")
 
 
+class Sized(Protocol):
+    """A model whose need of GPU memory is known before it runs."""
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        ...
+
+    @property
+    def gib(self) -> float:
+        """Return GiB that a system may need to train it."""
+        ...
+
+
 @dataclass
 class Job:
-    """One system on one row. gib: GPU memory that is reckoned for it; is_second: it ran out of memory beside others."""
+    """One system on one model. gib: memory that is reckoned for it; is_second: it ran out of memory beside others."""
 
-    model: FieldModel
+    model: Sized
     system: str
     gib: float
     is_second: bool = False
@@ -40,14 +53,14 @@ class Job:
     began: float = 0.0
 
 
-def interleaved(models: Sequence[FieldModel]) -> list[FieldModel]:
-    """The rows, those that need most memory and those that need least by turns, so that both run side by side."""
+def interleaved(models: Sequence[T]) -> list[T]:
+    """Return the models, those that need most memory and those that need least by turns: both run side by side."""
     left = sorted(models, key=lambda model: -model.gib)
     return [left.pop(0 if i % 2 == 0 else -1) for i in range(len(left))]
 
 
 class Jobs:
-    """Begins systems of rows where there is memory, until the time is over; hands the row of each to `done`.
+    """Begins systems where there is memory, until the time is over; hands the row of each to `done`.
 
     A job begins on the GPU that has least to do, unless those on it and this one may need more than `given.gib`. One
     that runs out of memory beside others begins once more, and is then reckoned to need three times as much.
@@ -63,7 +76,7 @@ class Jobs:
         self.numbers = numbers if numbers != [""] else [str(i) for i in range(given.gpus)]
         self.turns = [Turns(shared / f"gpu{i}") for i in range(given.gpus)]
 
-    def run(self, cases: Iterable[tuple[FieldModel, str]]) -> None:
+    def run(self, cases: Iterable[tuple[Sized, str]]) -> None:
         """Measure all, in this order; what the time does not suffice for is left, and is no row."""
         self.waiting = [Job(model, system, model.gib) for model, system in cases]
         try:

@@ -1,0 +1,50 @@
+"""Where passes run on Dynamo's graph: one that fails leaves graph and buffers as they were, with a warning.
+
+The graph of a model is then compiled without FP8, as where a pass of the joint graph fails: its derivatives may not be
+marked. In the step of an optimizer every operation loads and stores the states, which are whole again; gradients of a
+scaled loss are unscaled all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fp8compile.errors import StateError
+from fp8compile.options import Options
+from fp8compile.passes import pipeline
+from fp8compile.passes.core.snapshot import ModuleSnapshot
+from fp8compile.passes.core.stages import DynamoGraph
+from fp8compile.passes.optimizer import unscale_gradients
+from fp8compile.torch_hooks import failures
+
+OF_A_STEP = "Every operation of this step loads and stores 8-bit states, which is slower"
+
+
+def run_model_passes(c: DynamoGraph) -> Options:
+    """Run the passes on the graph of a model, and return the options with which it is to be compiled."""
+    if _run_or_restore(c):
+        return c.options
+    return replace(c.options, skip=("*",))
+
+
+def run_step_passes(c: DynamoGraph) -> None:
+    """Run the passes on the graph of an optimizer's step. Raises `StateError` where that is the user's to mend."""
+    if not _run_or_restore(c, OF_A_STEP) and c.unscaling is not None:
+        unscale_gradients.run(c)  # without it the step would be wrong; where it cannot be done, it raises
+
+
+def _run_or_restore(c: DynamoGraph, *consequence: str) -> bool:
+    """Run the passes and return True, or restore the graph, warn, and return False. Under `strict` a failure raises."""
+    backup = ModuleSnapshot(c.gm)
+    try:
+        pipeline.run_stage(c)
+    except Exception as error:
+        if c.options.strict or isinstance(error, StateError):
+            raise
+        backup.restore()
+        c.graph = c.gm.graph
+        c.opened.clear()
+        c.added.clear()
+        failures.warn(error, c.graph, c.options, *consequence)
+        return False
+    return True
