@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale's history belongs to one model
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
 from fp8compile import delayed
 from fp8compile.adaptive.adaptive_graph import AdaptiveGraph
 from fp8compile.compile_graph import compile_graph
+from fp8compile.errors import OptionError
+from fp8compile.optimizer.shared_step import shared_step
 from fp8compile.optimizer.step_graph import prepare_step
 from fp8compile.optimizer.trace import traced_optimizer
 from fp8compile.options import Options
@@ -73,7 +76,16 @@ def _is_fp8(backend: Any) -> bool:
     return backend is fp8
 
 
-compiled_calls.watch(fp8)
+def _take_step(opt: Optimizer, given: Mapping[str, Any], has_closure: bool) -> Callable[[], None] | None:
+    """Begin a step of `opt` that takes one rule for all parameters of a kind; return what ends it, or None."""
+    try:
+        options = Options.parse(given.get("options"), given.get("mode"))
+    except OptionError:
+        return None  # the backend raises it where the user sees it
+    return shared_step.take_step(opt, options, has_closure)
+
+
+compiled_calls.watch(fp8, _take_step)
 apply_patches(_is_fp8)
 
 

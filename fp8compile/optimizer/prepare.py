@@ -11,14 +11,16 @@ momentum) when the next step is compiled. `checkpoints.py` has what becomes of t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8compile.errors import OptionError
-from fp8compile.optimizer import unscaling
+from fp8compile.optimizer import new_states, unscaling
 from fp8compile.optimizer.checkpoints import before_loading
 from fp8compile.optimizer.state_conversion import convert_parameter, convert_states, parameters_of, record_of
 from fp8compile.optimizer.state_recipe import StateRecipe
@@ -87,11 +89,11 @@ def _refuse_fused(opt: Optimizer) -> None:
 
 
 def _wrap_init_group(opt: Optimizer) -> None:
-    """Have the class of `opt` convert states of prepared optimizers before its `_init_group` hands them out.
+    """Have the class of `opt` convert states of prepared optimizers before its `_init_group` hands them out; and hand
+    out none in a step that has updated them already.
 
-    It is called for its effect first, for one parameter after the other, so that plain states of all are never there
-    at once, and for all; and once more for its lists. It is a method of the class, not of the object: torch from 2.15
-    on traces the call of a method as one step, and breaks the graph at a function that an object has.
+    It is a method of the class, not of the object: torch from 2.15 on traces the call of a method as one step, and
+    breaks the graph at a function that an object has.
     """
     owner = next((c for c in type(opt).__mro__ if "_init_group" in vars(c)), None)
     if owner is None or hasattr(vars(owner)["_init_group"], CONVERTS):
@@ -100,19 +102,44 @@ def _wrap_init_group(opt: Optimizer) -> None:
 
     @never_compiled
     def _init_group(self: Optimizer, group: Any, *lists: Any, **named: Any) -> Any:
-        def make(part: Any) -> None:
-            copies = [list(x) if isinstance(x, list) else x for x in lists]
-            original(self, part, *copies, **{name: list(x) if isinstance(x, list) else x for name, x in named.items()})
-
-        if record_of(self).recipe is not None:
-            if isinstance(group, dict) and "params" in group:
-                _make_states(self, group, make)
-            make(group)  # what is not made one by one: a state that is added to others, another idea of a group
-            convert_states(self)
+        record = record_of(self)
+        if record.recipe is not None:
+            if record.take is not None and isinstance(group, dict) and record.take(self, group):
+                return original(self, {**group, "params": []}, *lists, **named)
+            _ensure(self, group, original.__get__(self), lists, named)
         return original(self, group, *lists, **named)
 
     setattr(_init_group, CONVERTS, original)
     owner._init_group = _init_group  # type: ignore[attr-defined]
+
+
+def ensure_states(opt: Optimizer, group: dict[str, Any]) -> None:
+    """Make the states of a group that are to be made before a step, and convert them.
+
+    For torch's own optimizers: what `_init_group` takes beside the group are lists.
+    """
+    method = getattr(type(opt), "_init_group")  # noqa: B009  (not every optimizer has one)
+    original = getattr(method, CONVERTS, method).__get__(opt)
+    lists = [[] for _ in list(inspect.signature(original).parameters)[1:]]
+    with torch.no_grad():
+        _ensure(opt, group, original, lists, {})
+
+
+def _ensure(opt: Optimizer, group: Any, original: Callable[..., Any], lists: Any, named: Mapping[str, Any]) -> None:
+    """Have `original` make the states of a group, and convert them.
+
+    It is called for its effect first, for one parameter after the other, so that plain states of all are never there
+    at once, and for all; its lists come later.
+    """
+
+    def make(part: Any) -> None:
+        copies = [list(x) if isinstance(x, list) else x for x in lists]
+        original(part, *copies, **{name: list(x) if isinstance(x, list) else x for name, x in named.items()})
+
+    if isinstance(group, dict) and "params" in group:
+        _make_states(opt, group, make)
+    make(group)  # what is not made one by one: a state that is added to others, another idea of a group
+    convert_states(opt)
 
 
 def _make_states(opt: Optimizer, group: dict[str, Any], make: Callable[[dict[str, Any]], None]) -> None:
@@ -120,6 +147,8 @@ def _make_states(opt: Optimizer, group: dict[str, Any], make: Callable[[dict[str
     members = set(map(id, group["params"]))
     for index, parameter in enumerate(parameters_of(opt)):
         if id(parameter) in members and not opt.state.get(parameter):
-            make({**group, "params": [parameter]})
+            with new_states.as_numbers(opt, parameter):
+                make({**group, "params": [parameter]})
             if parameter in opt.state:
                 convert_parameter(opt, index, parameter, traced=False)
+                new_states.fill(opt.state[parameter], parameter)

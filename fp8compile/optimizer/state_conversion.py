@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -34,13 +35,16 @@ class Record:
     """The facts that are kept about one optimizer.
 
     recipe: the one that it was prepared with, None before; weights: names of states that are weights; foreach: the
-    setting of groups as it was before the optimizer was prepared, by their number.
+    setting of groups as it was before the optimizer was prepared, by their number; take: while a step runs that is
+    not compiled as a whole (`fp8compile/optimizer/shared_step/`), what updates a group; whole: why steps are.
     """
 
     recipe: StateRecipe | None = None
     found: Found = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     foreach: dict[int, bool | None] = field(default_factory=dict)
+    take: Callable[[Optimizer, Any], bool] | None = None
+    whole: str = ""
 
 
 _records: weakref.WeakKeyDictionary[Optimizer, Record] = weakref.WeakKeyDictionary()

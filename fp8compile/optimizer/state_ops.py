@@ -21,13 +21,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8compile.kernels.optimizer import update
-from fp8compile.kernels.reference import state_reference
+from fp8compile.kernels.optimizer import state_transfer, update
 from fp8compile.state_formats import parse_state_format
 
 
 def _load(payload: Tensor, side: Tensor, format: str, dtype: torch.dtype) -> Tensor:
-    return state_reference.decode(payload, side, format).to(dtype)
+    return state_transfer.decode(payload, side, format, dtype)
+
+
+def _load_on_gpu(payload: Tensor, side: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    return state_transfer.decode_on_gpu(payload, side, format, dtype)
 
 
 def _fake_load(payload: Tensor, side: Tensor, format: str, dtype: torch.dtype) -> Tensor:
@@ -35,7 +38,13 @@ def _fake_load(payload: Tensor, side: Tensor, format: str, dtype: torch.dtype) -
 
 
 def _store(x: Tensor, counter: Tensor | None, low: Tensor | None, format: str, parameter: str) -> tuple[Tensor, Tensor]:
-    return state_reference.encode(x, format, counter)
+    return state_transfer.encode(x, format, counter)
+
+
+def _store_on_gpu(
+    x: Tensor, counter: Tensor | None, low: Tensor | None, format: str, parameter: str
+) -> tuple[Tensor, Tensor]:
+    return state_transfer.encode_on_gpu(x, format, counter)
 
 
 def _fake_store(
@@ -89,6 +98,8 @@ _library.define(
 )
 _library.impl("load_state", _load, "CompositeExplicitAutograd")
 _library.impl("store_state", _store, "CompositeExplicitAutograd")
+_library.impl("load_state", _load_on_gpu, "CUDA")
+_library.impl("store_state", _store_on_gpu, "CUDA")
 _library.impl("unscale", _unscale, "CompositeExplicitAutograd")
 _library.impl("update_parameters", update.run, "CompositeExplicitAutograd")
 _library.impl("update_parameters", update.run_on_gpu, "CUDA")

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8compile.errors import OptionError, inside, shown, unknown_name
+from fp8compile.optimizer.new_states import is_one_number, number_of
 from fp8compile.state_formats import FLOAT32, GROUP, StateFormat, parse_state_format
 
 PARAMETERS = ("nearest", "stochastic", "split")
@@ -136,9 +137,19 @@ def is_weight(name: str, parameter: Tensor, state: Tensor) -> bool:
         return True
     if state.is_meta or parameter.is_meta or not state.numel():
         return False
-    some = slice(None, None, -(-state.numel() // SAMPLE))
-    near, weight = (x.detach().reshape(-1)[some].float() for x in (state, parameter))
+    near, weight = (_sample(x.detach()).float() for x in (state, parameter))
     return bool((near - weight).norm() < NEAR * weight.norm())
+
+
+def _sample(x: Tensor) -> Tensor:
+    """Return some elements of `x`, in its order whatever its strides: nothing of its size is made."""
+    if is_one_number(x):
+        return number_of(x).reshape(1)
+    step = -(-x.numel() // SAMPLE)
+    if x.is_contiguous():
+        return x.view(-1)[::step]
+    places = torch.arange(0, x.numel(), step, device=x.device)
+    return x[torch.unravel_index(places, x.shape)]
 
 
 def salt(index: int, name: str) -> int:

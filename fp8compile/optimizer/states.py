@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from fp8compile.errors import StateError
+from fp8compile.kernels.optimizer import state_transfer
 from fp8compile.optimizer import state_checks, state_ops
+from fp8compile.optimizer.new_states import is_one_number, number_of
 from fp8compile.optimizer.state_copies import copied, no_memory
 from fp8compile.state_formats import GROUP, parse_state_format
 from fp8compile.torch_hooks.tensor_subclasses import (
@@ -89,7 +91,10 @@ class FP8State(Tensor):
             counter = torch.tensor([salt % (1 << 31)], dtype=torch.int32, device=x.device)
         if rounding == "split":
             low = torch.zeros(x.shape, dtype=torch.int16, device=x.device)
-        payload, side = state_ops.store_state(x.detach().contiguous(), counter, low, format, rounding)
+        if is_one_number(x):
+            payload, side = state_transfer.constant(x.shape, number_of(x), format, counter)
+        else:
+            payload, side = state_ops.store_state(x.detach().contiguous(), counter, low, format, rounding)
         return FP8State(payload, side, counter, low, format, rounding, dtype or x.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, str, torch.dtype]]:

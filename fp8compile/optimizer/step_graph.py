@@ -23,9 +23,10 @@ from fp8compile.optimizer.state_conversion import (
     is_prepared,
     parameters_of,
     recipe_of,
+    record_of,
     state_rows,
 )
-from fp8compile.optimizer.trace import let_rates_change, name_sources, trace_again
+from fp8compile.optimizer.trace import let_numbers_change, name_sources, trace_again
 from fp8compile.optimizer.unscaling import unscaled_by
 from fp8compile.options import Options
 from fp8compile.passes.core.stages import DynamoGraph
@@ -42,7 +43,7 @@ def prepare_step(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[An
     """
     known = is_prepared(opt)
     prepare_optimizer(opt, options.states if not known else None)
-    changed = not _is_captured(options) and let_rates_change()
+    changed = not is_captured(options) and let_numbers_change()
     if convert_states(opt, traced=True) or not known or changed:
         trace_again(gm)
     _warn_of_rounding(opt)
@@ -51,10 +52,10 @@ def prepare_step(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[An
     run_step_passes(c)
     name_sources(gm, c.opened, c.added)
     states = state_rows(opt)
-    return Plan("optimizer", states=states, groups=group_rows(opt, states))
+    return Plan("optimizer", states=states, groups=group_rows(opt, states), traced=record_of(opt).whole)
 
 
-def _is_captured(options: Options) -> bool:
+def is_captured(options: Options) -> bool:
     """Return True if a CUDA graph is made of the step, in which a number of the CPU has no place."""
     settings = dict(options.inductor)
     return options.mode in ("reduce-overhead", "max-autotune") or bool(settings.get("triton.cudagraphs"))

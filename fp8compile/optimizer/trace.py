@@ -7,6 +7,7 @@ the states as they are, and `fp8compile.prepare_optimizer` does the same explici
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from fp8compile.torch_hooks import compiled_calls
 from fp8compile.torch_hooks.compilations import translator
 from fp8compile.torch_hooks.user_frame import warn_user
 
+RATES = ("lr", "weight_decay")
 NO_STEPS = ("torch.optim.swa_utils", "torch.optim.lr_scheduler")  # what they compile is part of no step
 
 
@@ -72,20 +74,28 @@ def trace_again(gm: fx.GraphModule) -> NoReturn:
     raise TensorifyScalarRestartAnalysis(restart_reason="optimizer states became FP8, rates symbolic")
 
 
-def let_rates_change() -> bool:
-    """Have Dynamo take learning rates as numbers that may change; return True if it took one as a constant.
+def let_numbers_change(names: Sequence[str] = RATES) -> bool:
+    """Have Dynamo take settings as numbers that may change; return True if it took one as a constant.
 
-    Dynamo does so by itself when it first meets another rate. A schedule then costs no second compilation.
+    Dynamo does so by itself when it first meets another number. A schedule then costs no second compilation. A decay
+    of 0 stays one: a step that decays is another.
     """
+    ends = tuple(f"['{name}']" for name in names)
     found = [
         entry
         for state in get_code_state().values()
         for name, entry in state.automatic_dynamic.items()
-        if "param_groups" in name and name.endswith("['lr']") and isinstance(entry.scalar, float)
+        if "param_groups" in name and _setting(name).endswith(ends) and isinstance(entry.scalar, float)
+        if entry.scalar or name.endswith("['lr']")
     ]
     for entry in found:
         entry.scalar = auto_dynamic
     return bool(found)
+
+
+def _setting(name: str) -> str:
+    """Return the name of a source without the place in a setting that is a tuple."""
+    return re.sub(r"\[\d+\]$", "", name)
 
 
 def name_sources(gm: fx.GraphModule, parts: Mapping[str, tuple[str, str]], added: Iterable[str]) -> None:

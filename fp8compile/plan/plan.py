@@ -43,7 +43,8 @@ class Plan:
     `saved`: what the forward half keeps for the backward half, parameters left out; `recomputed`: how many nodes of
     each operator the backward half computes again; `restored`: which values it gets in that way.
     `halves`: what became of the forward, backward or inference graph, as far as it has been compiled (torch compiles
-    backward when it is first needed). `states`, `groups`: those of an optimizer, and of its parameters.
+    backward when it is first needed). `states`, `groups`: those of an optimizer, and of its parameters; `traced`: why
+    these are traced one by one, "" where one rule is traced for all that are alike.
     `losses`: what became of cross-entropies with large logits. `masks`: those of attention that are not made.
     `transfers`: what ranks hand each other for matmuls, and in which form.
     `hints`: symbolic sizes of rows → what they were when this was compiled. `called`: the user's line that compiled it.
@@ -60,6 +61,7 @@ class Plan:
     halves: dict[str, Lowered] = field(default_factory=dict)
     states: list[State] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
+    traced: str = ""
     losses: list[Loss] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
@@ -36,6 +36,9 @@ from fp8compile.torch_hooks import uncompiled_calls
 from fp8compile.torch_hooks.user_frame import warn_user
 
 Compiled = Callable[..., Any]
+# is given an optimizer whose step begins, what torch.compile was given beside the backend, and whether the step has a
+# closure; returns what ends a step that Dynamo does not have to see, None for any other
+TakeStep = Callable[[Optimizer, Mapping[str, Any], bool], Callable[[], None] | None]
 
 
 @dataclass
@@ -85,9 +88,10 @@ def reset() -> None:
     process_state.reset_with_torch()
 
 
-def watch(backend: Callable[..., Any]) -> None:
-    """Have torch enter calls of what it compiles with `backend` from now on."""
+def watch(backend: Callable[..., Any], take_step: TakeStep = lambda opt, given, has_closure: None) -> None:
+    """Have torch enter calls of what it compiles with `backend` from now on. take_step: see `TakeStep`."""
     backend.reset = reset  # type: ignore[attr-defined]
+    backend.take_step = take_step  # type: ignore[attr-defined]
 
 
 def hand_on_contexts() -> None:
@@ -112,16 +116,19 @@ class _CompilerFunction:
     def __set__(self, wrapper: Any, backend: Any) -> None:
         vars(wrapper)["compiler_fn"] = backend
         if getattr(backend, "reset", None) is reset:
-            vars(wrapper)["backend_ctx_ctor"] = Calls()
+            vars(wrapper)["backend_ctx_ctor"] = Calls(backend.take_step, wrapper)
 
 
 @dataclass
 class Calls:
     """Contexts for the calls of what one torch.compile made.
 
-    Once a call has shown whether it reaches a graph, the next ones are let through.
+    Once a call has shown whether it reaches a graph, the next ones are let through. wrapper: torch's, of the backend,
+    which knows the options.
     """
 
+    take_step: TakeStep
+    wrapper: Any = field(repr=False)
     is_known: bool = False
     is_optimizer: bool = False
     is_warned: bool = False  # that it reached none
@@ -143,10 +150,14 @@ class Call:
     frames: int = 0
     error: BaseException | None = None
     undo: Callable[[], Any] | None = None
+    taken: Callable[[], None] | None = None
 
     def __enter__(self) -> Call:
-        self.function, self.optimizer = _called()
+        self.function, self.optimizer, names = _called()
         self.calls.is_optimizer = self.optimizer is not None
+        if self.optimizer is not None and self._is_taken(self.optimizer, names):
+            self.calls.is_known = True
+            return self
         if self.optimizer is not None:  # a step that reads a number from a tensor is one graph all the same
             self.undo = _reading_numbers()
             _steps.append(self.calls)
@@ -157,7 +168,32 @@ class Call:
             self.error = sys.exc_info()[1]
         return self
 
+    def _is_taken(self, opt: Optimizer, names: Mapping[str, Any]) -> bool:
+        """Return True if Dynamo does not have to see this step: it is off until the step's own hooks have run."""
+        given = [x for x in (*names["args"], *names["kwargs"].values()) if x is not None and x is not opt]
+        if not _is_on() or getattr(names.get("self"), "fullgraph", False) or not all(map(callable, given)):
+            return False
+        undo = _reading_numbers()
+        try:
+            end = self.calls.take_step(opt, self.calls.wrapper.kwargs, bool(given))
+        finally:
+            undo()
+        if end is None:
+            return False
+        switch_on = _switch_off(opt)
+
+        def ended() -> None:
+            switch_on()
+            end()
+
+        self.taken = ended
+        return True
+
     def __exit__(self, *_: Any) -> None:
+        if self.taken is not None:
+            self.taken()
+            self.function = self.optimizer = None
+            return
         if self.undo is not None:
             self.undo()
             _steps.pop()
@@ -219,16 +255,36 @@ def _reading_numbers() -> Callable[[], Any]:
     return dynamo_config._make_closure_patcher(capture_scalar_outputs=True)()  # type: ignore[attr-defined]
 
 
-def _called() -> tuple[Any, Optimizer | None]:
-    """Return the function whose compiled form is called, and the optimizer whose step it is."""
+def _switch_off(opt: Optimizer) -> Callable[[], None]:
+    """Let torch call the step of `opt` as Python; return what switches Dynamo on again, as the step's hooks do first.
+
+    The closure and the hooks of a step may call what is compiled.
+    """
+    stance: list[Any] = [torch.compiler.set_stance("force_eager")]
+
+    def switch_on(*_: Any) -> None:
+        if stance:
+            stance.pop().__exit__(None, None, None)
+
+    def end() -> None:
+        switch_on()
+        hook.remove()
+
+    hook = opt.register_step_pre_hook(switch_on)
+    opt._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+    return end
+
+
+def _called() -> tuple[Any, Optimizer | None, Mapping[str, Any]]:
+    """Return the function whose compiled form is called, the optimizer whose step it is, and the names of the call."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == eval_frame.__file__ and "fn" in (names := frame.f_locals) and "args" in names:
             function = names["fn"]
             owners = [_owner(function), *names["args"][:1]]
-            return function, next((x for x in owners if isinstance(x, Optimizer)), None)
+            return function, next((x for x in owners if isinstance(x, Optimizer)), None), names
         frame = frame.f_back
-    return None, None
+    return None, None, {}
 
 
 def _owner(function: Any) -> Any:

@@ -138,10 +138,17 @@ TEMPORARY = (
         "one call of an optimizer's step",
     ),
     Patch(
+        "steps_as_python",
+        "torch.compiler.set_stance is force_eager, a hook of the step undoes it; _warned_capturable_if_run_uncaptured",
+        "Dynamo traces and guards all parameters of a step, of which one of each kind is all that there is to know",
+        "torch_hooks.compiled_calls:_switch_off",
+        "one step, up to its hooks",
+    ),
+    Patch(
         "changing_rates",
-        "torch._dynamo.pgo: learning rates are auto_dynamic",
+        "torch._dynamo.pgo: learning rates and weight decays are auto_dynamic",
         "Dynamo takes a learning rate for a constant, and compiles again when it first changes",
-        "optimizer.trace:let_rates_change",
+        "optimizer.trace:let_numbers_change",
         "until torch.compiler.reset()",
     ),
     Patch(

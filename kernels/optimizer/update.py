@@ -33,10 +33,19 @@ def run_on_gpu(stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequen
 
 
 def advance(update: Update, stored: Sequence[Tensor], scalars: Sequence[Tensor]) -> None:
-    """Count one step for every counter, unless it is skipped; a parameter and its state may share one."""
+    """Count one step for every counter, unless it is skipped."""
+    count(update, counters_of(update, stored), scalars)
+
+
+def counters_of(update: Update, stored: Sequence[Tensor]) -> list[Tensor]:
+    """Return the counters among the tensors of all parameters; a parameter and its state may share one."""
     names = [name for i in update.stored for name in update.slots[i].tensors]
     found = [x for i, name in enumerate(names) if name == "counter" for x in stored[i :: len(names)]]
-    counters = list({x.data_ptr(): x for x in found}.values())
+    return list({x.data_ptr(): x for x in found}.values())
+
+
+def count(update: Update, counters: list[Tensor], scalars: Sequence[Tensor]) -> None:
+    """Count one step, unless the numbers say that it is skipped."""
     if not counters:
         return
     one: int | Tensor = 1

@@ -131,16 +131,16 @@ def _tables_of(
     known = _tables.get(key)
     if known is not None and known.addresses == tuple(addresses):
         return known
-    host = _pinned(torch.tensor(addresses, dtype=torch.int64), device)
+    host = pinned(torch.tensor(addresses, dtype=torch.int64), device)
     table = host.to(device, non_blocking=True)
     if known is None:
-        blocks = _blocks(sizes, schedule).to(device)
+        blocks = blocks_of(sizes, schedule).to(device)
         known = Tables((), table, torch.tensor(sizes, dtype=torch.int64, device=device), blocks)
     _tables[key] = Tables(tuple(addresses), table, known.sizes, known.blocks, [host])
     return _tables[key]
 
 
-def _blocks(sizes: Sequence[int], schedule: UpdateSchedule) -> Tensor:
+def blocks_of(sizes: Sequence[int], schedule: UpdateSchedule) -> Tensor:
     """Return (parameter, first group) of every program."""
     rows = []
     for i, size in enumerate(sizes):
@@ -149,7 +149,8 @@ def _blocks(sizes: Sequence[int], schedule: UpdateSchedule) -> Tensor:
     return torch.cat(rows) if rows else torch.empty(0, 2, dtype=torch.int32)
 
 
-def _pinned(x: Tensor, device: torch.device) -> Tensor:
+def pinned(x: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of `x` from which a GPU copies by itself; `x` where there is none."""
     return x.pin_memory() if device.type == "cuda" else x
 
 
@@ -159,10 +160,10 @@ def _packed(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros(1, device=device)
     if is_matrix(scalars):
         matrix = scalars[0].float().contiguous()
-        return matrix if matrix.device == device else _pinned(matrix, device).to(device, non_blocking=True)
+        return matrix if matrix.device == device else pinned(matrix, device).to(device, non_blocking=True)
     if all(x.device.type == "cpu" for x in scalars):
         host = torch.stack([x.float() for x in scalars])
-        return _pinned(host, device).to(device, non_blocking=True)
+        return pinned(host, device).to(device, non_blocking=True)
     if all(x.device == device and x.dtype == scalars[0].dtype for x in scalars):
         return torch.stack(list(scalars)).float()
     return torch.stack([x.to(device).float() for x in scalars])

@@ -50,9 +50,12 @@ def mix(h: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
-def random_bits(elements: int, counter: Tensor, stream: int) -> Tensor:
-    """Return 16 random bits (int64 [elements]) of position, counter (int32 [1]) and stream alone: halves of 32."""
-    position = torch.arange(elements, device=counter.device)
+def random_bits(elements: int, counter: Tensor, stream: int, start: int = 0) -> Tensor:
+    """Return 16 random bits (int64 [elements]) of position, counter (int32 [1]) and stream alone: halves of 32.
+
+    start: the position of the first.
+    """
+    position = torch.arange(start, start + elements, device=counter.device)
     key = mix((counter.long() * 2 + stream) & MASK)
     h = ((position >> 1) * 0x9E3779B1 + key) & MASK
     h = ((h ^ (h >> 15)) * 0x85EBCA6B) & MASK
@@ -63,8 +66,13 @@ def random_bits(elements: int, counter: Tensor, stream: int) -> Tensor:
 # ---- encode ---------------------------------------------------------------------------------------------------------
 
 
-def encode(x: Tensor, format: StateFormat | str, counter: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return codes of x (uint8, same shape) and side data (FP32 [groups, 2]); stochastic formats need a `counter`."""
+def encode(
+    x: Tensor, format: StateFormat | str, counter: Tensor | None = None, start: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return codes of x (uint8, same shape) and side data (FP32 [groups, 2]); stochastic formats need a `counter`.
+
+    start: where x begins in the tensor of which it is a part, which random bits depend on.
+    """
     how = parse_state_format(format)
     if how.is_exact:
         return x.float().clone(), x.new_empty((0, 2), dtype=torch.float32)
@@ -76,7 +84,7 @@ def encode(x: Tensor, format: StateFormat | str, counter: Tensor | None = None) 
     signed = negative.any(1, keepdim=True)
     if how.stochastic:
         position, top = _positions(how, magnitude, low, high, signed)
-        index = _round_randomly(position, magnitude, _neighbours(how, low, high, signed), _noise(x, counter))
+        index = _round_randomly(position, magnitude, _neighbours(how, low, high, signed), _noise(x, counter, start))
         first = int(how.code == "log")  # code 0 is zero; the least of a minifloat above it
         code = index.clamp(0 if how.linear or first else 1).minimum(top) + first
     elif how.code == "log":
@@ -96,12 +104,12 @@ def _grouped(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
 
 
-def _noise(x: Tensor, counter: Tensor | None) -> Tensor:
+def _noise(x: Tensor, counter: Tensor | None, start: int) -> Tensor:
     """Return odd multiples of 2⁻¹⁷ in (0, 1)."""
     if counter is None:
         raise ValueError("a stochastic state format needs a counter")
     elements = -(-x.numel() // GROUP) * GROUP
-    return (random_bits(elements, counter, STATE_STREAM).float().view(-1, GROUP) + 0.5) * 2.0**-16
+    return (random_bits(elements, counter, STATE_STREAM, start).float().view(-1, GROUP) + 0.5) * 2.0**-16
 
 
 def _round_randomly(position: Tensor, magnitude: Tensor, neighbours: Neighbours, noise: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
 
@@ -48,16 +49,20 @@ def run(c: OptimizerGraph) -> None:
         device = value(update.stored[0]).device
         away = any(value(n).device != device for n in numbers)
         if each and (len(numbers) > each or away):
-            node.update_arg(2, [_Stacker(graph, node, device).matrix(numbers, each)])
+            node.update_arg(2, [NumberStacker(graph, node, device).matrix(numbers, each)])
     remove_dead(graph)
     _count_at_once(graph)
 
 
-class _Stacker:
+@dataclass
+class NumberStacker:
     """Writes before `place` what computes the same for many parameters, which are on `device`."""
 
-    def __init__(self, graph: fx.Graph, place: fx.Node, device: torch.device) -> None:
-        self.graph, self.place, self.device = graph, place, device
+    graph: fx.Graph
+    place: fx.Node
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self.known: dict[tuple[fx.Node, ...], fx.Node] = {}
         self.written: dict[fx.Node, str] = {}
         self.formulas: dict[Hashable, str] = {}
@@ -124,10 +129,12 @@ class _Stacker:
         first = column[0]
         if not is_elementwise(first, NUMBERS) or schema_name(first) in SHAPED:
             return None
-        if any(n.target is not first.target or n.kwargs != first.kwargs for n in column):
+        calls = [self.call_of(n) for n in column]
+        target, _, kwargs = calls[0]
+        if any(call[0] is not target or call[2] != kwargs for call in calls):
             return None
         args: list[Any] = []
-        columns = list(zip(*(n.args for n in column), strict=True))
+        columns = list(zip(*(call[1] for call in calls), strict=True))
         for given in columns:
             if all(isinstance(x, fx.Node) for x in given):
                 args.append(self.stacked(given))
@@ -138,10 +145,14 @@ class _Stacker:
         if len({value(a).device for a in args if _is_bound(a)}) > 1:
             away = [_is_bound(a) and value(a).device != self.device for a in args]
             args = [self.vector(c) if moves else a for a, c, moves in zip(args, columns, away, strict=True)]
-        node = self.call(first.target, *args, **first.kwargs)
+        node = self.call(target, *args, **kwargs)
         if value(node).dtype != value(first).dtype:  # a number and a vector promote otherwise: a rate in FP64, say
-            node = self.call(first.target, *[self._as(a, value(first).dtype) for a in args], **first.kwargs)
+            node = self.call(target, *[self._as(a, value(first).dtype) for a in args], **kwargs)
         return node if value(node).dtype == value(first).dtype else None
+
+    def call_of(self, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Return operator and arguments of what computes a number."""
+        return node.target, node.args, dict(node.kwargs)
 
     def _as(self, given: Any, dtype: torch.dtype) -> Any:
         """Return a vector of floating-point numbers in `dtype`; all else as it is."""
@@ -150,6 +161,7 @@ class _Stacker:
         return self.call(prims.convert_element_type.default, given, dtype)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Return a new call at the place of this object, with its value."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args, kwargs)
         update_value(node)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.optimizer import states, step
+from benchmarks.optimizer import compiling, states, step
 
 
 def test_step_of_872_million_parameters():
@@ -31,3 +31,12 @@ def test_states_over_a_few_steps(tmp_path, capsys):
     errors = {(r["m"], r["v"]): r["figures"]["3"]["error"] for r in rows}
     assert errors["log", "log"] < errors["e4m3", "e4m3"]
     assert "after 3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_compiling(tmp_path):
+    file = tmp_path / "figures.json"
+    results = compiling.main(["--tiny", "--counts", "6", "--only", "ours,fused", "--json", str(file)])
+    assert [(r.name, r.tensors, r.note) for r in results] == [("ours", 6, ""), ("fused", 6, "")]
+    assert results[0].first_s > results[1].first_s > 0
+    assert len(json.loads(file.read_text())["rows"]) == 2

@@ -345,6 +345,18 @@ def test_changing_rates_is_needed():
     still(len(backend.graphs) > before)
 
 
+def test_steps_as_python_is_needed():
+    """As many inputs as parameters: torch traces a step one by one."""
+    counts = []
+    for count in (2, 9):
+        parameters, backend = [nn.Parameter(torch.zeros(4)) for _ in range(count)], Counting()
+        for p in parameters:
+            p.grad = torch.ones(4)
+        torch.compile(SGD(parameters, lr=0.5, foreach=False).step, backend=backend)()
+        counts.append(sum(len(gm.graph.nodes) for gm in backend.graphs))
+    still(counts[1] > counts[0] > 0)
+
+
 def test_new_states_is_needed():
     parameter, seen = nn.Parameter(torch.zeros(4)), []
     parameter.grad = torch.ones(4)

@@ -105,12 +105,13 @@ def _states(plans: Sequence[Plan]) -> list[str]:
 
 
 def _not_merged(plans: Sequence[Plan]) -> list[str]:
-    """Return why parameters are not updated together, with counts."""
+    """Return why parameters are not updated together, with counts, and why they are traced one by one."""
     reasons = Counter[str]()
+    traced = [f"traced parameter by parameter: {why}" for why in dict.fromkeys(p.traced for p in plans if p.traced)]
     for plan in plans:
         for update in plan.updates:
             reasons.update({update.reason: update.parameters} if update.reason else {})
-    return [f"{counted(count, 'parameter')}: {why}" for why, count in alike(reasons).items()]
+    return traced + [f"{counted(count, 'parameter')}: {why}" for why, count in alike(reasons).items()]
 
 
 def _modules(plans: Sequence[Plan], t: Totals, room: int) -> list[str]:

@@ -12,10 +12,12 @@ import pytest
 import torch
 from updates import Data, adam, data_for, hard, unscaled
 
+from fp8compile.kernels.optimizer import state_transfer, update_launch
 from fp8compile.kernels.optimizer import update as reference
-from fp8compile.kernels.optimizer import update_launch
+from fp8compile.kernels.optimizer.bound_launch import BoundLaunch
 from fp8compile.kernels.optimizer.emit_update import UpdateSchedule
 from fp8compile.kernels.optimizer.update_spec import Update
+from fp8compile.kernels.reference import state_reference
 
 FORMATS = ["log", "e4m3", "e5m2", "e4m3/linear", "e5m2/linear"]
 SCHEDULE = UpdateSchedule(groups=16)
@@ -165,3 +167,43 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("compiled")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("noise", ["", "/stochastic"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_states_stored_and_read_by_a_kernel(name, noise, dtype):
+    """As the reference does, of sizes that end inside a group."""
+    counter = torch.tensor([9], dtype=torch.int32) if noise else None
+    for size in (1, 128, 5000):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+        payload, side = state_transfer.encode_on_gpu(x, f"{name}{noise}", counter, "interpreter")
+        codes, ends = state_reference.encode(x, f"{name}{noise}", counter)
+        assert torch.equal(payload, codes)
+        assert torch.equal(side, ends)
+        read = state_transfer.decode_on_gpu(payload, side, f"{name}{noise}", dtype, "interpreter")
+        assert torch.equal(read, state_reference.decode(codes, ends, f"{name}{noise}").to(dtype))
+
+
+@pytest.mark.parametrize("noise", ["", "/stochastic"])
+def test_a_launch_that_is_made_again(noise):
+    """New gradients, numbers with rows to spare, and a parameter that is left out for a step."""
+    update = adam(f"log{noise}", f"log{noise}", root="abs")
+    mine, theirs = data_for(update), data_for(update)
+    launch = BoundLaunch(update.to_json(), mine.stored, mine.read, "interpreter")
+    count = len(launch.sizes)
+    wide, narrow, each = len(mine.stored) // count, len(mine.read) // count, len(mine.scalars) // count
+    for step in range(3):
+        read = [x + step for x in mine.read]
+        numbers = torch.stack([x.float() for x in mine.scalars]).view(count, each)
+        launch.read_again(0, [x.data_ptr() for x in read])
+        left_out = 4 if step == 1 else -1  # the one of 5000 elements
+        launch.update_only(tuple(i != left_out for i in range(count)))
+        launch(torch.cat([numbers, numbers]))
+        members = [i for i in range(count) if i != left_out]
+        stored = [theirs.stored[i * wide + k] for i in members for k in range(wide)]
+        others = [read[i * narrow + k] for i in members for k in range(narrow)]
+        reference.run(stored, others, [numbers[members]], update.to_json())
+        mine_stored = [mine.stored[i * wide + k] for i in members for k in range(wide)]
+        reference.count(update, reference.counters_of(update, mine_stored), [])  # a launch leaves that to its caller
+        assert_equal(update, mine, theirs)

@@ -102,7 +102,7 @@ def graphs(monkeypatch) -> list[fx.Graph]:
 
 
 @pytest.fixture
-def stacker() -> tuple[batch_scalars._Stacker, Callable[..., fx.Node]]:
+def stacker() -> tuple[batch_scalars.NumberStacker, Callable[..., fx.Node]]:
     """For parameters on the meta device, in a graph of its own; and what adds an operator, or a number, to it."""
     graph, mode = fx.Graph(), FakeTensorMode()
     place = graph.output(())
@@ -117,7 +117,7 @@ def stacker() -> tuple[batch_scalars._Stacker, Callable[..., fx.Node]]:
             update_value(made)
         return made
 
-    return batch_scalars._Stacker(graph, place, torch.device("meta")), node  # under no mode, as Inductor runs it
+    return batch_scalars.NumberStacker(graph, place, torch.device("meta")), node  # under no mode, as Inductor runs it
 
 
 def test_numbers_of_two_devices_come_together(stacker):

@@ -1,0 +1,1 @@
+"""One traced rule for all parameters that are updated alike."""

@@ -1,0 +1,124 @@
+"""Steps of one rule for many parameters on a GPU: bits, the first step's memory, compile time, the host's time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optimizers import OPTIMIZERS, set_gradients
+from torch import nn
+
+import fp8compile
+from fp8compile.backend import fp8
+from fp8compile.kernels.reference import state_reference
+from fp8compile.optimizer.shared_step import shared_step
+from fp8compile.optimizer.states import INNER
+
+pytestmark = pytest.mark.gpu
+SHAPES = ((96, 64), (64, 65), (7,), (30, 4, 50), (1,))
+NAMES = ["adam_decayed", "adamw", "amsgrad", "nadam", "radam", "adamax", "rmsprop_centered", "adadelta"]
+MIB = 1 << 20
+
+
+def make(name: str, dtypes: tuple[torch.dtype, ...]) -> torch.optim.Optimizer:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    parameters = [nn.Parameter(x.to("cuda", dtype)) for dtype in dtypes for x in values]
+    kind, arguments = OPTIMIZERS[name]
+    return kind([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.003}], lr=0.01, **arguments)
+
+
+def tensors(opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for p in (p for group in opt.param_groups for p in group["params"]):
+        found.append(p.detach())
+        for x in opt.state[p].values():
+            found += (
+                [y for n in INNER if (y := getattr(x, n)) is not None] if isinstance(x, fp8compile.FP8State) else [x]
+            )
+    return found
+
+
+def run(opt: torch.optim.Optimizer, step: Callable[[], Any], steps: int = 3) -> None:
+    parameters = [p for group in opt.param_groups for p in group["params"]]
+    for i in range(steps):
+        host = [p.detach().cpu() for p in parameters]
+        set_gradients(host, i)
+        for p, h in zip(parameters, host, strict=True):
+            p.grad = None if i == 1 and p is parameters[0] else h.grad.cuda()  # type: ignore[union-attr]
+        opt.param_groups[0]["lr"] = 0.01 / (i + 1)
+        step()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_one_graph_bit_for_bit(name: str) -> None:
+    dtypes = (torch.float32, torch.bfloat16)
+    mine, theirs = make(name, dtypes), make(name, dtypes)
+    run(mine, torch.compile(mine.step, backend="fp8", options={"strict": True}))
+    assert not shared_step._shared[mine].refusal
+    run(theirs, torch.compile(theirs.step, backend=lambda gm, x: fp8(gm, x, options={"strict": True})))
+    for x, y in zip(tensors(mine), tensors(theirs), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_first_step_of_590_million_elements(prepared: bool) -> None:
+    """What it allocates beyond what it keeps: at most 64 MiB, in the first step and in later ones."""
+    small = nn.Parameter(torch.randn(64, 64, device="cuda", dtype=torch.bfloat16))
+    large = nn.Parameter(torch.randn(576_000, 1024, device="cuda", dtype=torch.bfloat16))
+    opt = torch.optim.AdamW([small, large])
+    if prepared:
+        fp8compile.prepare_optimizer(opt)
+    step = torch.compile(opt.step, backend="fp8", options={"strict": True})
+    for p in (small, large):
+        p.grad = torch.ones_like(p)
+    for _ in range(2):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        kept = max(torch.cuda.memory_allocated(), before)
+        assert torch.cuda.max_memory_allocated() - kept <= 64 * MIB
+    x = opt.state[large]["exp_avg"]
+    assert isinstance(x, fp8compile.FP8State)
+
+
+def test_states_are_stored_and_read_by_a_kernel() -> None:
+    """Bit for bit the reference, with no memory beyond the result."""
+    x = torch.randn(50 * MIB + 77, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    state = fp8compile.FP8State.of(x, format="log/stochastic", salt=5)
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * x.numel() + 16 * MIB
+    start = x[: 1 << 20]
+    codes, ends = state_reference.encode(start, "log/stochastic", torch.tensor([5], dtype=torch.int32, device="cuda"))
+    assert torch.equal(state.payload[: 1 << 20], codes)
+    assert torch.equal(state.side[: (1 << 20) // 128], ends)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    read = state.dequantize()
+    assert torch.cuda.max_memory_allocated() - before <= 4 * x.numel() + 16 * MIB
+    assert torch.equal(read[: 1 << 20], state_reference.decode(codes, ends, "log/stochastic"))
+
+
+def test_host_time_of_300_tensors() -> None:
+    parameters = [
+        nn.Parameter(torch.randn((256, 256) if i % 3 else (256,), device="cuda", dtype=torch.bfloat16))
+        for i in range(300)
+    ]
+    decayed = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
+    opt = torch.optim.AdamW([{"params": decayed[0]}, {"params": decayed[1], "weight_decay": 0.0}])
+    step, times = torch.compile(opt.step, backend="fp8", options={"strict": True}), []
+    for _ in range(40):
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    assert statistics.median(times[5:]) < 1e-3, f"{statistics.median(times[5:]) * 1e3:.2f} ms"
+    assert times[0] < 8, f"{times[0]:.1f} s until the first step was launched"

@@ -1,0 +1,344 @@
+"""One rule for all parameters of a kind: bit for bit what a graph of all of them does, and left where it is not so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from optimizers import EAGER, OPTIMIZERS, Lion, set_gradients
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.backend import fp8
+from fp8compile.optimizer.shared_step import shared_step, tracing
+from fp8compile.optimizer.states import INNER
+
+SHAPES = ((96, 64), (64, 65), (7,), (30, 4, 50), (1,))
+LEFT_OUT = ("lion", "plain_sgd", "sgd", "nesterov")  # without states in 8 bits, or not before the second step
+TORCHS = [name for name in OPTIMIZERS if name not in LEFT_OUT]
+MIXED = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    torch.compiler.reset()
+
+
+def make_parameters(dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [nn.Parameter(x.to(dtype)) for dtype in dtypes for x in values]
+
+
+def compiled_as_a_whole(opt: torch.optim.Optimizer, **options: Any) -> Callable[..., Any]:
+    """The step in one graph of all parameters, as Dynamo makes it: a backend of the user's own has no contexts."""
+    return torch.compile(opt.step, backend=lambda gm, inputs: fp8(gm, inputs, options={**EAGER, **options}))
+
+
+def compiled(opt: torch.optim.Optimizer, **options: Any) -> Callable[..., Any]:
+    return torch.compile(opt.step, backend="fp8", options={**EAGER, **options})
+
+
+def tensors(opt: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """Parameters and states, 8-bit ones in their parts, with names."""
+    found: list[tuple[str, Tensor]] = []
+    for i, p in enumerate(p for group in opt.param_groups for p in group["params"]):
+        found.append((f"{i}", p.detach()))
+        for name, x in opt.state.get(p, {}).items():
+            parts = {part: getattr(x, part) for part in INNER} if isinstance(x, fp8compile.FP8State) else {"": x}
+            found += [(f"{i} {name} {part}", y) for part, y in parts.items() if isinstance(y, Tensor)]
+    return found
+
+
+def assert_same(mine: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    for (name, x), (other, y) in zip(tensors(mine), tensors(theirs), strict=True):
+        assert name == other
+        assert x.dtype == y.dtype
+        assert torch.equal(x.float().nan_to_num(7), y.float().nan_to_num(7)), name
+
+
+def assert_shared(opt: torch.optim.Optimizer) -> None:
+    known = shared_step._shared[opt]
+    assert not known.refusal
+    assert known.groups
+    assert not known.is_torchs
+
+
+def pair(
+    make: Callable[[list[Any]], torch.optim.Optimizer], dtypes: Sequence[torch.dtype] = (torch.float32,), **options: Any
+) -> tuple[torch.optim.Optimizer, Callable[..., Any], torch.optim.Optimizer, Callable[..., Any]]:
+    mine, theirs = make(make_parameters(dtypes)), make(make_parameters(dtypes))
+    return mine, compiled(mine, **options), theirs, compiled_as_a_whole(theirs, **options)
+
+
+def run(
+    mine: torch.optim.Optimizer,
+    step: Callable[..., Any],
+    theirs: torch.optim.Optimizer,
+    other: Callable[..., Any],
+    steps: int = 4,
+    change: Callable[[torch.optim.Optimizer, int], Any] = lambda opt, i: None,
+    only: Callable[[int], Sequence[int] | None] = lambda i: None,
+) -> None:
+    for i in range(steps):
+        for opt, call in ((mine, step), (theirs, other)):
+            set_gradients([p for group in opt.param_groups for p in group["params"]], i, only(i))
+            change(opt, i)
+            call()
+        assert_same(mine, theirs)
+
+
+def rates(opt: torch.optim.Optimizer, i: int) -> None:
+    for n, group in enumerate(opt.param_groups):
+        group["lr"] = 0.01 / (i + 1 + n)
+        if group.get("weight_decay"):
+            group["weight_decay"] *= 0.9
+
+
+def two_groups(make: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[list[Any]], torch.optim.Optimizer]:
+    def made(parameters: list[Any]) -> torch.optim.Optimizer:
+        half = len(parameters) // 2
+        groups = [{"params": parameters[:half]}, {"params": parameters[half:], "lr": 0.003, "weight_decay": 0.0}]
+        return make(groups, lr=0.01, **arguments)
+
+    return made
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), MIXED], ids=["float32", "mixed"])
+@pytest.mark.parametrize("name", TORCHS)
+def test_as_one_graph_bit_for_bit(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    make, arguments = OPTIMIZERS[name]
+    run(*(made := pair(two_groups(make, arguments), dtypes)), steps=3, change=rates)
+    if make is not torch.optim.ASGD or len(dtypes) > 1:  # of which FP32 parameters have no state in 8 bits
+        assert_shared(made[0])
+
+
+@pytest.mark.parametrize("name", ["sgd", "nesterov"])
+def test_states_made_while_stepping(name: str) -> None:
+    """The first step is torch's own, uncompiled; then momentum is there, and becomes 8-bit states."""
+    make, arguments = OPTIMIZERS[name]
+    opt, reference = (make(make_parameters(), lr=0.01, **arguments) for _ in range(2))
+    step = compiled(opt)
+    for own, call in ((opt, step), (reference, reference.step)):
+        set_gradients(own.param_groups[0]["params"], 0)
+        call()
+    assert_same(opt, reference)  # torch's own, to the bit
+    set_gradients(opt.param_groups[0]["params"], 1)
+    step()
+    assert_shared(opt)
+    assert any(isinstance(x, fp8compile.FP8State) for state in opt.state.values() for x in state.values())
+
+
+RECIPES = [
+    "e4m3",
+    {"first": "e5m2/stochastic", "second": "float32"},
+    {"parameters": "split"},
+    {"parameters": "stochastic", "smallest": 0},
+]
+
+
+@pytest.mark.parametrize("states", RECIPES, ids=str)
+def test_recipes(states: Any) -> None:
+    make = lambda parameters: torch.optim.AdamW(parameters, amsgrad=True)  # noqa: E731
+    run(*(made := pair(make, MIXED, states=states)), steps=3)
+    assert_shared(made[0])
+
+
+@pytest.mark.parametrize("arguments", [{"capturable": True}, {"foreach": True}, {"lr": "tensor"}, {"maximize": True}])
+def test_settings(arguments: dict[str, Any]) -> None:
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        given = {"foreach": True, "capturable": True, "lr": torch.tensor(0.01)} if "lr" in arguments else arguments
+        return torch.optim.AdamW(parameters, **given)
+
+    def change(opt: torch.optim.Optimizer, i: int) -> None:
+        if "lr" in arguments:
+            opt.param_groups[0]["lr"].fill_(0.01 / (i + 1))
+
+    run(*(made := pair(make)), steps=3, change=change)
+    assert_shared(made[0])
+
+
+def test_parameters_without_gradients() -> None:
+    """Experts that no token has reached: in some steps, in the first ones, always."""
+    some = [(0, 1, 2), (0, 2, 4), (1, 2, 3), (0, 1, 2, 3), (0, 2)]
+    run(*(made := pair(torch.optim.AdamW)), steps=5, only=lambda i: some[i])
+    assert_shared(made[0])
+
+
+def test_numbers_that_change_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    trace = tracing.trace
+    monkeypatch.setattr(shared_step, "trace", lambda *given: traced.append(given) or trace(*given))
+    made = pair(two_groups(torch.optim.Adam, {"weight_decay": 0.1}))
+    run(*made, steps=2)
+    kinds = len(traced)
+    assert kinds == 3  # large ones with decay, large and small ones without
+    run(*made, steps=3, change=rates)
+    other, step, *_ = pair(two_groups(torch.optim.Adam, {"weight_decay": 0.3}))
+    set_gradients([p for group in other.param_groups for p in group["params"]], 0)
+    step()
+    assert len(traced) == kinds  # another optimizer has the same kinds
+
+
+def test_many_parameters_are_traced_as_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    trace = tracing.trace
+    monkeypatch.setattr(shared_step, "trace", lambda *given: traced.append(given) or trace(*given))
+    parameters = [nn.Parameter(torch.randn(64, 64 + i % 7)) for i in range(60)]
+    opt = torch.optim.AdamW(parameters)
+    step = compiled(opt)
+    set_gradients(parameters, 0)
+    step()
+    assert len(traced) == 1
+    assert len(fp8compile.compiles()[-1].updates) == 1
+    assert fp8compile.compiles()[-1].updates[0].parameters == 60
+
+
+def test_betas_that_a_schedule_moves() -> None:
+    """A constant, then another one: from then on they are numbers, and nothing is traced any more."""
+
+    def change(opt: torch.optim.Optimizer, i: int) -> None:
+        opt.param_groups[0]["betas"] = (0.9 - 0.02 * i, 0.999)
+
+    run(*(made := pair(torch.optim.AdamW)), steps=4, change=change)
+    assert_shared(made[0])
+
+
+def test_loss_scales() -> None:
+    """With a step that overflowed: no parameter, state, count or counter changes."""
+    made = pair(lambda parameters: fp8compile.prepare_optimizer(torch.optim.AdamW(parameters), unscale=True))
+    mine, step, theirs, other = made
+    for opt, call in ((mine, step), (theirs, other)):
+        opt.step = call  # type: ignore[method-assign]
+    for i in range(5):
+        before = [x.clone() for _, x in tensors(mine)]
+        for opt in (mine, theirs):
+            set_gradients(opt.param_groups[0]["params"], i)
+            if i:  # as GradScaler, which does so when the step has been compiled
+                opt.grad_scale, opt.found_inf = torch.tensor(2.0), torch.tensor(float(i == 3))  # type: ignore
+            opt.step()
+        assert_same(mine, theirs)
+        same = all(torch.equal(x, y) for x, (_, y) in zip(before, tensors(mine), strict=False))
+        assert same == (i == 3)
+    assert_shared(mine)
+
+
+def test_a_loaded_checkpoint_and_a_new_group() -> None:
+    made = pair(torch.optim.AdamW)
+    run(*made, steps=2)
+    saved = copy.deepcopy(made[0].state_dict())
+    run(*made, steps=2)
+    for opt in made[::2]:
+        opt.load_state_dict(copy.deepcopy(saved))  # type: ignore[attr-defined]
+    run(*made, steps=1)
+    for opt in made[::2]:
+        extra = nn.Parameter(torch.ones(64, 70))
+        opt.add_param_group({"params": [extra], "lr": 0.1})  # type: ignore[attr-defined]
+    run(*made, steps=2)
+    assert_shared(made[0])
+
+
+def test_states_and_parameters_that_become_other_tensors() -> None:
+    made = pair(torch.optim.AdamW)
+    run(*made, steps=2)
+    for opt in made[::2]:
+        parameters = opt.param_groups[0]["params"]  # type: ignore[attr-defined]
+        parameters[0].data = parameters[0].data + 1
+        opt.state[parameters[2]]["exp_avg"] = torch.full((7,), 0.5)  # type: ignore[attr-defined]
+    run(*made, steps=2)
+
+
+def test_hooks_and_closures_run_where_torch_runs_them() -> None:
+    parameters = make_parameters()
+    opt = torch.optim.AdamW(parameters)
+    seen: list[str] = []
+    first = parameters[0].detach().clone()
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            moved = "" if torch.equal(parameters[0], first) else " moved"
+            seen.append(f"{name} {len(opt.param_groups[0]['params'])}{moved}")
+
+        return hook
+
+    opt.register_step_pre_hook(look("before"))
+    opt.register_step_post_hook(look("after"))
+    step = compiled(opt)
+    inner = torch.compile(lambda x: x * 2, backend="eager")
+
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        look("closure")()
+        set_gradients(parameters, 0)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        inner(torch.ones(len(seen)))  # what a closure calls may be compiled
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+        return torch.tensor(3.0)
+
+    assert step(closure) == 3.0
+    n = len(parameters)
+    assert seen == [f"before {n}", f"closure {n}", f"after {n} moved"]
+    assert_shared(opt)
+
+
+class Scaled(torch.optim.AdamW):
+    """A step of its own, which treats one parameter in another way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["params"][1].grad.mul_(3)
+        super().step()
+
+
+LEFT = [
+    (Lion, {}, "Lion.step is not torch's own"),
+    (Scaled, {}, "Scaled.step is not torch's own"),
+    (torch.optim.SGD, {}, "no state in 8 bits"),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "reason"), LEFT, ids=lambda x: getattr(x, "__name__", ""))
+def test_what_is_left_to_one_graph(make: Any, arguments: dict[str, Any], reason: str) -> None:
+    made = pair(lambda parameters: make(parameters, lr=0.01, **arguments))
+    run(*made, steps=2)
+    assert reason in shared_step._shared[made[0]].refusal
+    plan = next(p for p in reversed(fp8compile.compiles()) if p.traced)
+    assert reason in plan.traced
+    assert "traced parameter by parameter" in str(plan) or not plan.states
+
+
+def test_adafactor_is_left_to_one_graph() -> None:
+    """Its rule has means of rows and columns."""
+    parameters = make_parameters()
+    opt = torch.optim.Adafactor(parameters)
+    step = compiled(opt)
+    set_gradients(parameters, 0)
+    step()
+    assert shared_step._shared[opt].refusal
+
+
+def test_a_parameter_that_is_one_number() -> None:
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*parameters, nn.Parameter(torch.tensor(2.0))])
+
+    run(*(made := pair(make)), steps=2)
+    assert "single number" in shared_step._shared[made[0]].refusal
+
+
+def test_other_layouts() -> None:
+    """Parameters and gradients that are not contiguous."""
+
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        images = nn.Parameter(torch.randn(32, 16, 3, 3, generator=torch.Generator().manual_seed(1)))
+        images.data = images.data.to(memory_format=torch.channels_last)
+        return torch.optim.AdamW([*parameters, images])
+
+    def change(opt: torch.optim.Optimizer, i: int) -> None:
+        p = opt.param_groups[0]["params"][0]
+        p.grad = p.grad.t().contiguous().t()
+
+    run(*(made := pair(make)), steps=3, change=change)
+    assert_shared(made[0])
