@@ -11,7 +11,6 @@ torch's own optimizers are helped so: what another one does with its new states,
 from __future__ import annotations
 
 import contextlib
-import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from fp8compile.optimizer.torch_methods import is_torchs
 from fp8compile.torch_hooks.local_parts import local_part, set_local_part, sharded_like
 
 LARGE = 1 << 20  # elements, below which a tensor for a while does not matter
@@ -27,10 +27,8 @@ LARGE = 1 << 20  # elements, below which a tensor for a while does not matter
 
 def as_numbers(opt: Optimizer, parameter: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which states that `opt` makes for `parameter` may be expanded numbers (`is_one_number`)."""
-    make = inspect.unwrap(getattr(type(opt), "_init_group", len))
-    known = str(getattr(make, "__module__", "")).startswith("torch.optim.")
     large = local_part(parameter).numel() >= LARGE
-    return _Numbers(parameter) if known and large else contextlib.nullcontext()
+    return _Numbers(parameter) if large and is_torchs(opt, "_init_group") else contextlib.nullcontext()
 
 
 class _Numbers(TorchFunctionMode):

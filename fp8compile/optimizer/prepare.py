@@ -24,9 +24,8 @@ from fp8compile.optimizer import new_states, unscaling
 from fp8compile.optimizer.checkpoints import before_loading
 from fp8compile.optimizer.state_conversion import convert_parameter, convert_states, parameters_of, record_of
 from fp8compile.optimizer.state_recipe import StateRecipe
+from fp8compile.optimizer.torch_methods import REPLACED, original_method, replaced
 from fp8compile.torch_hooks.untraced import never_compiled
-
-CONVERTS = "_fp8compile_converts"  # of an `_init_group` that converts what it makes: the one that was there before
 
 
 def prepare_optimizer(
@@ -96,11 +95,10 @@ def _wrap_init_group(opt: Optimizer) -> None:
     breaks the graph at a function that an object has.
     """
     owner = next((c for c in type(opt).__mro__ if "_init_group" in vars(c)), None)
-    if owner is None or hasattr(vars(owner)["_init_group"], CONVERTS):
+    if owner is None or replaced(vars(owner)["_init_group"]):
         return
     original = vars(owner)["_init_group"]
 
-    @never_compiled
     def _init_group(self: Optimizer, group: Any, *lists: Any, **named: Any) -> Any:
         record = record_of(self)
         if record.recipe is not None:
@@ -109,8 +107,8 @@ def _wrap_init_group(opt: Optimizer) -> None:
             _ensure(self, group, original.__get__(self), lists, named)
         return original(self, group, *lists, **named)
 
-    setattr(_init_group, CONVERTS, original)
-    owner._init_group = _init_group  # type: ignore[attr-defined]
+    setattr(_init_group, REPLACED, original)  # before it is wrapped: Dynamo takes wrappers off, and puts on others
+    owner._init_group = never_compiled(_init_group)  # type: ignore[attr-defined]
 
 
 def ensure_states(opt: Optimizer, group: dict[str, Any]) -> None:
@@ -118,8 +116,9 @@ def ensure_states(opt: Optimizer, group: dict[str, Any]) -> None:
 
     For torch's own optimizers: what `_init_group` takes beside the group are lists.
     """
-    method = getattr(type(opt), "_init_group")  # noqa: B009  (not every optimizer has one)
-    original = getattr(method, CONVERTS, method).__get__(opt)
+    method = original_method(opt, "_init_group")
+    assert method is not None  # torch's own have one
+    original = method.__get__(opt)
     lists = [[] for _ in list(inspect.signature(original).parameters)[1:]]
     with torch.no_grad():
         _ensure(opt, group, original, lists, {})

@@ -10,23 +10,20 @@ in any order, in pieces of bounded size: nothing is copied from a GPU to know it
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp8compile.errors import StateError
+from fp8compile.optimizer.state_parts import StateParts
 from fp8compile.state_formats import parse_state_format
-
-if TYPE_CHECKING:
-    from fp8compile.optimizer.states import FP8State
 
 PIECE = 1 << 23  # bytes that are summed at once; temporary memory is three times as much
 WORD = 8
 ODD = 0x1E3779B97F4A7C15  # its multiples by odd numbers look random: 2⁶⁴ / golden ratio, made to fit
 
 
-def checksum(state: FP8State) -> int | None:
+def checksum(state: StateParts) -> int | None:
     """Return the checksum of `state`; None where it has no values (fake and meta tensors)."""
     parts = [x.detach() for x in state.parts()]
     if any(type(x) is not Tensor or x.is_meta for x in parts):
@@ -57,7 +54,7 @@ def _words(data: Tensor) -> Tensor:
     return (data if data.storage_offset() % WORD == 0 else data.clone()).view(torch.int64)
 
 
-def check(state: FP8State) -> None:
+def check(state: StateParts) -> None:
     """Raise `StateError` if `state` cannot be what was stored."""
     _check_shapes(state)
     if state.stored_checksum is not None:
@@ -71,7 +68,7 @@ def check(state: FP8State) -> None:
     _check_groups(state)
 
 
-def _check_shapes(state: FP8State) -> None:
+def _check_shapes(state: StateParts) -> None:
     how, payload, side = parse_state_format(state.format), state.payload, state.side
     if payload.dtype != how.payload_dtype or list(side.shape) != how.side_shape(payload.numel()):
         raise StateError(
@@ -84,7 +81,7 @@ def _check_shapes(state: FP8State) -> None:
         raise StateError("the missing bits of a split parameter have not its shape, or are no int16")
 
 
-def _check_groups(state: FP8State) -> None:
+def _check_groups(state: StateParts) -> None:
     least, greatest = state.side[:, 0].abs(), state.side[:, 1]
     wrong = (greatest.isfinite() & ~(least <= greatest)) | torch.signbit(greatest)
     if not state.side.is_meta and bool(wrong.any()):

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8compile.errors import StateError
+from fp8compile.optimizer.state_parts import StateParts
 from fp8compile.state_formats import GROUP, parse_state_format
 from fp8compile.torch_hooks.tensor_subclasses import AS_THEY_ARE
-
-if TYPE_CHECKING:
-    from fp8compile.optimizer.states import FP8State
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 LIKE = {aten.empty_like.default: torch.empty_like, aten.zeros_like.default: torch.zeros_like}
@@ -57,7 +55,7 @@ def copied(func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _refuse_loss(source: FP8State) -> None:
+def _refuse_loss(source: StateParts) -> None:
     """Raise `StateError` if a tool turns a checkpoint into plain tensors, which have no place for missing bits."""
     if source.from_file and source.low is not None:
         raise StateError(
@@ -76,7 +74,7 @@ def no_memory(what: str) -> StateError:
     )
 
 
-def _each_part(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
+def _each_part(func: Any, state: StateParts, args: Any, kwargs: Any) -> Any:
     if func in AS_THEY_ARE:
         return state.like(lambda x: func(x))
     if func.name() in WAITING:
@@ -95,7 +93,7 @@ def _each_part(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _blank(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
+def _blank(func: Any, state: StateParts, args: Any, kwargs: Any) -> Any:
     """Return a state of the same shape and format with nothing in it, or zeros: it is made to be copied into."""
     make = LIKE.get(func) or (NEW.get(func) if list(args[1:2]) == [list(state.shape)] else None)
     if make is None or type(state.payload) is not Tensor or kwargs.get("dtype") not in (None, state.dtype):
@@ -104,7 +102,7 @@ def _blank(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
     return state.like(lambda x: make(x, **how))
 
 
-def _by_rows(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
+def _by_rows(func: Any, state: StateParts, args: Any, kwargs: Any) -> Any:
     """Return the state with rows of other ranks below its own, with zeros below them, or cut into some states."""
     if type(state.payload) is not Tensor:
         return NotImplemented
@@ -120,16 +118,16 @@ def _by_rows(func: Any, state: FP8State, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _is_no_row(func: Any, state: FP8State, args: Any) -> bool:
+def _is_no_row(func: Any, state: StateParts, args: Any) -> bool:
     """Return True if DTensor makes a shard for a rank that no row is left for."""
     return func in NEW and len(args) > 1 and list(args[1]) == [0, *state.shape[1:]]
 
 
-def _adds_zero_rows(state: FP8State, pad: list[int], value: float = 0) -> bool:
+def _adds_zero_rows(state: StateParts, pad: list[int], value: float = 0) -> bool:
     return len(pad) == 2 * state.dim() and not any(pad[:-1]) and pad[-1] >= 0 and value == 0
 
 
-def _rows_changed(state: FP8State, change: Callable[[Tensor, int], Tensor]) -> Any:
+def _rows_changed(state: StateParts, change: Callable[[Tensor, int], Tensor]) -> Any:
     """Return `state` with `change` applied to its parts and the rows that each has for one of the state."""
     row, exact = math.prod(state.shape[1:]), parse_state_format(state.format).is_exact
     if row % GROUP and not exact:

@@ -24,10 +24,12 @@ from fp8compile.kernels.optimizer import state_transfer
 from fp8compile.optimizer import state_checks, state_ops
 from fp8compile.optimizer.new_states import is_one_number, number_of
 from fp8compile.optimizer.state_copies import copied, no_memory
+from fp8compile.optimizer.state_parts import INNER
 from fp8compile.state_formats import GROUP, parse_state_format
 from fp8compile.torch_hooks.tensor_subclasses import (
     has_values_to_come,
     no_torch_function,
+    refuse_memory,
     tree_map,
     without_memory,
     written_arguments,
@@ -35,7 +37,6 @@ from fp8compile.torch_hooks.tensor_subclasses import (
 from fp8compile.torch_hooks.untraced import never_compiled
 
 aten = torch.ops.aten
-INNER = ("payload", "side", "counter", "low")
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default}
 
 
@@ -60,7 +61,7 @@ class FP8State(Tensor):
         parameter: str,
         dtype: torch.dtype,
     ) -> FP8State:
-        return without_memory(cls, payload, dtype=dtype)
+        return refuse_memory(without_memory(cls, payload, dtype=dtype))
 
     def __init__(
         self,
@@ -154,6 +155,10 @@ class FP8State(Tensor):
     def storage(self) -> Any:
         """Raise `StateError`: what wants the memory of a tensor, as safetensors does, cannot copy a state."""
         raise no_memory("its storage is asked for")
+
+    def data_ptr(self) -> int:
+        """Return 0, by which torch's own tools in Python know that there is no memory; those in C++ raise."""
+        return 0
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         raise no_memory("it is exported by dlpack")

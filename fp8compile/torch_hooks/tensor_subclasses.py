@@ -19,13 +19,31 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl  # as `__torch_f
 # Operators whose result is the same tensor, part by part.
 AS_THEY_ARE = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default}
 
-__all__ = ["AS_THEY_ARE", "has_values_to_come", "no_torch_function", "tree_map", "without_memory", "written_arguments"]
+__all__ = [
+    "AS_THEY_ARE",
+    "has_values_to_come",
+    "no_torch_function",
+    "refuse_memory",
+    "tree_map",
+    "without_memory",
+    "written_arguments",
+]
 
 
 def without_memory(cls: type[Subclass], like: Tensor, **more: Any) -> Subclass:
     """Return a tensor of class `cls` with shape, strides and device of `like`. more: dtype, storage offset, pinning."""
     given: dict[str, Any] = {"strides": like.stride(), "dtype": like.dtype, "device": like.device, **more}
     return torch.Tensor._make_wrapper_subclass(cls, like.shape, **given)  # type: ignore[attr-defined]
+
+
+def refuse_memory(x: Subclass) -> Subclass:
+    """Have torch raise where code in C++ asks for the memory behind `x`; return `x`.
+
+    Such code would read address 0. Most of it is never reached, but `__torch_dispatch__` does not see tensors in lists
+    of lists, which the collectives scatter and gather take.
+    """
+    torch._C._set_throw_on_mutable_data_ptr(x)  # as torch's fake tensors do
+    return x
 
 
 def has_values_to_come(x: Tensor) -> bool:

@@ -17,7 +17,8 @@ from torch import fx
 from torch.fx.node import Argument
 
 from fp8compile.optimizer import state_ops
-from fp8compile.optimizer.states import INNER, FP8State
+from fp8compile.optimizer.state_parts import INNER
+from fp8compile.optimizer.states import FP8State
 from fp8compile.passes.core.stages import DynamoGraph
 
 

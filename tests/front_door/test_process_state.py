@@ -18,7 +18,9 @@ import torch
 
 import fp8compile
 from fp8compile import delayed, process_state
+from fp8compile.optimizer.shared_step import shared_step, template
 from fp8compile.optimizer.state_conversion import is_prepared
+from fp8compile.options import Options
 from fp8compile.plan import cast_statistics, plan_warnings, store
 from fp8compile.plan.plan import Plan
 from fp8compile.process_state import STORES, Until
@@ -110,6 +112,9 @@ def filled() -> dict[tuple[str, str], Any]:
     compiled_calls._given_up[filled_code] = ["a reason"]
     compiled_calls._runs.graphs = 3
     optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)])
+    shared_step._shared[optimizer] = shared_step.SharedStep(optimizer, Options())
+    shared_step._templates["kind"] = []  # type: ignore[index]
+    template._compiled["code"] = len  # type: ignore[index]
     trainers._warned.add(optimizer)
     parameter = torch.nn.Parameter(torch.zeros(2))
     delayed.scale(torch.ones(()), f"{delayed.namespace([parameter])}/a/output/left", "e4m3", 4, 0)

@@ -16,7 +16,7 @@ import fp8compile
 from fp8compile.backend import fp8
 from fp8compile.kernels.reference import state_reference
 from fp8compile.optimizer.shared_step import shared_step
-from fp8compile.optimizer.states import INNER
+from fp8compile.optimizer.state_parts import INNER
 
 pytestmark = pytest.mark.gpu
 SHAPES = ((96, 64), (64, 65), (7,), (30, 4, 50), (1,))

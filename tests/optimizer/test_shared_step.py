@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile.backend import fp8
 from fp8compile.optimizer.shared_step import shared_step, tracing
-from fp8compile.optimizer.states import INNER
+from fp8compile.optimizer.state_parts import INNER
 
 SHAPES = ((96, 64), (64, 65), (7,), (30, 4, 50), (1,))
 LEFT_OUT = ("lion", "plain_sgd", "sgd", "nesterov")  # without states in 8 bits, or not before the second step

@@ -60,7 +60,7 @@ def test_as_strided_of_a_merged_part_reads_its_own_memory() -> None:
 )
 def test_outputs_keep_their_strides(view: Callable[[Tensor], Tensor]) -> None:
     model, x = Holder(lambda m, x: view(m.conv(x)), conv=nn.Conv2d(16, 32, 4, 4).bfloat16()), noise(2, 16, 16, 16)
-    expected, actual = model(x), compiled(model)(x)
+    expected, actual = copy.deepcopy(model).float()(x.float()), compiled(model)(x)  # not every CPU's BF16 is right here
     assert actual.stride() == torch.compile(model, backend="aot_eager")(x).stride()
     assert sqnr(expected, actual) > LEAST
 

@@ -8,7 +8,6 @@ another optimizer looks at (a name, a shape, a place in the list), nobody can kn
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from fp8compile.optimizer.shared_step.roles import NotAlikeError
 from fp8compile.optimizer.states import FP8State
+from fp8compile.optimizer.torch_methods import is_torchs
 from fp8compile.torch_hooks.local_parts import local_part
 
 NUMBERS = ("lr", "weight_decay")  # settings that are taken for numbers which change, unless they are 0
@@ -51,9 +51,7 @@ class Number:
 def refusal_of(opt: Optimizer) -> str:
     """Return the reason why steps of `opt` cannot be taken to treat parameters alike; "" if they can."""
     for name in ("step", "_init_group"):
-        function = inspect.unwrap(getattr(type(opt), name, len))
-        module = str(getattr(function, "__module__", ""))
-        if not module.startswith("torch.optim."):
+        if not is_torchs(opt, name):
             return f"{type(opt).__name__}.{name} is not torch's own: it may treat each parameter in another way"
     if any(group.get("fused") for group in opt.param_groups):
         return "fused=True runs torch's own kernel"

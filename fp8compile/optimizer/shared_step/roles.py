@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.optimizer.states import INNER, FP8State
+from fp8compile.optimizer.state_parts import INNER
+from fp8compile.optimizer.states import FP8State
 from fp8compile.torch_hooks.local_parts import local_part
 
 PARAMETER, GRADIENT, STATE, SETTING, UNSCALE = "parameter", "gradient", "state", "setting", "unscale"

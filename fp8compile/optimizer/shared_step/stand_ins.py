@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp8compile.optimizer.states import INNER, FP8State
+from fp8compile.optimizer.state_parts import INNER
+from fp8compile.optimizer.states import FP8State
 from fp8compile.state_formats import parse_state_format
 from fp8compile.torch_hooks.local_parts import local_part
 

@@ -30,13 +30,13 @@ from fp8compile.passes.core.compilation import aten, value
 from fp8compile.passes.core.node_views import Copy
 from fp8compile.passes.core.run_passes import run_passes
 from fp8compile.passes.core.stages import OptimizerGraph, Stage
-from fp8compile.passes.optimizer import skip_overflow, vector_numbers
+from fp8compile.passes.optimizer import merge_updates, skip_overflow, store_load_forwarding, vector_numbers
 from fp8compile.passes.optimizer.state_views import UpdateParameters
 from fp8compile.passes.optimizer.update_rules import call_of
 from fp8compile.torch_hooks.inductor_settings import inductor_settings
 
 _compiled: dict[tuple[str, str], Callable[..., Sequence[Tensor]]] = {}  # functions of numbers, by code
-PASSES = ("forward_states", "merge_updates")
+PASSES = (store_load_forwarding.run, merge_updates.run)
 
 
 @dataclass
@@ -119,7 +119,7 @@ def template_of(traced: Traced, options: Options, constants: dict[tuple[str, str
     roles = dict(zip(graph.find_nodes(op="placeholder"), traced.roles, strict=True))
     _refuse_results(graph)
     c = OptimizerGraph(graph, options, skip_overflow.overflow_of(graph))
-    steps = [step for step in pipeline.passes_for(c) if step.name in PASSES]
+    steps = [step for step in pipeline.passes_for(c) if step.run in PASSES]
     run_passes(steps, c, pipeline.RULES[Stage.OPTIMIZER])
     if reasons := [row.reason for row in c.lowered.updates if row.reason]:
         raise NotAlikeError(reasons[0].removeprefix("not merged: "))

@@ -10,7 +10,8 @@ from pipelines import dynamo_graph, look_after
 from test_hoist_state_load_store import Step, adam, graph_of, returned, view
 from torch import fx
 
-from fp8compile.optimizer.states import INNER, FP8State
+from fp8compile.optimizer.state_parts import INNER
+from fp8compile.optimizer.states import FP8State
 from fp8compile.passes.optimizer import hoist_state_load_store, open_states
 
 
