@@ -154,7 +154,7 @@ ROOMS = ("fp8compile", "passes", "kernels", "benchmarks", "examples")
 
 
 def test_paths_that_pages_and_sources_name_exist():
-    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    files = [ROOT / "Makefile", *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
     files += [file for room in ROOMS for kind in ("*.py", "*.md") for file in (ROOT / room).rglob(kind)]
     gone = [
         f"{file.relative_to(ROOT)} names {path}"
