@@ -1,9 +1,7 @@
-"""Steps of one rule for many parameters on a GPU: bits, the first step's memory, compile time, the host's time."""
+"""Steps of one rule for many parameters on a GPU: bits, and the first step's memory."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +60,7 @@ def test_as_one_graph_bit_for_bit(name: str) -> None:
     assert not shared_step._shared[mine].refusal
     run(theirs, torch.compile(theirs.step, backend=lambda gm, x: fp8(gm, x, options={"strict": True})))
     for x, y in zip(tensors(mine), tensors(theirs), strict=True):
-        assert torch.equal(x, y)
+        torch.testing.assert_close(x, y, rtol=0, atol=0)  # says how many differ, and by how much
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -103,22 +101,3 @@ def test_states_are_stored_and_read_by_a_kernel() -> None:
     read = state.dequantize()
     assert torch.cuda.max_memory_allocated() - before <= 4 * x.numel() + 16 * MIB
     assert torch.equal(read[: 1 << 20], state_reference.decode(codes, ends, "log/stochastic"))
-
-
-def test_host_time_of_300_tensors() -> None:
-    parameters = [
-        nn.Parameter(torch.randn((256, 256) if i % 3 else (256,), device="cuda", dtype=torch.bfloat16))
-        for i in range(300)
-    ]
-    decayed = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
-    opt = torch.optim.AdamW([{"params": decayed[0]}, {"params": decayed[1], "weight_decay": 0.0}])
-    step, times = torch.compile(opt.step, backend="fp8", options={"strict": True}), []
-    for _ in range(40):
-        for p in parameters:
-            p.grad = torch.randn_like(p)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    assert statistics.median(times[5:]) < 1e-3, f"{statistics.median(times[5:]) * 1e3:.2f} ms"
-    assert times[0] < 8, f"{times[0]:.1f} s until the first step was launched"
