@@ -3,6 +3,7 @@
     --only *8B*,*gpt*     models, as patterns with commas            --systems fp8*,"BF16 compile"     likewise
     --seconds 250         no system is begun that may not end by then, and what runs on is stopped
     --jobs 4 [--gpus 2]   four systems at a time, on all GPUs together; each has its GPU alone while it is timed
+    --gib 70              GiB of a GPU that systems side by side may need together, by what earlier runs measured
     --json FILE           adds this run to FILE after every system       --picture FOLDER    time against peak memory
 
 A system's process has an empty compile cache, so that its first step is a cold compile; with `--jobs` others compile
@@ -47,6 +48,8 @@ from benchmarks.harness.processes import (
 )
 from benchmarks.harness.turns import Turns
 
+RESULTS = Path(__file__).parents[1] / "results"
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -80,6 +83,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=3600.0, help="no system is begun that may not end by then")
     parser.add_argument("--jobs", type=int, default=0, help="so many systems at a time, each timed alone")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs over which jobs are spread")
+    parser.add_argument("--gib", type=float, default=0.0, help="GiB of a GPU that jobs may need together")
     parser.add_argument("--start", choices=("fork", "spawn"), default="fork", help="how a system's process begins")
     parser.add_argument("--json", type=Path, help="a file to which this run is added")
     parser.add_argument("--picture", type=Path, help="a folder for one SVG a model")
@@ -150,22 +154,36 @@ def run(benchmark: Benchmark, given: argparse.Namespace) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class Share:
-    """A model that is reckoned to need its share of a GPU's memory: one job's, where all are the same."""
+class Need:
+    """A model and the GiB of a GPU that a system is reckoned to need for it."""
 
     name: str
-    gib: float = 1.0
+    gib: float
+
+
+def needs(cases: Sequence[Case], known: Path, limit: float) -> list[tuple[Need, str]]:
+    """Return what each case is reckoned to need: the most that its model has needed in any run of the file `known`.
+
+    What has never been measured may need all of `limit`: it has a GPU to itself.
+    """
+    peaks: dict[str, float] = {}
+    for run in json.loads(known.read_text())["runs"] if known.exists() else ():
+        for row in run["rows"]:
+            peaks[row["model"]] = max(peaks.get(row["model"], 0.0), row["figures"].get("peak_gib") or 0.0)
+    return [(Need(case.model, min(peaks.get(case.model) or limit, limit)), case.system) for case in cases]
 
 
 def side_by_side(
     benchmark: Benchmark, cases: Sequence[Case], log: Log, given: argparse.Namespace, start: str, clock: Clock
 ) -> list[Row]:
     """Measure `given.jobs` cases at a time, each with its GPU alone while it is timed."""
-    given.gib, given.limit = math.ceil(given.jobs / given.gpus), given.seconds
+    known = RESULTS / f"{benchmark.name}.json"
+    wanted = needs(cases, known, given.gib) if given.gib else [(Need(case.model, 1.0), case.system) for case in cases]
+    given.gib, given.limit = given.gib or math.ceil(given.jobs / given.gpus), given.seconds
     share_cores(given.jobs)
     with folder() as shared:
         jobs = Jobs(partial(on_gpu, benchmark.measure), given, start, Path(shared), clock, log.add)
-        jobs.run([(Share(case.model), case.system) for case in cases])
+        jobs.run(wanted)
     done = {(row.model, row.system) for row in log.rows}
     for case in cases:
         if (case.model, case.system) not in done:

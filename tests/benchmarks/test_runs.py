@@ -205,3 +205,18 @@ def test_a_file_is_whole_at_any_time(tmp_path: Path) -> None:
     for n in range(3):
         log.add(Row("one", f"system {n}"))
         assert len(json.loads(file.read_text())["runs"][0]["rows"]) == n + 1
+
+
+def test_what_models_need_is_what_they_needed(tmp_path):
+    """The most of all runs and systems; a model that was never measured may need a whole GPU."""
+    rows = [
+        [{"model": "a", "system": "x", "figures": {"peak_gib": 12.0}}, {"model": "b", "system": "x", "figures": {}}],
+        [{"model": "a", "system": "y", "figures": {"peak_gib": 5.0}}, {"model": "a", "system": "x", "figures": {}}],
+        [{"model": "c", "system": "x", "figures": {"peak_gib": 90.0}}],
+    ]
+    known = tmp_path / "figures.json"
+    known.write_text(json.dumps({"runs": [{"rows": r} for r in rows]}))
+    cases = [Case(model, "y") for model in "abc"]
+    found = {need.name: need.gib for need, _ in runs.needs(cases, known, 70.0)}
+    assert found == {"a": 12.0, "b": 70.0, "c": 70.0}
+    assert {need.gib for need, _ in runs.needs(cases, tmp_path / "none.json", 70.0)} == {70.0}
