@@ -76,13 +76,15 @@ def _is_fp8(backend: Any) -> bool:
     return backend is fp8
 
 
-def _take_step(opt: Optimizer, given: Mapping[str, Any], has_closure: bool) -> Callable[[], None] | None:
+def _take_step(
+    opt: Optimizer, given: Mapping[str, Any], has_closure: bool, as_whole: bool
+) -> Callable[[], None] | None:
     """Begin a step of `opt` that takes one rule for all parameters of a kind; return what ends it, or None."""
     try:
         options = Options.parse(given.get("options"), given.get("mode"))
     except OptionError:
         return None  # the backend raises it where the user sees it
-    return shared_step.take_step(opt, options, has_closure)
+    return shared_step.take_step(opt, options, has_closure, as_whole)
 
 
 compiled_calls.watch(fp8, _take_step)

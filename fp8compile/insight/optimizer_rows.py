@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fp8compile.errors import Fp8Error
 from fp8compile.insight.isolation import backend_aside, function_aside, recompiling
+from fp8compile.optimizer import fused
 from fp8compile.optimizer.parameter_groups import group_rows
 from fp8compile.optimizer.prepare import prepare_optimizer
 from fp8compile.optimizer.state_conversion import is_prepared, recipe_of, state_rows
@@ -42,15 +43,16 @@ def optimizer_plan(opt: Optimizer, options: Mapping[str, Any]) -> Plan:
     """Return what `torch.compile(opt.step, backend="fp8", options=options)` makes of `opt`: states, groups, updates.
 
     Before its first step: of the states that it will have. Updates are those of parameters that require gradients, all
-    on one device. Of a fused optimizer nothing is compiled, as `failure` says. Raises `Fp8Error` where only a real step
-    can tell the states; where it can tell no update, its row says so.
+    on one device. Of a fused step that is left to torch nothing is compiled, as `failure` says. Raises `Fp8Error` where
+    only a real step can tell the states; where it can tell no update, its row says so.
     """
-    if any(group.get("fused") for group in opt.param_groups):
+    recipe = recipe_of(opt) if is_prepared(opt) else Options.parse(options).states
+    if fused.is_fused(opt) and not fused.can_be_taken_over(opt, recipe):
         return uncompiled_calls.plan(f"{type(opt).__name__}.step", opt, ())
     _refuse_arguments(opt)
-    recipe = recipe_of(opt) if is_prepared(opt) else Options.parse(options).states
     known = any(opt.state.get(p) for group in opt.param_groups for p in group["params"])
     twin = _without_data(opt)
+    fused.take_over(twin)
     try:
         _step_of(twin)()
     except Exception as error:
@@ -123,7 +125,7 @@ def _without_data(opt: Optimizer) -> Optimizer:
     twin = copy.copy(opt)
     own = {name: value for name, value in vars(opt).items() if name not in ("step", "_init_group")}
     vars(twin).update({name: value for name, value in own.items() if name not in vars(twin)})
-    twin.state = defaultdict(dict)
+    twin.state, twin.defaults = defaultdict(dict), dict(opt.defaults)
     twin.param_groups = [
         {
             **{name: _on_the_cpu(value) for name, value in group.items()},

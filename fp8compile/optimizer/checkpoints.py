@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8compile.errors import StateError
-from fp8compile.optimizer.state_conversion import decide, is_fp8, parameters_of, recipe_of, record_of
+from fp8compile.optimizer.state_conversion import Record, decide, is_fp8, parameters_of, recipe_of, record_of
 from fp8compile.optimizer.state_recipe import StateRecipe, salt
 from fp8compile.optimizer.states import FP8State
 from fp8compile.state_formats import StateFormat
@@ -27,15 +27,22 @@ def plain_state_dict(opt: Optimizer, dtype: torch.dtype = torch.float32) -> dict
 
     The missing bits of split parameters are not in it: they are the parameter's, in FP8 checkpoints only.
     """
-    whole, given = opt.state_dict(), record_of(opt).foreach
-    groups = [
-        {**group, "foreach": given[index]} if index in given and group["foreach"] is False else group
-        for index, group in enumerate(whole["param_groups"])
-    ]
+    whole, given = opt.state_dict(), record_of(opt)
+    groups = [_as_made(group, index, given) for index, group in enumerate(whole["param_groups"])]
     states = {
         key: {name: _plain(value, dtype) for name, value in state.items()} for key, state in whole["state"].items()
     }
     return {**whole, "state": states, "param_groups": groups}
+
+
+def _as_made(group: dict[str, Any], index: int, given: Record) -> dict[str, Any]:
+    """Return the settings of a group as the optimizer was made with them."""
+    made = dict(group)
+    if index in given.foreach and group["foreach"] is False:
+        made["foreach"] = given.foreach[index]
+    if index in given.fused and not group["fused"]:
+        made["fused"] = given.fused[index]
+    return made
 
 
 def _plain(value: Any, dtype: torch.dtype) -> Any:

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8compile.errors import OptionError
-from fp8compile.optimizer import new_states, unscaling
+from fp8compile.optimizer import fused, new_states, unscaling
 from fp8compile.optimizer.checkpoints import before_loading
 from fp8compile.optimizer.state_conversion import convert_parameter, convert_states, parameters_of, record_of
 from fp8compile.optimizer.state_recipe import StateRecipe
-from fp8compile.optimizer.torch_methods import REPLACED, original_method, replaced
+from fp8compile.optimizer.torch_methods import REPLACED, is_torchs, original_method, replaced
 from fp8compile.torch_hooks.untraced import never_compiled
 
 
@@ -34,9 +34,9 @@ def prepare_optimizer(
     """Keep the states of `opt` in 8 bits from now on, as `recipe` says (`StateRecipe.parse`); return `opt`.
 
     unscale: compiled steps undo the loss scale of a GradScaler, and skip what overflowed
-    (`fp8compile/optimizer/unscaling.py`). Raises `OptionError` for a recipe that means nothing, a fused optimizer (its
-    kernel cannot be compiled), or one that was prepared with another recipe; and for `unscale` where steps of `opt`
-    cannot be skipped on the device.
+    (`fp8compile/optimizer/unscaling.py`). Raises `OptionError` for a recipe that means nothing, a fused optimizer that
+    is not torch's own (its kernel cannot be compiled), or one that was prepared with another recipe; and for `unscale`
+    where steps of `opt` cannot be skipped on the device.
     """
     if unscale:
         unscaling.enable(opt)
@@ -45,7 +45,9 @@ def prepare_optimizer(
         if recipe is not None and record.recipe != parsed:
             raise OptionError("this optimizer was prepared with another recipe; make a new one to change it")
         return opt
-    _refuse_fused(opt)
+    if fused.is_fused(opt):
+        _refuse_foreign_kernel(opt)
+        fused.take_over(opt)
     record.recipe = parsed
     _wrap_init_group(opt)
     opt.register_load_state_dict_pre_hook(before_loading)
@@ -60,30 +62,30 @@ def _settle(opt: Optimizer) -> None:
     Where the rate is a float, a step is traced parameter by parameter: in foreach operators Dynamo would make the rate
     a constant, and compile again each time it changes. What is traced is merged all the same. Only torch's own
     optimizers compute the same either way, and without a graph break. A group that was loaded as fused is made not
-    fused: no optimizer is prepared that was made so.
+    fused.
     """
     given = record_of(opt).foreach
     for index, group in enumerate(opt.param_groups):
         if group.get("fused"):
-            group["fused"] = None
-        if "foreach" in group and not isinstance(group.get("lr"), Tensor) and _is_torchs(opt):
+            fused.take_over_group(group)
+        if "foreach" in group and not isinstance(group.get("lr"), Tensor) and _is_of_torch(opt):
             if group["foreach"] is not False:
                 given[index] = group["foreach"]
             group["foreach"] = False
     convert_states(opt)
 
 
-def _is_torchs(opt: Optimizer) -> bool:
+def _is_of_torch(opt: Optimizer) -> bool:
     """Return True if `opt` is of a class of torch.optim, or of one that is derived from such."""
     return any(c.__module__.startswith("torch.optim.") and c is not Optimizer for c in type(opt).__mro__)
 
 
-def _refuse_fused(opt: Optimizer) -> None:
-    """Raise `OptionError` for an optimizer whose step is one opaque kernel."""
-    if any(group.get("fused") for group in opt.param_groups):
+def _refuse_foreign_kernel(opt: Optimizer) -> None:
+    """Raise `OptionError` for a fused optimizer of which nobody knows what it is without the flag."""
+    if not is_torchs(opt, "step"):
         raise OptionError(
-            f"{type(opt).__name__}(fused=True) runs torch's own kernel, which torch.compile does not see into: make "
-            "the optimizer without fused=True (foreach or not); its compiled step is one launch for each kind of update"
+            f"{type(opt).__name__}(fused=True) has a step of its own, and torch.compile does not see into its kernel: "
+            "make the optimizer without fused=True; its compiled step is one launch for each kind of update"
         )
 
 

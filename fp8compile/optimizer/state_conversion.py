@@ -34,15 +34,16 @@ MADE_ANEW = 3  # times that a state is found plain while its step is traced: the
 class Record:
     """The facts that are kept about one optimizer.
 
-    recipe: the one that it was prepared with, None before; weights: names of states that are weights; foreach: the
-    setting of groups as it was before the optimizer was prepared, by their number; take: while a step runs that is
-    not compiled as a whole (`fp8compile/optimizer/shared_step/`), what updates a group; whole: why steps are.
+    recipe: the one that it was prepared with, None before; weights: names of states that are weights; foreach,
+    fused: settings of groups as they were before the optimizer was prepared, by their number; take: while a step runs
+    that is not compiled as a whole (`fp8compile/optimizer/shared_step/`), what updates a group; whole: why steps are.
     """
 
     recipe: StateRecipe | None = None
     found: Found = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     foreach: dict[int, bool | None] = field(default_factory=dict)
+    fused: dict[int, bool] = field(default_factory=dict)
     take: Callable[[Optimizer, Any], bool] | None = None
     whole: str = ""
 

@@ -58,6 +58,12 @@ class StateRecipe:
     parameters: str = "nearest"
     smallest: int = 4096
 
+    @property
+    def keeps_all_plain(self) -> bool:
+        """True if no state is kept in fewer bits, and no parameter rounded otherwise than torch does."""
+        formats = (self.first, self.second, *(how for _, how in self.formats))
+        return self.parameters == "nearest" and all(how == FLOAT32 for how in formats)
+
     @staticmethod
     def parse(value: StateRecipe | str | Mapping[str, Any] | None) -> StateRecipe:
         """Return a recipe from an object, a format for all states, a mapping of fields, or None (the default)."""

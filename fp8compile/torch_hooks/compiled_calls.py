@@ -37,8 +37,8 @@ from fp8compile.torch_hooks.user_frame import warn_user
 
 Compiled = Callable[..., Any]
 # is given an optimizer whose step begins, what torch.compile was given beside the backend, and whether the step has a
-# closure; returns what ends a step that Dynamo does not have to see, None for any other
-TakeStep = Callable[[Optimizer, Mapping[str, Any], bool], Callable[[], None] | None]
+# closure, and whether Dynamo has to see it; returns what ends a step that Dynamo does not see, None for any other
+TakeStep = Callable[[Optimizer, Mapping[str, Any], bool, bool], Callable[[], None] | None]
 
 
 @dataclass
@@ -88,7 +88,7 @@ def reset() -> None:
     process_state.reset_with_torch()
 
 
-def watch(backend: Callable[..., Any], take_step: TakeStep = lambda opt, given, has_closure: None) -> None:
+def watch(backend: Callable[..., Any], take_step: TakeStep = lambda opt, given, has_closure, as_whole: None) -> None:
     """Have torch enter calls of what it compiles with `backend` from now on. take_step: see `TakeStep`."""
     backend.reset = reset  # type: ignore[attr-defined]
     backend.take_step = take_step  # type: ignore[attr-defined]
@@ -171,11 +171,12 @@ class Call:
     def _is_taken(self, opt: Optimizer, names: Mapping[str, Any]) -> bool:
         """Return True if Dynamo does not have to see this step: it is off until the step's own hooks have run."""
         given = [x for x in (*names["args"], *names["kwargs"].values()) if x is not None and x is not opt]
-        if not _is_on() or getattr(names.get("self"), "fullgraph", False) or not all(map(callable, given)):
+        if not _is_on():
             return False
+        as_whole = getattr(names.get("self"), "fullgraph", False) or not all(map(callable, given))
         undo = _reading_numbers()
         try:
-            end = self.calls.take_step(opt, self.calls.wrapper.kwargs, bool(given))
+            end = self.calls.take_step(opt, self.calls.wrapper.kwargs, bool(given), as_whole)
         finally:
             undo()
         if end is None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8compile.errors import StateError
+from fp8compile.optimizer import fused
 from fp8compile.optimizer.parameter_groups import group_rows
 from fp8compile.optimizer.prepare import ensure_states, prepare_optimizer
 from fp8compile.optimizer.shared_step import stand_ins
@@ -25,7 +26,7 @@ from fp8compile.optimizer.shared_step.kinds import Kind, kind_of, refusal_of
 from fp8compile.optimizer.shared_step.roles import NotAlikeError, StatesToComeError
 from fp8compile.optimizer.shared_step.template import Template, template_of
 from fp8compile.optimizer.shared_step.tracing import UNSCALED_BY, trace
-from fp8compile.optimizer.state_conversion import is_fp8, is_prepared, record_of, state_rows
+from fp8compile.optimizer.state_conversion import is_fp8, is_prepared, recipe_of, record_of, state_rows
 from fp8compile.optimizer.step_graph import is_captured
 from fp8compile.optimizer.unscaling import unscaled_by
 from fp8compile.options import Options
@@ -175,11 +176,18 @@ def _refusal_of(options: Options) -> str:
     return ""
 
 
-def take_step(opt: Optimizer, options: Options, has_closure: bool) -> Callable[[], None] | None:
+def take_step(opt: Optimizer, options: Options, has_closure: bool, as_whole: bool = False) -> Callable[[], None] | None:
     """Let the step of `opt` that begins now take what `_init_group` hands out; return what ends it.
 
-    None where the step is to be compiled as a whole. With a closure gradients are still to come.
+    None where the step is to be compiled as a whole, as with `as_whole`. With a closure gradients are still to come.
     """
+    recipe = recipe_of(opt) if is_prepared(opt) else options.states
+    if fused.can_be_taken_over(opt, recipe):
+        if fused.is_being_unscaled(opt):  # this step is torch's
+            return lambda: fused.take_over(opt)
+        fused.take_over(opt)
+    if as_whole:
+        return None
     mine, record, warned = shared_step(opt, options), record_of(opt), "_warned_capturable_if_run_uncaptured"
     if mine.refusal and not is_prepared(opt) and not refusal_of(opt):
         prepare_optimizer(opt, options.states)  # or Dynamo would see plain states of all parameters first
