@@ -32,10 +32,8 @@ SIGNATURE = {"table": "*i64", "sizes": "*i64", "blocks": "*i32", "scalars": "*fp
 }
 ALIGNED = {(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]], (2,): [["tt.divisibility", 16]]}
 UPDATES = [
-    adam("log", "log/stochastic", "bfloat16", "bfloat16"),
-    adam("log", "log", "split", "bfloat16"),
     adam("e4m3", "e5m2/stochastic", "stochastic", "bfloat16"),
-    adam("e4m3/linear", "e4m3/linear", "bfloat16", "bfloat16"),
+    adam("e4m3/linear", "log", "split", "bfloat16"),
     adam("float32", "float32", "float32", "float32"),
     unscaled(adam("log", "log/stochastic", "bfloat16", "bfloat16")),
 ]
