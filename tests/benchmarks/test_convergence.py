@@ -17,7 +17,6 @@ import torch
 from benchmarks.training import convergence as benchmark
 from benchmarks.training import convergence_report as shown
 
-
 STEPS = 6
 
 
@@ -62,9 +61,7 @@ def test_an_interrupted_run_ends_like_another(tmp_path, monkeypatch, capsys, who
     name = "O3 mixed"
     assert interrupted(tmp_path, name, 4, monkeypatch) == 2
     assert "all runs done" in capsys.readouterr().out
-    (parts,), (run,) = (
-        [run for run in shown.read_runs(folder) if run.name == name] for folder in (tmp_path, whole)
-    )
+    (parts,), (run,) = ([run for run in shown.read_runs(folder) if run.name == name] for folder in (tmp_path, whole))
     assert parts.finished
     assert (parts.evaluations, parts.readings) == (run.evaluations, run.readings)  # to the bit
     assert len(run.evaluations) == STEPS
