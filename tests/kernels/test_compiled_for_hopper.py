@@ -30,7 +30,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     [
         ("regions", "11 of 11 compiled"),
         ("softmax", "10 of 10 compiled"),
-        ("updates", "4 compiled"),
+        ("updates", "5 compiled"),
         ("watching", "5 of 5 compiled"),
     ],
 )
