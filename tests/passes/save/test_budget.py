@@ -81,8 +81,9 @@ def test_of_equal_layers_as_many_run_again_as_are_needed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
-def test_a_higher_budget_rounds_less() -> None:
+def test_a_higher_budget_rounds_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """From all that can be FP8 to none of it."""
+    monkeypatch.setitem(SIZES, "num_hidden_layers", 2)
     case = ZOO["llama"]()
     plain = {"skip": "*", "save": "fp8", "save_min_bytes": 0}
     gradients(case, **plain)
@@ -90,7 +91,7 @@ def test_a_higher_budget_rounds_less() -> None:
     gradients(case, **plain | {"save": "bf16"})
     most = saved()
     rounded = []
-    for bytes_ in (least, (least + most) // 2, most):
+    for bytes_ in (least, least + (most - least) // 3, most):
         gradients(case, activation_budget=bytes_, **plain)
         assert saved() <= bytes_
         rows = fp8compile.last_compile().saved
@@ -152,12 +153,12 @@ def test_a_recurrent_cell_from_zeros_within_a_small_budget() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = torch.zeros(6, 80, dtype=x.dtype)
-            for t in range(5):
+            for t in range(3):
                 h = self.cell(x[:, t], h)
             return self.out(h)
 
     torch.manual_seed(0)
-    case = Case(Recurrent().bfloat16(), {"x": torch.randn(6, 5, 48).bfloat16()}, lambda y: y.float().square().mean(), 0)
+    case = Case(Recurrent().bfloat16(), {"x": torch.randn(6, 3, 48).bfloat16()}, lambda y: y.float().square().mean(), 0)
     expected = gradients(case, skip="*", save="bf16")
     for budget in (0.1, 0.5):
         got = gradients(case, activation_budget=budget, save_min_bytes=0, kernels="generated")
