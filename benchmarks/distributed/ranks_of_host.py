@@ -96,7 +96,8 @@ def start(work: Work, given: argparse.Namespace) -> None:
     with socket.socket() as s:
         s.bind(("localhost", 0))
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(s.getsockname()[1]))
-    mp.spawn(spawned, args=(world, work, given), nprocs=world)
+    method = "fork" if given.tiny else "spawn"  # a fork has imported everything; CUDA would not bear it
+    mp.start_processes(spawned, args=(world, work, given), nprocs=world, start_method=method)
 
 
 def spawned(rank: int, world: int, work: Work, given: argparse.Namespace) -> None:

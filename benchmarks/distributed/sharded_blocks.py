@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from llama import Block, LlamaConfig, Rotary
 
-TINY = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden=128)
+TINY = LlamaConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden=128)
 
 
 def eight_b(layers: int) -> LlamaConfig:

@@ -5,14 +5,38 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from benchmarks.training import convergence as benchmark
 from benchmarks.training import convergence_report as shown
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small() -> Iterator[None]:
+    """One layer, and evaluations of one batch."""
+    tiny = benchmark.SIZES["tiny"]
+    benchmark.SIZES["tiny"] = replace(tiny, model=replace(tiny.model, n_layers=1), held_out_batches=1)
+    yield
+    benchmark.SIZES["tiny"] = tiny
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, _small: None) -> Path:
+    """The folder of three configurations' runs, none of which was interrupted."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("whole")
+    arguments = ["--tiny", "--steps", str(STEPS), "--seeds", "1", "--out", str(folder)]
+    benchmark.main([*arguments, "--configurations", "BF16", "O2 blockwise", "O3 mixed"])
+    return folder
 
 
 def made(name: str, seed: int, losses: list[float], second: float, readings: list[float] | None = None) -> Any:
@@ -22,7 +46,7 @@ def made(name: str, seed: int, losses: list[float], second: float, readings: lis
 
 def interrupted(folder: Path, name: str, evaluations: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run `name` for so many evaluations at a time; how many calls it took."""
-    arguments = ["--tiny", "--steps", "12", "--seeds", "1", "--configurations", name, "--out", str(folder)]
+    arguments = ["--tiny", "--steps", str(STEPS), "--seeds", "1", "--configurations", name, "--out", str(folder)]
     calls = 0
     while True:
         ticks = iter([0.0, 0.0, *[0.0] * evaluations, *[1e9] * 1000])
@@ -33,34 +57,28 @@ def interrupted(folder: Path, name: str, evaluations: int, monkeypatch: pytest.M
             return calls
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_ends_like_another(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_ends_like_another(tmp_path, monkeypatch, capsys, whole):
     name = "O3 mixed"
-    assert interrupted(tmp_path / "parts", name, 7, monkeypatch) == 2
-    monkeypatch.undo()
-    arguments = ["--tiny", "--steps", "12", "--seeds", "1", "--configurations", name]
-    benchmark.main([*arguments, "--out", str(tmp_path / "whole")])
+    assert interrupted(tmp_path, name, 4, monkeypatch) == 2
     assert "all runs done" in capsys.readouterr().out
-    (parts,), (whole,) = (shown.read_runs(tmp_path / folder) for folder in ("parts", "whole"))
+    (parts,), (run,) = ([run for run in shown.read_runs(folder) if run.name == name] for folder in (tmp_path, whole))
     assert parts.finished
-    assert (parts.evaluations, parts.readings) == (whole.evaluations, whole.readings)  # to the bit
-    assert len(whole.evaluations) == 12
-    assert whole.fp8_matmuls > 0
-    assert whole.evaluations[-1][1] < whole.evaluations[0][1] - 0.3  # it learns
+    assert (parts.evaluations, parts.readings) == (run.evaluations, run.readings)  # to the bit
+    assert len(run.evaluations) == STEPS
+    assert run.fp8_matmuls > 0
+    assert run.evaluations[-1][1] < run.evaluations[0][1] - 0.3  # it learns
 
 
-@pytest.mark.slow
-def test_all_configurations_run_and_are_reported(tmp_path, capsys):
-    arguments = ["--tiny", "--steps", "6", "--seeds", "1", "--out", str(tmp_path)]
-    benchmark.main([*arguments, "--configurations", "BF16", "O2 blockwise", "O3 mixed"])
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+def test_all_configurations_run_and_are_reported(whole, capsys):
+    arguments = ["--tiny", "--steps", str(STEPS), "--seeds", "1", "--out", str(whole)]
+    rows = json.loads((whole / "results.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["BF16", "O2 blockwise", "O3 mixed"]
     for row in rows[1:]:
         assert 0 < abs(row["gap"]["mean"]) < 0.02  # six steps: hardly anything could differ; but they are not the same
-    drawn = ElementTree.fromstring((tmp_path / "loss.svg").read_text())
+    drawn = ElementTree.fromstring((whole / "loss.svg").read_text())
     assert sum(element.tag.endswith("polyline") for element in drawn) == 3
     with pytest.raises(SystemExit, match=r"holds runs of other settings \(size\)"):
-        benchmark.main([*arguments[:1], "--steps", "7", "--out", str(tmp_path)])
+        benchmark.main([*arguments[:1], "--steps", "7", "--out", str(whole)])
     capsys.readouterr()
     benchmark.main([*arguments, "--report"])
     assert "O2 blockwise            1" in capsys.readouterr().out
@@ -116,7 +134,7 @@ def test_a_run_that_was_not_timed_takes_the_time_of_its_configuration():
 
 
 def test_what_shares_the_gpu_keeps_no_times(tmp_path, capsys):
-    arguments = ["--tiny", "--steps", "8", "--seeds", "1", "--out", str(tmp_path), "--configurations", "BF16"]
+    arguments = ["--tiny", "--steps", "2", "--seeds", "1", "--out", str(tmp_path), "--configurations", "BF16"]
     benchmark.main([*arguments, "--untimed"])
     assert "not timed" in capsys.readouterr().out
     (run,) = shown.read_runs(tmp_path)

@@ -36,10 +36,11 @@ def test_states_over_a_few_steps(tmp_path, capsys):
 @pytest.mark.slow
 def test_compiling(tmp_path):
     file = tmp_path / "figures.json"
-    results = compiling.main(["--tiny", "--counts", "6", "--only", "ours,fused", "--json", str(file)])
-    assert [(r.name, r.tensors, r.note) for r in results] == [("ours", 6, ""), ("fused", 6, "")]
-    ours, fused = (r.first_s for r in results)
+    results = compiling.main(["--tiny", "--counts", "6", "--only", "fused", "--json", str(file)])
+    assert len(json.loads(file.read_text())["rows"]) == 1
+    results.append(compiling.measure_here("ours", 6, "cpu"))  # what a new process does, but for its start
+    assert [(r.name, r.tensors, r.note) for r in results] == [("fused", 6, ""), ("ours", 6, "")]
+    fused, ours = (r.first_s for r in results)
     assert ours
     assert fused
     assert ours > fused > 0
-    assert len(json.loads(file.read_text())["rows"]) == 2

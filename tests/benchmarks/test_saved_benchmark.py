@@ -28,7 +28,7 @@ def test_a_llama_block_keeps_a_third() -> None:
 
 @pytest.mark.parametrize("model", ["ViT-H layer", "U-Net levels"])
 def test_other_models_keep_less_than_half(model: str) -> None:
-    inductor, _, fp8, _ = (saved_activations.count(model, way).gib for way in saved_activations.WAYS)
+    inductor, fp8 = (saved_activations.count(model, way).gib for way in list(saved_activations.WAYS)[0:3:2])
     assert fp8 < 0.5 * inductor
 
 

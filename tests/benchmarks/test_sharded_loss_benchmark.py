@@ -94,9 +94,10 @@ def test_rows_are_merged_and_other_settings_refused(tmp_path: Path) -> None:
         shown.read(file, {**settings, "size": [2]})
 
 
-def test_nothing_is_begun_that_may_not_end(tmp_path: Path) -> None:
+def test_nothing_is_begun_that_may_not_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     given = ("--tiny", "--ranks", "1", "--seconds", "-1", "--text", str(TEXT))
-    text = run(*given, "--json", str(tmp_path / "losses.json"))
+    benchmark.main([*given, "--json", str(tmp_path / "losses.json")])
+    text = capfd.readouterr().out
     assert "1 × BF16: left out" in text
     assert "1 × ours: left out" in text
     assert not (tmp_path / "losses.json").exists()

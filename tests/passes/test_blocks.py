@@ -7,6 +7,7 @@ the rotary embedding (two kernels a half) and the last residual addition.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -102,10 +103,16 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]], int, int
 }
 
 
-def halves(
-    name: str, monkeypatch: pytest.MonkeyPatch, reshapes: bool = False, **more_options: object
-) -> list[fx.Graph]:
+@functools.cache
+def halves(name: str, reshapes: bool = False, **more_options: object) -> list[fx.Graph]:
     """The graphs of forward and backward with their regions; `reshapes`: of views as Inductor hands them over."""
+    with pytest.MonkeyPatch.context() as patch:
+        return compiled_halves(patch, name, reshapes, more_options)
+
+
+def compiled_halves(
+    monkeypatch: pytest.MonkeyPatch, name: str, reshapes: bool, more_options: dict[str, object]
+) -> list[fx.Graph]:
     graphs: list[fx.Graph] = []
 
     if reshapes:
@@ -130,10 +137,9 @@ def reads_weights_only(node: fx.Node) -> bool:
     ) and any(i.op == "placeholder" for i in node.args[0])  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("reshapes", [False, True])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_number_of_kernels(name: str, reshapes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, backward = halves(name, monkeypatch, reshapes)
+@pytest.mark.parametrize(("name", "reshapes"), [*((name, False) for name in BLOCKS), ("llama", True), ("dit", True)])
+def test_number_of_kernels(name: str, reshapes: bool) -> None:
+    forward, backward = halves(name, reshapes)
     expected = BLOCKS[name][2:]
     activations = [n for n in regions_of(forward) if not reads_weights_only(n)]
     listing = "\n".join(describe(n) for n in (*activations, *regions_of(backward)))
@@ -146,8 +152,8 @@ SAVING = {"llama": (6, 10), "gpt2": (6, 10), "vit": (6, 10), "dit": (8, 11)}
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_number_of_kernels_with_activations_saved_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, backward = halves(name, monkeypatch, save="fp8_with_qk", save_min_bytes=0)
+def test_number_of_kernels_with_activations_saved_in_fp8(name: str) -> None:
+    forward, backward = halves(name, save="fp8_with_qk", save_min_bytes=0)
     activations = [n for n in regions_of(forward) if not reads_weights_only(n)]
     listing = "\n".join(describe(n) for n in (*activations, *regions_of(backward)))
     assert (len(activations), len(regions_of(backward))) == SAVING[name], listing
@@ -155,8 +161,8 @@ def test_number_of_kernels_with_activations_saved_in_fp8(name: str, monkeypatch:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_no_cast_is_left_to_inductor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for graph in halves(name, monkeypatch):
+def test_no_cast_is_left_to_inductor(name: str) -> None:
+    for graph in halves(name, False):
         assert [n.name for n in graph.nodes if n.target in (ops.quantize, ops.amax)] == []
 
 
@@ -168,9 +174,9 @@ def describe(node: fx.Node) -> str:
     return f"%{node.name}: {reads} -> {writes}"
 
 
-def test_no_tensor_is_read_for_its_amax_that_a_kernel_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_is_read_for_its_amax_that_a_kernel_made() -> None:
     """A region that only finds amaxes reads incoming gradients, results of matmuls and attention: not our results."""
-    for graph in halves("llama", monkeypatch):
+    for graph in halves("llama", False):
         for node in regions_of(graph):
             region, _ = spec_of(node)
             only_amax = all(p.values[s.value].op == "all_amax" for p in region.parts for s in p.stores)
@@ -185,9 +191,9 @@ def _is_region_result(node: fx.Node) -> bool:
 
 
 @pytest.mark.skipif(torch.__version__.split("+")[0].split(".")[:2] != [*map(str, MADE_WITH)], reason="other graphs")
-def test_sources_of_the_llama_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_of_the_llama_block() -> None:
     text = ""
-    for half, graph in zip(("forward", "backward"), halves("llama", monkeypatch), strict=True):
+    for half, graph in zip(("forward", "backward"), halves("llama", False), strict=True):
         for node in regions_of(graph):
             region, schedule = spec_of(node)
             text += f"# ==== {half} {'=' * 100}\n\n{_kernel(region, generated.file_source(region, schedule))}\n\n"

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import api_page
@@ -31,6 +32,7 @@ MADE_WITH = (2, 13)  # decompositions drift between torch versions
 OPTIONS = {"select": "all"}
 
 
+@cache
 def _llama() -> fp8compile.Explanation:
     torch.manual_seed(0)
     model = Llama(LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden=128), max_seq=32)
@@ -42,6 +44,7 @@ def _llama() -> fp8compile.Explanation:
     return fp8compile.explain(loss, tokens(4, 32), tokens(4, 32, 2), loss=lambda out: out, options=OPTIONS)
 
 
+@cache
 def _gpt2() -> fp8compile.Explanation:
     case = ZOO["gpt2"]()
     return fp8compile.explain(case.model, loss=case.loss, options=OPTIONS, **case.inputs)
@@ -62,6 +65,7 @@ class Nothing(nn.Module):
         return self.head(x.mean(-1))
 
 
+@cache
 def _nothing() -> fp8compile.Explanation:
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -69,6 +73,7 @@ def _nothing() -> fp8compile.Explanation:
         return fp8compile.explain(Nothing().bfloat16(), torch.randn(4, 3, 8, 8).bfloat16(), options=OPTIONS)
 
 
+@cache
 def _optimizer() -> fp8compile.Explanation:
     model = Llama(LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden=128), max_seq=32)
     matrices = [p for p in model.parameters() if p.dim() > 1]

@@ -1,4 +1,4 @@
-"""The recipes in examples/: each runs at its smallest size, learns, and does what it says of its data."""
+"""The recipes in examples/: each trains in FP8 as in BF16, and does what it says of its data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import importlib
 import io
 import re
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,22 +17,40 @@ import torch
 import fp8compile
 
 FOLDER = Path(__file__).parents[2] / "examples"
-RECIPES = {"vit": [], "diffusion": [], "finetune": [], "instruct": [], "vision_language": []}
+RECIPES = ("vit", "diffusion", "finetune", "instruct", "vision_language")
+# The smallest sizes with one layer of each kind, and smaller batches.
+ONE_LAYER: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    ("vit", "tiny"): (lambda r: r.make(128, 1, 32, 8), lambda r, g: r.batch(g, 16, 32)),
+    ("diffusion", "tiny"): (lambda r: r.DiT(128, 1, 4, 16, 4), lambda r, g: r.batch(g, 16, 16)),
+    ("finetune", "tiny"): (lambda r: r.make(128, 1, False), lambda r, g: r.batch(g, 4, 64)),
+    ("finetune", "lora"): (lambda r: r.make(128, 1, True), lambda r, g: r.batch(g, 4, 64)),
+    ("instruct", "tiny"): (lambda r: r.make(128, 1), lambda r, g: r.batch(g, 4, 96)),
+    ("vision_language", "tiny"): (lambda r: r.VisionLanguage(128, 1, 32, 8, 128, 1), lambda r, g: r.batch(g, 8, 32)),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "size"), [*((name, "tiny") for name in RECIPES), ("finetune", "lora")], ids=lambda x: x
-)
+@pytest.mark.parametrize(("name", "size"), ONE_LAYER, ids=lambda x: x)
 def test_a_recipe_trains_in_fp8_as_in_bf16(name, size, capsys):
     recipe = importlib.import_module(name)
     from side_by_side import main
 
-    bf16, fp8 = main(recipe.__doc__, recipe.SIZES, ["--size", size, "--steps", "4"])
+    make, batch = ONE_LAYER[name, size]
+    task = replace(recipe.SIZES[size], make=lambda: make(recipe), batch=lambda generator: batch(recipe, generator))
+    bf16, fp8 = main(recipe.__doc__, recipe.SIZES | {size: task}, ["--size", size, "--steps", "3"])
     assert "FP8 against BF16" in capsys.readouterr().out
-    assert fp8.converted > 0.9 * fp8.matmuls
+    assert fp8.converted >= 0.8 * fp8.matmuls  # all but the head's three
     for a, b in zip(bf16.losses, fp8.losses, strict=True):
-        assert b == pytest.approx(a, rel=0.02)  # four steps: FP8 noise of a loss is about a hundredth of it
+        assert b == pytest.approx(a, rel=0.02)  # three steps: FP8 noise of a loss is about a hundredth of it
+
+
+@pytest.mark.parametrize(("name", "size"), ONE_LAYER, ids=lambda x: x)
+def test_the_smallest_size_of_a_recipe_fits_its_data(name, size):
+    task = importlib.import_module(name).SIZES[size]
+    torch.manual_seed(0)
+    batch = task.batch(torch.Generator().manual_seed(1))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        loss = task.make()(**{key: x[:1] for key, x in batch.items()})
+    assert torch.isfinite(loss if isinstance(loss, torch.Tensor) else loss.loss)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -69,13 +69,14 @@ def instructions_in_loop(cubin: bytes) -> int:
 
 def main(verbose: bool) -> None:
     schedule = update_launch.SCHEDULE
-    for update in UPDATES:
+    updates = UPDATES if verbose else UPDATES[1:]  # the last does all that the first does
+    for update in updates:
         cubin = assembly(update, schedule)["cubin"]
         assert isinstance(cubin, bytes)
         if verbose:
             elements = schedule.groups * 128 / (32 * schedule.warps)  # of a tile of a thread
             print(f"{instructions_in_loop(cubin) / elements:6.1f} {update_launch.kernel_name(update, schedule)}")
-    print(f"{len(UPDATES)} compiled")
+    print(f"{len(updates)} compiled")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from saving import Step, check, compiled, gradients, is_fp8, noise, ratio, rows, step
+from saving import check, compiled, gradients, is_fp8, noise, ratio, rows, step
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -100,27 +100,21 @@ BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def stepped(model: nn.Module, **options: Any) -> tuple[Step, Step, Step]:
-    """A step in FP32, in BF16, and with what is saved as FP8."""
-    x = noise(TOKENS, D)
-    exact = copy.deepcopy(model).float()
-    return step(exact, exact, [x.float()]), step(model, model, [x]), step(model, compiled(model, **options), [x])
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "run_again"])
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(
+    ("before", "again"), [*((name, False) for name in BEFORE), ("scaled", True), ("pointwise_between_views", True)]
+)
 def test_what_an_unknown_operator_reads_is_exact(before: str, again: bool) -> None:
     """Gradients are as near as BF16's, and both it and its backward have found the strides that they find eagerly."""
     torch.manual_seed(0)
-    model = Mixer(BEFORE[before], again).bfloat16()
+    model, x = Mixer(BEFORE[before], again).bfloat16(), noise(TOKENS, D)
     STRIDES.clear()
-    step(model, model, [noise(TOKENS, D)])
+    bf16 = step(model, model, [x])
     eager = {name: set(found) for name, found in STRIDES.items()}
     STRIDES.clear()
-    step(model, compiled(model, kernels="inductor"), [noise(TOKENS, D)])
+    got = step(model, compiled(model, kernels="inductor"), [x])
     assert eager == STRIDES
-    torch.compiler.reset()
-    exact, bf16, got = stepped(model, kernels="inductor")
+    wide = copy.deepcopy(model).float()
+    exact = step(wide, wide, [x.float()])
     # x and the mixed values are rounded (31 dB each) for weight gradients: up's reads x beside the exact rest
     check(got, exact, bf16, ratio(25.0))
     reasons = {row.reason for row in rows()}
@@ -197,8 +191,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[0]
 
 
-@pytest.mark.parametrize("skip", ["*", ()], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize(("bias", "skip"), [(bias, ("*", ())[i % 2]) for i, bias in enumerate(BIASES)])
 def test_the_bias_of_attention_is_exact(bias: str, skip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On graphs as a GPU would trace them, verified after every pass, after the cut, and after each lowering step."""
     monkeypatch.setattr(F, "scaled_dot_product_attention", efficient)

@@ -49,28 +49,40 @@ class Seen:
     regions: list[tuple[fx.Graph, Any]] = dataclasses.field(default_factory=list)
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+def copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph(graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def compilation() -> Seen:
     found = Seen()
 
     def halves(forward: fx.Graph, backward: fx.Graph, outputs: Any) -> None:
-        copies = [fx.Graph(g.owning_module) for g in (forward, backward)]
-        for copy, graph in zip(copies, (forward, backward), strict=True):
-            copy.output(copy.graph_copy(graph, {}))
-        found.halves = copies[0], copies[1], outputs
+        found.halves = copied(forward), copied(backward), outputs
         verify_halves(forward, backward, outputs)
 
-    def keep(c: HalfGraph) -> None:
-        copy = fx.Graph(c.graph.owning_module)
-        copy.output(copy.graph_copy(c.graph, {}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partitioner, "verify_halves", halves)
+        look_after(patch, "combine_regions", lambda c: found.regions.append((copied(c.graph), None)))
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block()).bfloat16()
+        options = {"select": "all", "executor": "eager", "strict": True, "kernels": "generated", "save_min_bytes": 1}
+        torch.compile(model, backend="fp8", options=options)(torch.randn(48, D).bfloat16()).sum().backward()
+    return found
+
+
+@pytest.fixture
+def seen(compilation: Seen) -> Seen:
+    """Copies, which a test may change."""
+    assert compilation.halves is not None
+    forward, backward, outputs = compilation.halves
+    found = Seen((copied(forward), copied(backward), outputs))
+    for graph, _ in compilation.regions:
+        copy = copied(graph)
         attach_views(copy)
         found.regions.append((copy, outputs_of(copy)))
-
-    monkeypatch.setattr(partitioner, "verify_halves", halves)
-    look_after(monkeypatch, "combine_regions", keep)
-    model = nn.Sequential(Block(), Block()).bfloat16()
-    options = {"select": "all", "executor": "eager", "strict": True, "kernels": "generated", "save_min_bytes": 1}
-    torch.compile(model, backend="fp8", options=options)(torch.randn(48, D).bfloat16()).sum().backward()
     return found
 
 

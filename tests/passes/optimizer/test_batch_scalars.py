@@ -68,8 +68,14 @@ def numbers_of(graph: fx.Graph) -> torch.Tensor:
     return torch.cat([x.double().flatten() for x in found]).view(-1, each)
 
 
-@pytest.mark.parametrize(("groups", "of_each"), [(1, 5), (2, 3), (12, 1), (1, 1)])
-@pytest.mark.parametrize("first", [0.01, torch.tensor(0.01)], ids=["all of the CPU", "one that is there"])
+ALL_OF_THE_CPU, ONE_THAT_IS_THERE = 0.01, torch.tensor(0.01)
+
+
+@pytest.mark.parametrize(
+    ("groups", "of_each", "first"),
+    [(1, 5, ALL_OF_THE_CPU), (2, 3, ONE_THAT_IS_THERE), (12, 1, ALL_OF_THE_CPU), (1, 1, ONE_THAT_IS_THERE)],
+    ids=str,
+)
 def test_rates_of_the_cpu_for_parameters_elsewhere(pairs, groups, of_each, first):
     """They are not copied one by one, and what is computed of them is the same."""
     rates = [first, *(0.01 * i for i in range(2, groups + 1))]

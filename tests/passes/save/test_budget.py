@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import ZOO, Case
+from models import SIZES, ZOO, Case
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile.errors import Fp8Warning, OptionError
 
-NAMES = ["llama", "gpt2", "vit", "shared_module", "cnn"]
+NAMES = ["llama", "shared_module", "cnn"]
+
+
+@pytest.fixture(autouse=True)
+def _one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "num_hidden_layers", 1)
 
 
 def gradients(case: Case, **options: Any) -> dict[str, Tensor]:
@@ -37,7 +42,7 @@ def test_less_is_kept_the_lower_the_budget_and_the_gradients_stay(name: str) -> 
     plain = {"save": "bf16", "skip": "*"}
     expected, kept = gradients(case, activation_budget=1.0, **plain), []
     # of one model also what no matmul has to run again for; of each, that some do, and that all do
-    for budget in (0.75, 0.5, 0.25, 0.0) if name == "llama" else (0.25, 0.0):
+    for budget in (0.75, 0.25, 0.0) if name == "llama" else (0.25, 0.0):
         got = gradients(case, activation_budget=budget, **plain)
         kept.append(saved())
         assert all(torch.equal(got[n], expected[n]) for n in expected)
@@ -69,15 +74,16 @@ def test_of_equal_layers_as_many_run_again_as_are_needed() -> None:
     usual = saved()
     assert usual == 9 * 32 * 64 * 2  # the input, and what each layer returns: all that could be kept
     everything = usual + 8 * 32 * 64 * 4 - 32 * 64 * 2  # where nothing runs again, 1 - y² of each layer beside y
-    for share in (0.8, 0.6, 0.4):
+    for share in (0.8, 0.4):
         for budget in (share * usual / everything, int(share * usual)):
             gradients(case, activation_budget=budget, **plain)
             assert (share - 0.2) * usual <= saved() <= share * usual  # a layer is an eighth of it
 
 
 @pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
-def test_a_higher_budget_rounds_less() -> None:
+def test_a_higher_budget_rounds_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """From all that can be FP8 to none of it."""
+    monkeypatch.setitem(SIZES, "num_hidden_layers", 2)
     case = ZOO["llama"]()
     plain = {"skip": "*", "save": "fp8", "save_min_bytes": 0}
     gradients(case, **plain)
@@ -85,13 +91,13 @@ def test_a_higher_budget_rounds_less() -> None:
     gradients(case, **plain | {"save": "bf16"})
     most = saved()
     rounded = []
-    for bytes_ in (least, least + (most - least) // 3, least + 2 * (most - least) // 3, most):
+    for bytes_ in (least, least + (most - least) // 3, most):
         gradients(case, activation_budget=bytes_, **plain)
         assert saved() <= bytes_
         rows = fp8compile.last_compile().saved
         rounded.append([r.node for r in rows if r.form.startswith("e4m3")])
         assert any(r.reason == "the budget allows it" for r in rows) or bytes_ == least
-    assert len(rounded[0]) > len(rounded[1]) > 0 == len(rounded[-1])
+    assert len(rounded[0]) > len(rounded[1]) > 0 == len(rounded[2])
 
 
 def test_queries_that_share_keys_are_counted() -> None:
@@ -147,12 +153,12 @@ def test_a_recurrent_cell_from_zeros_within_a_small_budget() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = torch.zeros(6, 80, dtype=x.dtype)
-            for t in range(5):
+            for t in range(3):
                 h = self.cell(x[:, t], h)
             return self.out(h)
 
     torch.manual_seed(0)
-    case = Case(Recurrent().bfloat16(), {"x": torch.randn(6, 5, 48).bfloat16()}, lambda y: y.float().square().mean(), 0)
+    case = Case(Recurrent().bfloat16(), {"x": torch.randn(6, 3, 48).bfloat16()}, lambda y: y.float().square().mean(), 0)
     expected = gradients(case, skip="*", save="bf16")
     for budget in (0.1, 0.5):
         got = gradients(case, activation_budget=budget, save_min_bytes=0, kernels="generated")
@@ -162,8 +168,7 @@ def test_a_recurrent_cell_from_zeros_within_a_small_budget() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
-@pytest.mark.parametrize("width", [4, 48])
-@pytest.mark.parametrize("budget", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize(("width", "budget"), [(4, 0.0), (48, 0.3), (4, 0.7)])
 def test_what_a_checkpoint_runs_again_is_not_kept_for_a_budget(width: int, budget: float) -> None:
     """All that later values are computed from lies within the checkpoint, where nothing can be kept."""
 

@@ -14,7 +14,7 @@ import fp8compile
 from fp8compile.passes.save import save_budget
 from fp8compile.torch_hooks import partitioner
 
-LAYERS, ROWS, WIDTH = 12, 128, 64
+LAYERS, ROWS, WIDTH = 8, 128, 64
 
 
 class Gated(nn.Module):

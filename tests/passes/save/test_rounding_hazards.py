@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from fake_quantized import sqnr
 from saving import Step, check, compiled, gradients, is_fp8, noise, ratio, rounded, rows, step
 from torch import Tensor, nn
 
-import fp8compile
+from fp8compile.plan.rows import Saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
 D, INNER, TOKENS = 64, 128, 64
@@ -42,21 +42,42 @@ class Between(nn.Module):
         return self.down(self.f(self.up(x)))
 
 
+class SideBySide(nn.Module):
+    """Models that have nothing in common, compiled as one, each with an input and an output of its own."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(model(x) for model, x in zip(self.models, xs, strict=True))
+
+
 class Found:
     """A training step saved as FP8, in BF16 and in FP32, and what was saved."""
 
-    def __init__(
-        self, f: Callable[[Tensor], Tensor], gain: float = 1.0, bias: float = 0.0, offset: float = 0.0
-    ) -> None:
-        torch.manual_seed(0)
-        self.model = Between(f, gain, bias).bfloat16()
-        self.x = noise(TOKENS, D)
-        exact = copy.deepcopy(self.model).float()
-        self.exact = step(exact, exact, [self.x.float()], offset)
-        self.bf16 = step(self.model, self.model, [self.x], offset)
+    def __init__(self, model: Between, x: Tensor, got: Step, rows: list[Saved], offset: float = 0.0) -> None:
+        self.model, self.x, self.got, self.rows = model, x, got, rows
+        exact = copy.deepcopy(model).float()
+        self.exact, self.bf16 = step(exact, exact, [x.float()], offset), step(model, model, [x], offset)
+
+    @staticmethod
+    def of(*functions: tuple[Callable[[Tensor], Tensor], dict[str, float]], offset: float = 0.0) -> list[Found]:
+        """Of each function with what `Between` is told of it, in one compilation."""
+        models = []
+        for f, kind in functions:
+            torch.manual_seed(0)
+            models.append(Between(f, **kind).bfloat16())
+        whole, x = SideBySide(models), noise(TOKENS, D)
         # regions keep FP32 between operators: without them what is not rounded to FP8 is what eager computes
-        self.got = step(self.model, compiled(self.model, kernels="inductor"), [self.x], offset)
-        self.rows = rows()
+        got, saved = step(whole, compiled(whole, kernels="inductor"), [x] * len(models), offset), rows()
+        found = []
+        for i, model in enumerate(models):
+            prefix = f"models.{i}."
+            own = {f"{kind} 0": got[f"{kind} {i}"] for kind in ("output", "input")}
+            own |= {name.removeprefix(prefix): t for name, t in got.items() if name.startswith(prefix)}
+            found.append(Found(model, x, own, [r for r in saved if f"{r.path}.".startswith(prefix)], offset))
+        return found
 
     def near(self) -> None:
         check(self.got, self.exact, self.bf16, ratio(NEAR))
@@ -184,12 +205,25 @@ KEPT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+FUNCTIONS = ALL_FP8 | {name: f for name, (f, _) in KEPT.items()}
+TOGETHER = 8  # in a compilation
+
+
 @functools.cache
+def batch(number: int) -> dict[str, Found]:
+    names = list(FUNCTIONS)[number * TOGETHER : (number + 1) * TOGETHER]
+    return dict(zip(names, Found.of(*((FUNCTIONS[name], {}) for name in names)), strict=True))
+
+
 def found(name: str) -> Found:
-    return Found(ALL_FP8[name] if name in ALL_FP8 else KEPT[name][0])
+    return batch(list(FUNCTIONS).index(name) // TOGETHER)[name]
 
 
-def activations(r: Found) -> list[fp8compile.plan.rows.Saved]:
+def found_alone(f: Callable[[Tensor], Tensor], offset: float = 0.0, **kind: float) -> Found:
+    return Found.of((f, kind), offset=offset)[0]
+
+
+def activations(r: Found) -> list[Saved]:
     """Rows of activations between the layers: no masks, no indices, no statistics, not the model's input."""
     floats = [row for row in r.rows if "float" in row.dtype and not row.node.startswith("primals")]
     return [row for row in floats if math.prod(row.shape) >= TOKENS * D]
@@ -236,7 +270,7 @@ FROM_ITS_INPUT = [
 @pytest.mark.parametrize("name", FROM_ITS_INPUT)
 def test_backward_computes_from_what_was_rounded(name: str) -> None:
     r = found(name)
-    assert [row.node for row in activations(r) if is_fp8(row)] == ["addmm"]
+    assert [row.node.rstrip("_0123456789") for row in activations(r) if is_fp8(row)] == ["addmm"]
     for key, want in from_rounded(r).items():
         # both compute in BF16: the noise of either
         allowed = 4 * ratio(sqnr(r.exact[key], r.bf16[key])) + ratio(50)
@@ -285,7 +319,7 @@ HAZARDS: dict[str, tuple[Hazard, str]] = {
 )
 def test_gradients_stay_near_where_rounding_is_dangerous(name: str) -> None:
     f, kind = HAZARDS[name][0]
-    r = Found(f, **kind)
+    r = found_alone(f, **kind)
     # BF16 is good here: what is lost is FP8's
     assert min(sqnr(r.exact[key], r.bf16[key]) for key in gradients(r.exact)) > 18
     r.near()
@@ -317,11 +351,11 @@ SAFE: dict[str, Hazard] = {
 @pytest.mark.parametrize("name", SAFE)
 def test_gradients_stay_near_where_rounding_does_no_harm(name: str) -> None:
     f, kind = SAFE[name]
-    Found(f, **kind).near()
+    found_alone(f, **kind).near()
 
 
 def test_a_vector_may_be_saved() -> None:
-    Found(lambda h: h * F.cosine_similarity(h, h.roll(1, 0), dim=-1)[:, None]).near()
+    found_alone(lambda h: h * F.cosine_similarity(h, h.roll(1, 0), dim=-1)[:, None]).near()
 
 
 def test_a_cross_entropy_in_the_graph_keeps_its_logits() -> None:

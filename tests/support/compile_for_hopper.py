@@ -1,0 +1,45 @@
+"""Run the scripts beside it that compile kernels for Hopper, all in one process; prints, as JSON, what each printed.
+
+    python tests/support/compile_for_hopper.py
+
+A process of its own, as Triton is either interpreted or compiled in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import traceback
+from collections.abc import Callable
+
+import compile_regions
+import compile_softmax
+import compile_updates
+import compile_watching
+
+# Seeds: 1024 takes minutes of ptxas, and has no operator of its own; 298 and 426 cast one number, and zeros, four at a
+# time; -10037 has rows of 1000 in groups of 64, reduced: whole, they are more than the shared memory.
+SCRIPTS: dict[str, Callable[[], None]] = {
+    "regions": lambda: compile_regions.main(1025, 1033, 298, 426, -10037),
+    "softmax": lambda: compile_softmax.main(verbose=False),
+    "updates": lambda: compile_updates.main(verbose=False),
+    "watching": lambda: compile_watching.main(verbose=False),
+}
+
+
+def said(script: Callable[[], None]) -> str:
+    """What a script prints, errors included."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            script()
+        except SystemExit:
+            pass
+        except Exception:
+            traceback.print_exc()
+    return text.getvalue().strip()
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: said(script) for name, script in SCRIPTS.items()}))
