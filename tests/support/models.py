@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 VOCABULARY, WIDTH, INNER, LAYERS, BATCH, LENGTH = 256, 64, 128, 1, 4, 16
-DEEP = 2  # layers of qwen2, gpt2 and `Blocks`, where what goes from one to the next is to be seen
+DEEP = 2  # layers of qwen2, gpt2, vit and `Blocks`, where what goes from one to the next is to be seen
 
 
 @dataclass
@@ -166,7 +166,7 @@ def mixtral() -> Case:
 def vit() -> Case:
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4, image_size=32,
+        hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=DEEP, num_attention_heads=4, image_size=32,
         patch_size=8, num_labels=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     model = unsettled(transformers.ViTForImageClassification(config))
