@@ -64,7 +64,8 @@ def _type(node: Any) -> tuple[str, list[str]] | None:
 def graph_verifier(c: StageGraph) -> Check:
     """Return the check of a joint graph: all rules of this module, and the outputs that it has now."""
     outputs = signature(c.graph)
-    return lambda step: verify(c.graph, step, outputs)
+    expected: dict[str, torch.Tensor] = {}  # most markers are there after the next pass, too
+    return lambda step: verify(c.graph, step, outputs, expected=expected)
 
 
 def form_verifier(c: StageGraph) -> Check:
@@ -91,11 +92,17 @@ def _verify_outputs(graph: fx.Graph, stage: str, outputs: Signature) -> None:
         raise VerificationError(f"after {stage}: outputs changed from {outputs} to {signature(graph)}")
 
 
-def verify(graph: fx.Graph, stage: str, outputs: Signature | None = None, broken: Broken = ()) -> None:
+def verify(
+    graph: fx.Graph,
+    stage: str,
+    outputs: Signature | None = None,
+    broken: Broken = (),
+    expected: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Check all rules of this module after `stage`; raises `VerificationError`. `broken`: demands of strides that were
-    not met before."""
+    not met before; `expected`: values of markers that earlier calls for this graph have evaluated, which it adds to."""
     verify_form(graph, stage)
-    expected: dict[str, torch.Tensor] = {}
+    expected = {} if expected is None else expected
     for node in graph.nodes:
         why = _broken_rule(node, expected)
         if why:

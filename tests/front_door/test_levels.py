@@ -151,9 +151,22 @@ def test_a_compiled_optimizer_keeps_the_states_of_its_level(level, wanted, dtype
 # --- autocast
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("where", ["outside", "inside", "both"])
+# Every two of a place, a type and a level are met together.
+@pytest.mark.parametrize(
+    ("where", "dtype", "level"),
+    [
+        ("outside", torch.bfloat16, "O1"),
+        ("outside", torch.float16, "O2"),
+        ("outside", torch.bfloat16, "O3"),
+        ("inside", torch.float16, "O1"),
+        ("inside", torch.bfloat16, "O2"),
+        ("inside", torch.float16, "O3"),
+        ("both", torch.float16, "O1"),
+        ("both", torch.bfloat16, "O2"),
+        ("both", torch.float16, "O3"),
+    ],
+    ids=str,
+)
 def test_autocast_inside_and_outside(level, dtype, where):
     torch.manual_seed(0)
     model = Bare() if where == "outside" else Block(dtype)

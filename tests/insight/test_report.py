@@ -83,9 +83,9 @@ const finish = () => document.body.append(
 
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer Llama, dumped, with statistics beside it."""
+    """A two-layer Qwen2, dumped, with statistics beside it."""
     folder = tmp_path_factory.mktemp("dump")
-    case = ZOO["llama"]()
+    case = ZOO["qwen2"]()
     options = {"select": "all", "dump": folder}
     fp8compile.explain(case.model, loss=case.loss, options=options, **case.inputs)
     row = {

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-VOCABULARY, WIDTH, INNER, LAYERS, BATCH, LENGTH = 256, 64, 128, 2, 4, 16
+VOCABULARY, WIDTH, INNER, LAYERS, BATCH, LENGTH = 256, 64, 128, 1, 4, 16
+DEEP = 2  # layers of qwen2, gpt2, vit and `Blocks`, where what goes from one to the next is to be seen
 
 
 @dataclass
@@ -131,15 +132,16 @@ def llama_eager_attention() -> Case:
 
 @_case
 def qwen2() -> Case:
+    sizes = SIZES | {"num_hidden_layers": DEEP}
     return language_model(
-        transformers.Qwen2Config(**SIZES, num_key_value_heads=2, use_cache=False), transformers.Qwen2ForCausalLM
+        transformers.Qwen2Config(**sizes, num_key_value_heads=2, use_cache=False), transformers.Qwen2ForCausalLM
     )
 
 
 @_case
 def gpt2() -> Case:
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=LENGTH, use_cache=False,
+        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=DEEP, n_head=4, n_positions=LENGTH, use_cache=False,
         attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return language_model(config, transformers.GPT2LMHeadModel)
@@ -164,7 +166,7 @@ def mixtral() -> Case:
 def vit() -> Case:
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4, image_size=32,
+        hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=DEEP, num_attention_heads=4, image_size=32,
         patch_size=8, num_labels=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     model = unsettled(transformers.ViTForImageClassification(config))
@@ -349,7 +351,7 @@ class Blocks(nn.Module):
 
     def __init__(self, checkpointed: bool = False, broken: bool = False, autocast: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block() for _ in range(DEEP))
         self.checkpointed, self.broken, self.autocast = checkpointed, broken, autocast
 
     def forward(self, x: Tensor) -> Tensor:

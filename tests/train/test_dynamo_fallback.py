@@ -97,8 +97,9 @@ def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
         assert (a - b).abs().mean() < 1e-3
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("name", ["spread_scalars", "hoist_state_load_store", "open_states"])
+@pytest.mark.parametrize(
+    ("name", "scaled"), [("spread_scalars", True), ("hoist_state_load_store", False), ("open_states", True)]
+)
 def test_a_step_goes_on_with_whole_states(name: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = updated(scaled, overflows=scaled)
     torch.compiler.reset()

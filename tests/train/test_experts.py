@@ -88,7 +88,7 @@ def test_fp32_parameters(name):
     assert {m.dtype for m in fp8compile.last_compile().matmuls} == {"bfloat16"}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_any_groups(seed):
     """Experts, tokens and groups drawn at random, empty ones among them."""
     draw = random.Random(seed)
@@ -98,16 +98,14 @@ def test_any_groups(seed):
     compare(Experts(experts, flipped=draw.random() < 0.5).bfloat16(), offs, rows)
 
 
-@pytest.mark.parametrize(("width", "inner"), [(64, 72), (64, 120)])
-@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize(("width", "inner", "flipped"), [(64, 72, False), (64, 120, True)])
 def test_sizes_that_are_no_multiples_of_16_are_padded(width, inner, flipped):
     compare(Experts(4, width, inner, flipped).bfloat16(), ends(GROUPS["uneven"]))
     padded = {p for m in fp8compile.last_compile().converted for p in m.padded}
     assert padded == {f"K {inner} to a multiple of 16", f"N {inner} to a multiple of 16"}
 
 
-@pytest.mark.parametrize("kernels", ["generated", "inductor"])
-@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize(("kernels", "flipped"), [("generated", False), ("inductor", True)])
 def test_through_inductor(kernels, flipped):
     compare(Experts(4, flipped=flipped).bfloat16(), ends(GROUPS["empty"]), executor="inductor", kernels=kernels)
 

@@ -33,6 +33,7 @@ from fp8compile.plan import store
 # is then 2^-4 off: 36 dB. A gradient has passed up to ten such tensors, 10 dB, and nonlinearities cost some more.
 LEAST = 20.0
 D, INNER = 64, 128
+BATCH, LENGTH = 2, 8  # interpreted kernels cost by the row
 
 
 def noise(*shape: int, seed: int = 2, grad: bool = True, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -152,7 +153,7 @@ def compare(plain: dict[str, Tensor], fused: dict[str, Tensor]) -> None:
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 CASES: dict[str, tuple[Callable[[], nn.Module], list[Tensor]]] = {}
-TOKENS = [noise(4, 16, D)]
+TOKENS = [noise(BATCH, LENGTH, D)]
 
 
 def linear(n: int, k: int, **kwargs: Any) -> nn.Linear:
@@ -165,6 +166,16 @@ def block(between: Callable[[Tensor], Tensor], norm: Callable[[], nn.Module] = l
     return lambda: Model(
         lambda m, x: x + m.down(between(m.up(m.norm(x)))), dtype, norm=norm(), up=linear(D, n), down=linear(k, D)
     )
+
+
+def between_layers(between: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """down(between(up(x)))."""
+    return lambda: Model(lambda m, x: m.down(between(m.up(x))), up=linear(D, INNER), down=linear(INNER, D))
+
+
+def behind(norm: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """up(norm(x))."""
+    return lambda: Model(lambda m, x: m.up(m.norm(x)), norm=norm(), up=linear(D, INNER))
 
 
 class Rms(nn.Module):
@@ -203,31 +214,32 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "rotary": lambda h: (lambda a, b: torch.stack([a.cos() * a - b, a * b.sin() + b], -1).flatten(-2))(
         h[..., ::2], h[..., 1::2]
     ),
-    "heads": lambda h: F.rms_norm(h.view(4, 16, 4, 32).transpose(1, 2), (32,)).transpose(1, 2).flatten(2),
-    "windows": lambda h: h.view(4, 4, 4, INNER).permute(0, 2, 1, 3).reshape(4, 16, INNER).tanh(),
+    "heads": lambda h: F.rms_norm(h.view(BATCH, LENGTH, 4, 32).transpose(1, 2), (32,)).transpose(1, 2).flatten(2),
+    "windows": lambda h: h.view(BATCH, 2, 4, INNER).permute(0, 2, 1, 3).reshape(BATCH, LENGTH, INNER).tanh(),
     "mixer": lambda h: h.transpose(1, 2).contiguous().mul(2).transpose(1, 2).tanh(),
-    "expanded": lambda h: h[:, :1].expand(-1, 16, -1) * h,
+    "expanded": lambda h: h[:, :1].expand(-1, LENGTH, -1) * h,
     "in_place": lambda h: h.mul_(0.5).add_(1).tanh_(),
     "double": lambda h: (h.double() * 1.5).to(h.dtype),
     "squeeze_excite": lambda h: h * torch.sigmoid(h.mean(1, keepdim=True)),
-    "positions": lambda h: h * torch.arange(16).view(16, 1).to(h.dtype).div(16),
+    "positions": lambda h: h * torch.arange(LENGTH).view(LENGTH, 1).to(h.dtype).div(LENGTH),
     "checkpointed": lambda h: checkpoint(lambda h: F.dropout(F.gelu(h), 0.1), h, use_reentrant=False),  # type: ignore[return-value]
 }
 for _name, _norm in NORMS.items():
-    CASES[_name] = block(F.gelu, _norm), TOKENS
+    CASES[_name] = behind(_norm), TOKENS
 for _name, _activation in ACTIVATIONS.items():
-    CASES[_name] = block(_activation), TOKENS
+    CASES[_name] = between_layers(_activation), TOKENS
+CASES["block"] = block(F.gelu), [noise(4, 16, D)]
 CASES["gate_by_chunk"] = block(lambda h: (lambda a, b: F.gelu(a) * b)(*h.chunk(2, -1)), n=2 * INNER), TOKENS
 CASES["sliced"] = (
-    lambda: Model(lambda m, x: m.down(F.gelu(m.up(x)[:, 3:11, 16:80])), up=linear(D, INNER), down=linear(64, D)),
+    lambda: Model(lambda m, x: m.down(F.gelu(m.up(x)[:, 3:7, 16:80])), up=linear(D, INNER), down=linear(64, D)),
     TOKENS,
 )
-CASES["float16"] = block(F.gelu, dtype=torch.float16), [noise(4, 16, D, dtype=torch.float16)]
-CASES["float32"] = block(F.gelu, dtype=torch.float32), [noise(4, 16, D, dtype=torch.float32)]
+CASES["float16"] = block(F.gelu, dtype=torch.float16), [noise(BATCH, LENGTH, D, dtype=torch.float16)]
+CASES["float32"] = block(F.gelu, dtype=torch.float32), [noise(BATCH, LENGTH, D, dtype=torch.float32)]
 CASES["one_dimension"] = block(F.gelu), [noise(D)]
 CASES["four_dimensions"] = block(F.gelu), [noise(2, 3, 5, D)]
-CASES["permuted_input"] = block(F.gelu), [noise(D, 4, 16).permute(1, 2, 0).detach().requires_grad_()]
-for _rows, _n, _k in ((1, 17, 48), (7, 80, 100), (13, 64, 1000)):
+CASES["permuted_input"] = block(F.gelu), [noise(D, BATCH, LENGTH).permute(1, 2, 0).detach().requires_grad_()]
+for _rows, _n, _k in ((1, 17, 48), (7, 80, 100), (13, 64, 520)):
     CASES[f"odd_{_rows}_{_n}_{_k}"] = (
         lambda n=_n, k=_k: Model(
             lambda m, x: m.down(F.gelu(m.up(m.norm(x)))), norm=nn.LayerNorm(n), up=linear(n, k), down=linear(k, n)
@@ -253,11 +265,11 @@ MLP: dict[str, Callable[[], Any]] = {
 @_case(**MLP, qkv=lambda: linear(D, 3 * D, bias=False), out=lambda: linear(D, D), q_norm=lambda: Rms(16))
 def parallel_attention(m: Any, x: Tensor) -> Tensor:
     h = m.norm(x)
-    q, k, v = (t.view(4, 16, 4, 16).transpose(1, 2) for t in m.qkv(h).chunk(3, -1))
+    q, k, v = (t.view(BATCH, LENGTH, 4, 16).transpose(1, 2) for t in m.qkv(h).chunk(3, -1))
     weights = 20 * torch.tanh(m.q_norm(q) @ m.q_norm(k).transpose(-1, -2) / 80)
-    weights = weights.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), float("-inf"))
+    weights = weights.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), float("-inf"))
     mixed = weights.float().softmax(-1).to(x.dtype) @ v
-    return x + m.out(mixed.transpose(1, 2).reshape(4, 16, D)) + m.down(F.gelu(m.up(h)))
+    return x + m.out(mixed.transpose(1, 2).reshape(x.shape)) + m.down(F.gelu(m.up(h)))
 
 
 @_case(
@@ -265,7 +277,7 @@ def parallel_attention(m: Any, x: Tensor) -> Tensor:
     norm=lambda: nn.LayerNorm(D, elementwise_affine=False),
     up=MLP["up"],
     down=MLP["down"],
-    inputs=[noise(16, 16, D), noise(16, D, seed=4)],
+    inputs=[noise(16, 4, D), noise(16, D, seed=4)],
 )
 def modulated_by_batch(m: Any, x: Tensor, condition: Tensor) -> Tensor:
     scale, shift, gate = m.modulation(F.silu(condition)).unsqueeze(1).chunk(3, -1)
@@ -279,8 +291,8 @@ def layer_scale(m: Any, x: Tensor) -> Tensor:
 
 @_case(
     router=lambda: linear(D, 3),
-    ups=lambda: nn.ModuleList(linear(D, 48) for _ in range(3)),
-    downs=lambda: nn.ModuleList(linear(48, D) for _ in range(3)),
+    ups=lambda: nn.ModuleList(linear(D, 48) for _ in range(2)),
+    downs=lambda: nn.ModuleList(linear(48, D) for _ in range(2)),
 )
 def experts(m: Any, x: Tensor) -> Tensor:
     weights = m.router(x).float().softmax(-1).to(x.dtype)
@@ -331,7 +343,7 @@ def read_by_others(m: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 @_case(
     first=lambda: nn.GroupNorm(4, D), up=lambda: nn.Conv2d(D, INNER, 1), second=lambda: nn.GroupNorm(8, INNER),
-    down=lambda: nn.Conv2d(INNER, D, 1), inputs=[noise(2, D, 8, 8)],
+    down=lambda: nn.Conv2d(INNER, D, 1), inputs=[noise(2, D, 4, 4)],
 )  # fmt: skip
 def convolutions(m: Any, x: Tensor) -> Tensor:
     return x + m.down(F.silu(m.second(m.up(F.silu(m.first(x))))))
@@ -347,7 +359,7 @@ def written_buffer(m: Any, x: Tensor) -> Tensor:
     return m.down(F.gelu(m.up(h)))
 
 
-@_case(up=MLP["up"], down=MLP["down"], inputs=[noise(4, 16, D, grad=False)])
+@_case(up=MLP["up"], down=MLP["down"], inputs=[noise(BATCH, LENGTH, D, grad=False)])
 def written_input(m: Any, x: Tensor) -> Tensor:
     y = F.silu(x)
     x.add_(1.0)
@@ -362,8 +374,15 @@ def test_a_step_with_regions_is_the_step_without(name: str, watch: Watch) -> Non
     assert watch.left == watch.reasons == []
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-@pytest.mark.parametrize("name", ["experts", "odd_7_80_100", "several_outputs"])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("experts", "rowwise_with_gw_hp"),
+        ("odd_7_80_100", "tensorwise"),
+        ("odd_7_80_100", "rowwise"),
+        ("several_outputs", "tensorwise"),
+    ],
+)
 def test_every_recipe(name: str, recipe: str, watch: Watch) -> None:
     both(*CASES[name], recipe)
     assert watch.regions
@@ -372,7 +391,7 @@ def test_every_recipe(name: str, recipe: str, watch: Watch) -> None:
     assert all(why.endswith("amaxes of columns, filled up") for why in watch.reasons)
 
 
-@pytest.mark.parametrize(("rows", "n", "k"), [(128, 128, 256), (128, 192, 384), (13, 128, 200)])
+@pytest.mark.parametrize(("rows", "n", "k"), [(128, 128, 128), (13, 128, 200)])
 def test_groups_and_blocks_that_divide_or_do_not(rows: int, n: int, k: int, watch: Watch) -> None:
     def build() -> nn.Module:
         run = lambda m, x: x + m.down(F.silu(m.gate(m.norm(x))) * m.up(m.norm(x)))  # noqa: E731
@@ -399,7 +418,7 @@ def test_gradients_that_add_up(watch: Watch) -> None:
 
 
 def test_what_is_not_finite_stays_so(watch: Watch) -> None:
-    x = noise(4, 16, D, grad=False)
+    x = noise(BATCH, LENGTH, D, grad=False)
     x[0, 3, 5], x[1, 2, 3] = float("inf"), float("nan")
     both(block(F.gelu), [x.requires_grad_()])
     assert watch.regions
@@ -415,16 +434,18 @@ def test_inference(watch: Watch) -> None:
     assert watch.regions
 
 
-SIZES = [(4, 16), (3, 32), (5, 7)]
-DYNAMIC: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
-    "block": (block(F.gelu), (0, 1)),
+SIZES = [(2, 8), (3, 32), (5, 7)]
+DYNAMIC: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], int]] = {  # which sizes, and how large the third is
+    "block": (block(F.gelu), (0, 1), D),
     "modulated": (
-        lambda: Model(lambda m, x: m.up(m.norm(x) * (1 + x.mean(1, keepdim=True))), norm=Rms(), up=linear(D, INNER)),
+        lambda: Model(lambda m, x: m.up(m.norm(x) * (1 + x.mean(1, keepdim=True))), norm=Rms(16), up=linear(16, 32)),
         (0, 1),
+        16,
     ),
     "transposed": (
         lambda: Model(lambda m, x: m.down(F.gelu(m.up(x.transpose(1, 2)))), up=linear(D, INNER), down=linear(INNER, D)),
         (0, 2),
+        D,
     ),
 }
 
@@ -437,11 +458,10 @@ def marked(run: Callable[..., Any], dims: tuple[int, int]) -> Callable[[Tensor],
     return call
 
 
-@pytest.mark.parametrize("recipe", ["mixed", "rowwise"])
-@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize(("name", "recipe"), [("block", "mixed"), ("modulated", "rowwise"), ("transposed", "rowwise")])
 def test_dynamic_sizes_are_compiled_once(name: str, recipe: str, watch: Watch) -> None:
-    build, dims = DYNAMIC[name]
-    watch.kernels = (name, recipe) == ("modulated", "rowwise")  # with symbolic rows each has up to a thousand programs
+    build, dims, width = DYNAMIC[name]
+    watch.kernels = name == "modulated"  # with symbolic rows each has up to a thousand programs
     steps: dict[str, list[dict[str, Tensor]]] = {"inductor": [], "generated": []}
     for kernels, found in steps.items():
         forget()
@@ -450,7 +470,7 @@ def test_dynamic_sizes_are_compiled_once(name: str, recipe: str, watch: Watch) -
         model = build()
         run = compiled(model, kernels, recipe)
         for size in SIZES:
-            shape = [D] * 3
+            shape = [width] * 3
             shape[dims[0]], shape[dims[1]] = size
 
             model.zero_grad()

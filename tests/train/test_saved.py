@@ -147,7 +147,7 @@ def test_most_of_it_is_fp8(name: str) -> None:
     assert all(row.reason for row in rows)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mlp", "checkpoint", "autocast"])
+@pytest.mark.parametrize("name", ["llama", "mlp", "checkpoint", "autocast"])
 def test_with_fp8_matmuls_too(name: str) -> None:
     ref, _ = kept(name)
     torch.compiler.reset()
@@ -349,8 +349,7 @@ def test_parameters_are_not_among_the_rows() -> None:
 # ---- random numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [0.5, 0.1])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("p", "checkpointed"), [(0.5, True), (0.1, False)])
 def test_dropout_has_one_mask(p: float, checkpointed: bool) -> None:
     def inner(m: Any, x: Tensor) -> Tensor:
         return F.dropout(m.up(F.silu(x)), p)
@@ -431,8 +430,11 @@ class Cubed(torch.autograd.Function):
         return 3 * x * x * g
 
 
-@pytest.mark.parametrize("kernels", ["generated", "inductor"])
-@pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [(name, "generated") for name in ALIASES]
+    + [(name, "inductor") for name in ("views", "in_place_on_a_view", "checkpointed_dropout")],
+)
 def test_uses_and_aliases(name: str, kernels: str) -> None:
     near(build(ALIASES[name]), noise(16, D), kernels=kernels)
     assert any(map(is_fp8, rows()))
@@ -603,8 +605,7 @@ def test_a_checkpoint_saves_its_input_alone() -> None:
 SIZES = [(4, 16), (3, 32), (5, 8), (2, 7)]
 
 
-@pytest.mark.parametrize("way", ["dynamic", "marked", "found"])
-@pytest.mark.parametrize("name", ["block", "dropout", "attention"])
+@pytest.mark.parametrize(("name", "way"), [("block", "found"), ("dropout", "marked"), ("attention", "dynamic")])
 def test_dynamic_sizes(name: str, way: str) -> None:
     model = build(MODELS[name])
     fp8 = {"skip": "*", "save": "fp8", "save_min_bytes": 0}
@@ -660,14 +661,15 @@ def test_groups_are_the_largest_that_divide(features: int, group: int) -> None:
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_reaches_the_gradients(bad: float) -> None:
+def test_what_is_not_finite_reaches_the_gradients() -> None:
     model, x = build(lambda m, x: m.down(F.gelu(m.up(m.norm(x))))), noise(16, D)
-    x[3, 5] = bad
-    plain, got = step(model, model, [x]), step(model, compiled(model), [x])
-    for name, want in gradients(plain).items():
-        assert not (~want.isfinite() & got[name].isfinite()).any(), name
-    assert torch.equal(got["output 0"].isfinite(), plain["output 0"].isfinite())
+    run = compiled(model)
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        x[3, 5] = bad
+        plain, got = step(model, model, [x]), step(model, run, [x])
+        for name, want in gradients(plain).items():
+            assert not (~want.isfinite() & got[name].isfinite()).any(), (name, bad)
+        assert torch.equal(got["output 0"].isfinite(), plain["output 0"].isfinite()), bad
 
 
 def test_zeros_are_exact() -> None:
@@ -683,19 +685,20 @@ def test_zeros_are_exact() -> None:
     assert same_bits(plain, got)
 
 
-@pytest.mark.parametrize("size", [2.0**-120, 2.0**-60, 2.0**-14, 2.0**14, 2.0**60, 2.0**110])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tiny_and_huge_values(size: float, dtype: torch.dtype) -> None:
+def test_tiny_and_huge_values(dtype: torch.dtype) -> None:
     """x in one unit, its weights in the inverse: the model computes what it does at size one."""
     model = build(lambda m, x: m.down(F.gelu(m.up(x))), dtype)
-    with torch.no_grad():
-        model.up.weight.div_(size)
-    x = noise(16, D).to(dtype) * size
-    plain, got = step(model, model, [x]), step(model, compiled(model), [x])
-    for name, want in gradients(plain).items():
-        have = got[name]
-        if want.isfinite().all() and want.abs().max() > 0:
-            assert sqnr(want.double() / want.abs().max(), have.double() / want.abs().max()) > 19, name
+    run, weight = compiled(model), model.up.weight.detach().clone()
+    for size in (2.0**-120, 2.0**-60, 2.0**-14, 2.0**14, 2.0**60, 2.0**110):
+        with torch.no_grad():
+            model.up.weight.copy_(weight / size)
+        x = noise(16, D).to(dtype) * size
+        plain, got = step(model, model, [x]), step(model, run, [x])
+        for name, want in gradients(plain).items():
+            have = got[name]
+            if want.isfinite().all() and want.abs().max() > 0:
+                assert sqnr(want.double() / want.abs().max(), have.double() / want.abs().max()) > 19, (name, size)
     assert any(row.node.startswith("primals") and is_fp8(row) for row in rows())
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
-FIRST, LAST = map(int, os.environ.get("FP8COMPILE_SEEDS", "0:40").split(":"))
+FIRST, LAST = map(int, os.environ.get("FP8COMPILE_SEEDS", "0:20").split(":"))
 BATCH, LENGTH, WIDTHS = 2, 16, (32, 64, 128)
 DRAWS = 2
 # A product may be saved as its factors, and a value once for two readers that eager gives one rounding each: their
@@ -250,7 +250,7 @@ def test_a_seed_makes_the_same_model_again() -> None:
 
 def test_our_cut_without_fp8_forms_is_within_bf16_rounding() -> None:
     """Patterns that name nothing leave one value in FP8: the rest goes through our cut as it is."""
-    for seed in range(FIRST, FIRST + 6):
+    for seed in range(FIRST, FIRST + 4):
         found = Seed(seed)
         names = [n for n in gradients(found.exact) if sqnr(found.exact[n], found.bf16[n]) > 25]
         got = found.run(save={"finish": "fp8", "*": "bf16"})

@@ -16,18 +16,18 @@ class Biased(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out, self.table = nn.Linear(64, 192), nn.Linear(64, 64), nn.Embedding(32, 4)
+        self.qkv, self.table = nn.Linear(64, 192), nn.Embedding(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         positions = torch.arange(x.shape[1], device=x.device)
         distances = (positions[:, None] - positions[None]).abs() % 32
         bias = self.table(distances).permute(2, 0, 1).unsqueeze(0)
-        return self.out(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"save": "bf16"}, {"activation_budget": 0.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"activation_budget": 0.0}], ids=str)
 def test_a_table_of_distances_at_changing_lengths(options: dict[str, object]) -> None:
     """Through Inductor, whose C++ adds elsewhere when it computes places in a tile that it transposes."""
     torch.manual_seed(0)
@@ -73,12 +73,11 @@ class Resampler(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 3])
-def test_queries_that_are_expanded_over_the_batch(batch: int) -> None:
+def test_queries_that_are_expanded_over_the_batch() -> None:
     """Nothing can be copied into a tensor whose elements share memory, as laying out attention's inputs once tried."""
     torch.manual_seed(0)
     model = Resampler().bfloat16()
-    x = torch.randn(batch, 9, 33).bfloat16()
+    x = torch.randn(3, 9, 33).bfloat16()
     run = torch.compile(model, backend="fp8", options={"select": "all", "strict": True, "save_min_bytes": 0})
     run(x).float().square().sum().backward()
     got = {name: p.grad for name, p in model.named_parameters()}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 __all__ = ["watch"]  # the fixture
 
-RECIPES = ("mixed", "rowwise", "tensorwise", "blockwise")
+BY_TENSORS, BY_ROWS = ("mixed", "tensorwise"), ("rowwise", "blockwise")
 D = 32
 
 
@@ -66,20 +66,22 @@ def build(run: Callable[..., Any]) -> Callable[[], nn.Module]:
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("run", [last, gated, lifted, narrow])
+def pairs(*runs: Callable[..., Any]) -> list[tuple[Callable[..., Any], str]]:
+    """Each of `runs` with half of the recipes, in turn."""
+    return [(run, recipe) for i, run in enumerate(runs) for recipe in (BY_ROWS if i % 2 else BY_TENSORS)]
+
+
+@pytest.mark.parametrize(("run", "recipe"), pairs(last, gated, lifted, narrow))
 def test_layers_of_one_input_or_output(run: Callable[..., Any], recipe: str, watch: Watch) -> None:
     both(build(run), [noise(3, 7, D)], recipe)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("run", [mlp, swiglu, in_place, gated])
+@pytest.mark.parametrize(("run", "recipe"), pairs(mlp, swiglu, in_place, gated))
 def test_a_batch_of_one_row(run: Callable[..., Any], recipe: str, watch: Watch) -> None:
     both(build(run), [noise(1, D)], recipe)
 
 
-@pytest.mark.parametrize("rows", [2, 3, 7, 17])
-@pytest.mark.parametrize("run", [mlp, gated])
+@pytest.mark.parametrize(("run", "rows"), [(mlp, 2), (mlp, 17), (gated, 3), (gated, 7)])
 def test_batches_of_few_rows(run: Callable[..., Any], rows: int, watch: Watch) -> None:
     both(build(run), [noise(rows, D)])
 
