@@ -399,11 +399,12 @@ def test_an_optimizer_graph_ignores_the_automatic_mode():
 @pytest.mark.slow
 def test_through_inductor():
     model = Gained()
+    model.first = nn.Identity()  # type: ignore[assignment]  # a graph is compiled four times
     step = compiled(model, {"every": 2}, executor="inductor")
     model.plant(1e6)
-    train(step, 4)
+    train(step, 4, width=256)
     assert decisions()["second", "output"] == "bf16"
-    train(step, 2)
+    train(step, 2, width=256)
 
 
 # --- settings
