@@ -127,8 +127,9 @@ def never_stale(rank: int, keep: bool = False) -> None:
     for opt in (fused, foreach, one_by_one):
         stepped(opt, opt.step)
         assert_current()
-    stepped(compiled, torch.compile(compiled.step, backend="aot_eager"))
-    assert_current()
+    if not keep:  # what writes makes no difference to what is kept
+        stepped(compiled, torch.compile(compiled.step, backend="aot_eager"))
+        assert_current()
     stepped(ours, torch.compile(ours.step, backend=backend()))
     assert_current()
     with torch.no_grad():
