@@ -67,7 +67,7 @@ def decisions() -> dict[tuple[str, str], str]:
     [
         ("outliers", 60, 1.0, {("second", "output"), ("second", "grad_weight")}),
         ("swiglu", 200, 0.05, {("down", "output"), ("down", "grad_weight")}),  # 145 of them until all has grown
-        ("vanishing", 240, 0.5, {("first", "grad_input"), ("second", "grad_input")}),
+        ("vanishing", 160, 0.5, {("first", "grad_input"), ("second", "grad_input")}),
         ("jump", 120, 0.01, {("first", "grad_weight")}),
     ],
 )
