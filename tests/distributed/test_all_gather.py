@@ -247,8 +247,6 @@ def test_as_one_process_with_rounded_weights(ranks: Ranks, case: Any) -> None:
     ranks.run(case)
 
 
-@pytest.mark.parametrize(
-    "case", [by_blocks, kept_unsharded, uneven, by_128_blocks, tied, offloaded, hybrid], ids=lambda case: case.__name__
-)
+@pytest.mark.parametrize("case", [by_blocks, uneven, by_128_blocks, offloaded, hybrid], ids=lambda case: case.__name__)
 def test_where_shards_are_kept(ranks: Ranks, case: Any) -> None:
     ranks.run(Kept(case))

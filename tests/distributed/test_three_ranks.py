@@ -46,7 +46,7 @@ def uneven(rank: int, granularity: str, recipe: str) -> None:
     assert_as_alone(run, alone, 1e-4, 2**-7)
 
 
-CASES: list[Any] = [("tensor", "mixed"), ("tensor", "tensorwise"), ("block(128)", "blockwise")]
+CASES: list[Any] = [("tensor", "tensorwise"), ("block(128)", "blockwise")]
 
 
 @pytest.mark.parametrize("granularity, recipe", CASES)
