@@ -1,7 +1,7 @@
 """Processes that tests of several GPUs run on: two of them, on CPUs over gloo, or with a GPU each over NCCL.
 
-They are started once, and wait for functions, before each of which all that was compiled is forgotten. Importing torch takes longer than most tests do: those on
-CPUs are copies of one process that has imported it and has run nothing.
+They are started once and wait for functions; before each, all that was compiled is forgotten. Importing torch takes
+longer than most tests do: those on CPUs are copies of one process that has imported it and has run nothing.
 
     def worker(rank): …; return value                     # at the top of the test file
     def test_it(ranks): first, second = ranks.run(worker)
