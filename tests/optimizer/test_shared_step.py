@@ -17,7 +17,10 @@ from fp8compile.optimizer.shared_step import shared_step, tracing
 from fp8compile.optimizer.state_parts import INNER
 
 SHAPES = ((64, 65), (7,), (30, 4, 50), (1,))  # two in 8 bits, of which one ends inside a group; two that are small
-LEFT_OUT = ("lion", "plain_sgd", "sgd", "nesterov")  # without states in 8 bits, or not before the second step
+LEFT_OUT = (
+    "lion", "plain_sgd", "sgd", "nesterov",  # without states in 8 bits, or not before the second step
+    "adam", "adamw",  # in other tests below, with rates that change and with settings
+)  # fmt: skip
 TORCHS = [name for name in OPTIMIZERS if name not in LEFT_OUT]
 MIXED = (torch.float32, torch.bfloat16)
 
@@ -137,10 +140,8 @@ def test_states_made_while_stepping(name: str) -> None:
 
 
 RECIPES = [
-    "e4m3",
-    {"first": "e5m2/stochastic", "second": "float32"},
-    {"parameters": "split"},
-    {"parameters": "stochastic", "smallest": 0},
+    {"first": "e5m2/stochastic", "second": "float32", "parameters": "split"},
+    {"first": "e4m3", "second": "e4m3", "parameters": "stochastic", "smallest": 0},
 ]
 
 
@@ -151,7 +152,7 @@ def test_recipes(states: Any) -> None:
     assert_shared(made[0])
 
 
-@pytest.mark.parametrize("arguments", [{"capturable": True}, {"foreach": True}, {"lr": "tensor"}, {"maximize": True}])
+@pytest.mark.parametrize("arguments", [{"capturable": True, "maximize": True}, {"foreach": True}, {"lr": "tensor"}])
 def test_settings(arguments: dict[str, Any]) -> None:
     def make(parameters: list[Any]) -> torch.optim.Optimizer:
         given = {"foreach": True, "capturable": True, "lr": torch.tensor(0.01)} if "lr" in arguments else arguments
