@@ -6,6 +6,7 @@ relative path, a shuffle that is the same everywhere, so that a size cap and the
 whole. The last `HELD_OUT` of the bytes is held out.
 """
 
+import functools
 import hashlib
 import os
 import sysconfig
@@ -59,6 +60,7 @@ def load_corpus(path: Path | None, seq: int) -> Corpus:
     return split(text, source, seq)
 
 
+@functools.cache  # of tens of thousands of files, which do not change
 def _installed_python() -> tuple[str, bytes]:
     """The standard library's sources and docs; if that is less than MAX_BYTES, installed packages' sources as well."""
     text = gather(Path(sysconfig.get_path("stdlib")), _is_library_text)
@@ -71,9 +73,9 @@ def _installed_python() -> tuple[str, bytes]:
     return "Python's standard library and installed packages", b"".join(blocks[i] for i in order)
 
 
-def gather(root: Path, accept: Callable[[Path], bool]) -> bytes:
+def gather(root: Path, accept: Callable[[str], bool]) -> bytes:
     """The accepted files under root that hold text, joined in hash order, up to MAX_BYTES."""
-    names = sorted((path for path in _files(root) if accept(path)), key=_hash_order)
+    names = sorted((name for name in _files(root) if accept(name)), key=_hash_order)
     parts: list[bytes] = []
     size = 0
     for content in _text_files(root, names):
@@ -116,15 +118,15 @@ def windows(text: Tensor, starts: Tensor, seq: int) -> tuple[Tensor, Tensor]:
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _files(root: Path) -> Iterator[str]:
     """All names under root that are no folders, relative to it: of tens of thousands, so nothing is asked of each."""
     for folder, _, names in os.walk(root):
-        here = Path(folder).relative_to(root)
+        here = Path(folder).relative_to(root).as_posix()
         for name in names:
-            yield here / name
+            yield name if here == "." else f"{here}/{name}"
 
 
-def _text_files(root: Path, names: list[Path]) -> Iterator[bytes]:
+def _text_files(root: Path, names: list[str]) -> Iterator[bytes]:
     for name in names:
         if not (root / name).is_file() or (root / name).is_symlink():
             continue
@@ -136,17 +138,17 @@ def _text_files(root: Path, names: list[Path]) -> Iterator[bytes]:
             yield content
 
 
-def _hash_order(path: Path) -> bytes:
-    return hashlib.sha256(path.as_posix().encode()).digest()
+def _hash_order(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
 
 
-def _is_library_text(path: Path) -> bool:
-    return path.suffix in LIBRARY_SUFFIXES and not SKIPPED_FOLDERS.intersection(path.parts)
+def _is_library_text(name: str) -> bool:
+    return os.path.splitext(name)[1] in LIBRARY_SUFFIXES and not SKIPPED_FOLDERS.intersection(name.split("/"))
 
 
-def _is_source(path: Path) -> bool:
-    return path.suffix == ".py" and "__pycache__" not in path.parts
+def _is_source(name: str) -> bool:
+    return os.path.splitext(name)[1] == ".py" and "__pycache__" not in name.split("/")
 
 
-def _is_visible(path: Path) -> bool:
-    return not any(part.startswith(".") for part in path.parts)
+def _is_visible(name: str) -> bool:
+    return not any(part.startswith(".") for part in name.split("/"))

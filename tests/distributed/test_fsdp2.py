@@ -11,7 +11,7 @@ from ranks import Ranks
 from sharding import (
     Model,
     Run,
-    assert_close,
+    assert_as_alone,
     backend,
     batch,
     compile_blocks,
@@ -54,24 +54,24 @@ def assert_in_fp8() -> None:
 def by_blocks(rank: int) -> None:
     run = train_sharded(shard(compile_blocks(make_model())))
     assert_in_fp8()
-    assert_close(run, in_one_process(), LOSS, GRADIENT)
+    assert_as_alone(run, in_one_process, LOSS, GRADIENT)
 
 
 def whole(rank: int) -> None:
     model = shard(make_model())
     run = train_sharded(model, call=torch.compile(model, backend=backend()))
-    reference = train_alone(make_model(), lambda m: torch.compile(m, backend=backend()))
-    assert_close(run, reference, LOSS, GRADIENT)
+    reference = lambda: train_alone(make_model(), lambda m: torch.compile(m, backend=backend()))  # noqa: E731
+    assert_as_alone(run, reference, LOSS, GRADIENT)
 
 
 def in_fp32(rank: int) -> None:
     run = train_sharded(shard(compile_blocks(make_model()), FULL))
-    assert_close(run, train_alone(make_model(), compile_blocks, torch.float32), 1e-5, 1e-4)
+    assert_as_alone(run, lambda: train_alone(make_model(), compile_blocks, torch.float32), 1e-5, 1e-4)
 
 
 def kept_unsharded(rank: int) -> None:
     run = train_sharded(shard(compile_blocks(make_model()), reshard_after_forward=False))
-    assert_close(run, in_one_process(), LOSS, GRADIENT)
+    assert_as_alone(run, in_one_process, LOSS, GRADIENT)
 
 
 def accumulated(rank: int) -> None:
@@ -90,8 +90,7 @@ def accumulated(rank: int) -> None:
 
     run = train(model, step, torch.optim.SGD(model.parameters(), lr=0.1), 2)
 
-    alone = compile_blocks(make_model().to(torch.bfloat16))
-    master = make_model()
+    alone, master = make_model().to(torch.bfloat16), make_model()
 
     def reference_step(i: int) -> Tensor:
         total = torch.zeros(())
@@ -110,8 +109,11 @@ def accumulated(rank: int) -> None:
                     w.grad = None
         return total
 
-    reference = train(master, reference_step, torch.optim.SGD(master.parameters(), lr=0.1), 2)
-    assert_close(run, reference, LOSS, GRADIENT)
+    def reference() -> Run:
+        compile_blocks(alone)
+        return train(master, reference_step, torch.optim.SGD(master.parameters(), lr=0.1), 2)
+
+    assert_as_alone(run, reference, LOSS, GRADIENT)
 
 
 def checkpointed(rank: int) -> None:
@@ -123,9 +125,9 @@ def checkpointed(rank: int) -> None:
         return compile_blocks(model)
 
     run = train_sharded(shard(prepared(make_model())))
-    reference = train_alone(make_model(), prepared)
+    reference = lambda: train_alone(make_model(), prepared)  # noqa: E731
     run.gradients = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in run.gradients.items()}
-    assert_close(run, reference, LOSS, GRADIENT)
+    assert_as_alone(run, reference, LOSS, GRADIENT)
 
 
 def from_meta(rank: int) -> None:
@@ -140,20 +142,20 @@ def from_meta(rank: int) -> None:
             assert isinstance(p, DTensor), name
             local = q.chunk(2)[rank]
             p.to_local().copy_(local)
-    assert_close(train_sharded(model), in_one_process(), LOSS, GRADIENT)
+    assert_as_alone(train_sharded(model), in_one_process, LOSS, GRADIENT)
 
 
 def uneven(rank: int) -> None:
     """Rows that two ranks cannot share alike, and one row that only the first has; K that needs padding."""
     run = train_sharded(shard(compile_blocks(make_model(dim=33, hidden=41))))
-    assert_close(run, train_alone(make_model(dim=33, hidden=41), compile_blocks), LOSS, GRADIENT)
+    assert_as_alone(run, lambda: train_alone(make_model(dim=33, hidden=41), compile_blocks), LOSS, GRADIENT)
 
 
 def tied(rank: int) -> None:
     model = shard(make_model(tied=True))
     run = train_sharded(model, call=torch.compile(model, backend=backend()))
-    reference = train_alone(make_model(tied=True), lambda m: torch.compile(m, backend=backend()))
-    assert_close(run, reference, LOSS, GRADIENT)
+    reference = lambda: train_alone(make_model(tied=True), lambda m: torch.compile(m, backend=backend()))  # noqa: E731
+    assert_as_alone(run, reference, LOSS, GRADIENT)
 
 
 def frozen(rank: int) -> None:
@@ -166,12 +168,12 @@ def frozen(rank: int) -> None:
     model = shard(compile_blocks(with_frozen(make_model())))
     run = train_sharded(model)
     assert "blocks.0.up.weight" not in run.gradients
-    assert_close(run, train_alone(with_frozen(make_model()), compile_blocks), LOSS, GRADIENT)
+    assert_as_alone(run, lambda: train_alone(with_frozen(make_model()), compile_blocks), LOSS, GRADIENT)
 
 
 def offloaded(rank: int) -> None:
     run = train_sharded(shard(compile_blocks(make_model()), offload_policy=CPUOffloadPolicy(pin_memory=False)))
-    assert_close(run, in_one_process(), LOSS, GRADIENT)
+    assert_as_alone(run, in_one_process, LOSS, GRADIENT)
 
 
 def replicated(rank: int) -> None:
@@ -180,10 +182,8 @@ def replicated(rank: int) -> None:
         ddp = DistributedDataParallel(make_model() if compiled else compile_blocks(make_model()))
         run = train_sharded(ddp, call=torch.compile(ddp, backend=backend()) if compiled else None)
         run.gradients = {name.removeprefix("module."): g for name, g in run.gradients.items()}
-        reference = train_alone(
-            make_model(), (lambda m: torch.compile(m, backend=backend())) if compiled else compile_blocks, torch.float32
-        )
-        assert_close(run, reference, 1e-5, 1e-4)
+        prepare = (lambda m: torch.compile(m, backend=backend())) if compiled else compile_blocks
+        assert_as_alone(run, lambda prepare=prepare: train_alone(make_model(), prepare, torch.float32), 1e-5, 1e-4)
 
 
 CASES: list[Any] = [

@@ -13,20 +13,19 @@ from saved_states import STAGERS, gathered, saved_asynchronously
 import fp8compile
 
 
-@pytest.mark.parametrize("loaded_on", [2, 1])
 @pytest.mark.parametrize("stager", [name for name in STAGERS if name != "pinned"])
-def test_asynchronous_checkpoints(ranks: Ranks, stager: str, loaded_on: int, tmp_path: Path) -> None:
-    ranks.run(saved_asynchronously, str(tmp_path), stager, "thread", loaded_on, False)
+def test_asynchronous_checkpoints(ranks: Ranks, stager: str, tmp_path: Path) -> None:
+    ranks.run(saved_asynchronously, str(tmp_path), stager, "thread", (2, 1), False)
 
 
 def test_asynchronous_checkpoints_as_torchtitan_makes_them(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(saved_asynchronously, str(tmp_path), "default", "thread", 2, True)
+    ranks.run(saved_asynchronously, str(tmp_path), "default", "thread", (2,), True)
 
 
 def test_asynchronous_checkpoints_by_another_process(tmp_path: Path) -> None:
     parents = Ranks(parents=True)
     try:
-        parents.run(saved_asynchronously, str(tmp_path), "shared", "process", 2, False)
+        parents.run(saved_asynchronously, str(tmp_path), "shared", "process", (2,), False)
     finally:
         parents.close()
 

@@ -139,7 +139,7 @@ def test_two_gpus(tmp_path: Path) -> None:
     gpus = Ranks(2, "nccl")
     try:
         for number, (stager, loaded_on) in enumerate((("default", 2), ("default", 1), ("pinned", 2))):
-            gpus.run(saved_asynchronously, str(tmp_path / str(number)), stager, "thread", loaded_on, False)
+            gpus.run(saved_asynchronously, str(tmp_path / str(number)), stager, "thread", (loaded_on,), False)
         gpus.run(gathered, False)
         gpus.run(gathered, True)
     finally:

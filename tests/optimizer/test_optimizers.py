@@ -47,8 +47,13 @@ def run(name: str, states: object, steps: int = 5, foreach: bool | None = None, 
     return opt, mine, reference, theirs, compilations
 
 
-@pytest.mark.parametrize("foreach", [None, True], ids=["single", "foreach"])
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "lion"])
+SINGLE = ("adam", "adamw", "nadam", "adamax", "rmsprop", "adagrad", "sgd")
+FOREACH = ("adam", "adam_decayed", "amsgrad", "radam", "asgd", "rmsprop_centered", "adadelta", "nesterov", "plain_sgd")
+
+
+@pytest.mark.parametrize(
+    ("name", "foreach"), [*((name, None) for name in SINGLE), *((name, True) for name in FOREACH)], ids=str
+)
 def test_passes_change_nothing_but_rounding(name, foreach):
     """At a rate that changes, for which a step is compiled once more and no more."""
     opt, mine, reference, theirs, compilations = run(name, EXACT, foreach=foreach)
@@ -61,7 +66,7 @@ def test_passes_change_nothing_but_rounding(name, foreach):
                 assert relative(opt.state[p][key], x) < 2e-6, key
 
 
-@pytest.mark.parametrize("name", ["adamw", "amsgrad", "nadam", "rmsprop_centered", "adagrad", "adadelta", "adamax"])
+@pytest.mark.parametrize("name", ["amsgrad", "nadam", "rmsprop_centered", "adagrad", "adadelta", "adamax"])
 def test_eight_bit_states_are_those_of_the_reference(name):
     opt, mine, reference, theirs, compilations = run(name, None, steps=3)
     assert len(compilations) <= 2
@@ -138,7 +143,7 @@ def test_states_that_are_cleared_are_let_go():
 def test_states_that_are_cleared_are_8_bit_ones_again():
     opt, mine, _, _ = twins(torch.optim.SGD, {"momentum": 0.9}, [(128, 128)])
     step, _ = compiled(opt)
-    for i in range(10):
+    for i in range(4):
         set_gradients(mine, i)
         if i % 2 == 0:
             opt.state.clear()
@@ -164,10 +169,13 @@ def test_plain_states_are_gone_once_they_are_eight_bit_ones(name):
         assert memory.expired() == isinstance(x, FP8State)
 
 
-@pytest.mark.parametrize("foreach", [None, True], ids=["single", "foreach"])
 @pytest.mark.parametrize(
-    ("name", "is_compiled"),
-    [("adamw", True), *((n, False) for n in ("adamw", "amsgrad", "nadam", "rmsprop_centered", "adadelta", "adamax"))],
+    ("name", "is_compiled", "foreach"),
+    [
+        ("adamw", True, True),
+        *((n, False, None) for n in ("adamw", "amsgrad", "nadam", "rmsprop_centered", "adadelta", "adamax")),
+        *((n, False, True) for n in ("adamw", "amsgrad", "nadam", "rmsprop_centered", "adadelta", "adamax")),
+    ],
 )
 def test_plain_states_of_a_prepared_optimizer_are_never_there_at_once(name, is_compiled, foreach, monkeypatch):
     """Otherwise the first step, of all, would not fit where the others do."""
@@ -315,15 +323,16 @@ def test_parameters_added_later_and_empty_groups():
     assert torch.allclose((late - 1).abs(), torch.full_like(late, 0.5), atol=1e-2)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (0, 5), (1, 1)])
-def test_degenerate_shapes(shape):
-    parameters = make_parameters([shape, (70, 70)])
+def test_degenerate_shapes():
+    parameters = make_parameters([(), (0,), (0, 5), (1, 1), (70, 70)])
     opt = torch.optim.AdamW(parameters, lr=0.1)
     reference = torch.optim.AdamW(copies := [nn.Parameter(p.detach().clone()) for p in parameters], lr=0.1)
     step, _ = compiled(opt, states={"first": "float32", "second": "float32", "smallest": 0})
     for i in range(3):
         step_both(i, step, parameters, reference.step, copies)
-    assert_near(parameters, copies, 1e-5)
+    for p, q in zip(parameters, copies, strict=True):
+        # steps of 0.1, each off by some ULPs of a root and a quotient; (1, 1) is near zero, so not relative to it
+        torch.testing.assert_close(p, q, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["float", "tensor"])

@@ -12,7 +12,7 @@ from torch import nn
 import fp8compile
 from fp8compile.errors import Fp8Warning
 
-SHAPES = ((70, 65), (9,), (1,), (64, 64))
+SHAPES = ((70, 65), (9,), (64, 64))
 
 
 def masters() -> list[nn.Parameter]:
@@ -82,7 +82,7 @@ def test_with_eight_bit_states_and_fp32_ones_where_small(rounding):
     opt, mine = train(rounding, states="log/stochastic")
     plan = fp8compile.compiles()[-1]
     kept = [(s.parameter, s.format) for s in plan.states if s.name == "exp_avg"]
-    assert kept == [(0, "log/stochastic"), (1, "float32"), (2, "float32"), (3, "log/stochastic")]
+    assert kept == [(0, "log/stochastic"), (1, "float32"), (2, "log/stochastic")]
     assert all(not u.reason for u in plan.updates)
     carried = [x.low is not None for x in opt.state[mine[0]].values() if isinstance(x, fp8compile.FP8State)]
     assert carried == ([True, False] if rounding == "split" else [False, False])
@@ -92,7 +92,6 @@ def test_with_eight_bit_states_and_fp32_ones_where_small(rounding):
 
 def test_second_moments_do_not_stall_in_bf16():
     """Between load and store nothing is rounded to BF16, in which 0.999 v is v."""
-    _, mine = train("nearest", steps=1)
     opt, mine = train("nearest", steps=25)
     theirs = masters()
     full = torch.optim.AdamW(theirs, lr=1e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 from torch._dynamo import guards
+from torch._inductor import config
 
 
 def quicken() -> None:
@@ -13,3 +14,5 @@ def quicken() -> None:
     gc.set_threshold(20_000)
     # Dynamo times the guards of each graph, for its log, behind a flush of the processor's caches: 30 to 50 ms.
     guards.profile_guard_manager = lambda *_: 0.0
+    # Inductor compiles and runs a program to see that instructions work which the processor names: seven seconds.
+    config.cpp.vec_isa_ok = True

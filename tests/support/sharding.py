@@ -213,6 +213,18 @@ def in_fp8(block: int | None = None, power_of_two: bool = True) -> Callable[[str
     return rounded
 
 
+def assert_as_alone(run: Run, alone: Callable[[], Run], loss: float, gradient: float) -> None:
+    """Every rank has the first one's run, which is near that of one process: the first rank trains it."""
+    first: list[Any] = [run]
+    dist.broadcast_object_list(first, src=0)
+    assert run.losses == first[0].losses
+    assert run.gradients.keys() == first[0].gradients.keys()
+    for name, x in run.gradients.items():
+        assert torch.equal(x, first[0].gradients[name]), f"gradient of {name} differs between ranks"
+    if dist.get_rank() == 0:
+        assert_close(run, alone(), loss, gradient)
+
+
 def assert_close(a: Run, b: Run, loss: float, gradient: float) -> None:
     """Losses within `loss`, and each gradient within `gradient` of the other's norm."""
     for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)):
