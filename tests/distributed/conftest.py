@@ -1,4 +1,4 @@
-"""Two processes for all tests that want them: the first test of a process takes seconds more than the others."""
+"""Two processes for each test file that wants them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ import pytest
 from ranks import Ranks
 
 
-@pytest.fixture(scope="session")
-def pairs() -> Iterator[list[Ranks]]:
-    """Those that were started; the last one may be of use."""
-    started: list[Ranks] = []
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two processes with a process group."""
+    started = Ranks()
     yield started
-    for pair in started:
-        pair.close()
-
-
-@pytest.fixture
-def ranks(pairs: list[Ranks]) -> Ranks:
-    """Two processes with a process group; other ones after a test that failed in them."""
-    if not pairs or pairs[-1].has_failed:
-        pairs.append(Ranks())
-    return pairs[-1]
+    started.close()

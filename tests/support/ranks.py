@@ -1,7 +1,7 @@
 """Processes that tests of several GPUs run on: two of them, on CPUs over gloo, or with a GPU each over NCCL.
 
-They are started once and wait for functions; before each, all that was compiled is forgotten. Importing torch takes
-longer than most tests do: those on CPUs are copies of one process that has imported it and has run nothing.
+They are started once for a test file and wait for functions. Importing torch takes longer than most tests do: those on
+CPUs are copies of one process that has imported it and has run nothing.
 
     def worker(rank): …; return value                     # at the top of the test file
     def test_it(ranks): first, second = ranks.run(worker)
@@ -38,12 +38,11 @@ def copies() -> Any:
 class Ranks:
     """`world` processes with a process group ("gloo", or "nccl" with a GPU each), which all run what they are given.
 
-    parents: they may start processes themselves. has_failed: one has raised, died or not answered, so that others may
-    wait in a collective for what never comes.
+    parents: they may start processes themselves.
     """
 
     def __init__(self, world: int = 2, backend: str = "gloo", parents: bool = False):
-        self.world, self.has_failed = world, False
+        self.world = world
         self.folder = tempfile.TemporaryDirectory(prefix="fp8compile-ranks-")
         context = mp.get_context("spawn") if backend == "nccl" else copies()
         self.tasks = [context.SimpleQueue() for _ in range(world)]
@@ -64,14 +63,12 @@ class Ranks:
         for task in self.tasks:
             task.put((function, args))
         found, failures = {}, []
-        self.has_failed = True
         for _ in range(self.world):
             rank, failure, result = self._next()
             found[rank] = result
             failures += [f"rank {rank} failed:\n{failure}"] if failure else []
         if failures:
             raise AssertionError("\n".join(failures))
-        self.has_failed = False
         return [found[rank] for rank in range(self.world)]
 
     def _next(self) -> Any:
@@ -97,8 +94,6 @@ class Ranks:
 
 
 def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results: Any) -> None:
-    from fp8compile import process_state  # in each of them, and not in who starts them
-
     torch.set_num_threads(1)
     quicken()
     poison()
@@ -111,7 +106,7 @@ def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results
     )  # fmt: skip
     while (task := tasks.get()) is not None:
         function, args = task
-        process_state.reset()
+        torch.compiler.reset()
         torch.manual_seed(0)
         try:
             results.put((rank, "", function(rank, *args)))
