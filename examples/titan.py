@@ -52,7 +52,7 @@ def in_fp8(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
     spec.parallelize_fn, spec.post_optimizer_build_fn = prepare_and_parallelize, prepare_optimizers
     config.compile = CompileConfig(enable=True, components=["model"], backend=backend)
-    config.optimizer.implementation = "foreach"  # "fused" is torch's own kernel, which nobody can compile
+    config.optimizer.implementation = "foreach"  # of "fused" a compiled step takes the flag off (docs/optimizer.md)
     return config
 
 

@@ -62,6 +62,18 @@ def resharded(rank: int, folder: str, saved_on: int, loaded_on: int) -> None:
         assert_same(before, after)
 
 
+def a_fused_optimizer_is_taken_over(rank: int) -> None:
+    recipe = {"first": "log", "second": "log/stochastic"}
+    mesh = first_ranks(dist.get_world_size())
+    assert mesh is not None
+    found = [states(trained(mesh, recipe, fused=fused)[1]) for fused in (None, True)]
+    assert_same(*found)
+
+
+def test_a_fused_optimizer(four: Ranks) -> None:
+    four.run(a_fused_optimizer_is_taken_over)
+
+
 def test_steps(four: Ranks) -> None:
     four.run(steps_do_not_depend_on_ranks)
 

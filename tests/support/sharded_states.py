@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharding import backend
+from sharding import EAGER, backend
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -36,12 +36,13 @@ def first_ranks(size: int) -> DeviceMesh | None:
 
 
 def trained(
-    mesh: DeviceMesh, recipe: Any, steps: int = 3, dtype: torch.dtype = torch.float32
+    mesh: DeviceMesh, recipe: Any, steps: int = 3, dtype: torch.dtype = torch.float32, fused: bool | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """After some steps with gradients that do not depend on the mesh."""
     model = fully_shard(make(dtype), mesh=mesh)
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = torch.compile(opt.step, backend=backend(states=recipe))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    by_name: dict[str, Any] = {"backend": "fp8", "options": {**EAGER, "states": recipe}}
+    step = torch.compile(opt.step, **(by_name if fused else {"backend": backend(states=recipe)}))
     for i in range(steps):
         for p in model.parameters():
             assert isinstance(p, DTensor)

@@ -40,13 +40,12 @@ _shared: weakref.WeakKeyDictionary[Optimizer, SharedStep] = weakref.WeakKeyDicti
 
 
 class SharedStep:
-    """What is known of the steps of one optimizer. refusal: why its step is compiled as a whole; "" if it is not."""
+    """Steps one optimizer by one rule for each kind. refusal: why its step is compiled as a whole; "" if it is not."""
 
     def __init__(self, opt: Optimizer, options: Options) -> None:
         self.options, self.refusal = options, refusal_of(opt) or _refusal_of(options)
         self.groups: dict[int, GroupStep] = {}
         self.seen: dict[str, set[Any]] = {}  # values that settings have had
-        self.is_running = False
         self.is_torchs = False  # for one step: states are still to come
 
     def prepare(self, opt: Optimizer, has_gradients: bool) -> bool:
