@@ -19,6 +19,10 @@ Each gradient's error is a ratio of signal to noise, in dB, against the same wei
   half or twice what it should be has 6 or 0 dB.
 - The noise of n elements is a sum of n squares, and scatters by √(2/n): two of these are allowed.
 
+- Where b is below 8 dB, a gradient is a sum that cancels, and how much more noise FP8 makes of it depends on how many
+  roundings it sums. An eager step with FP8's roundings, which nothing of fp8compile makes, has that as well: where it
+  was measured, twice its noise in amplitude (6 dB) is right, if that is more than what follows.
+
 So a gradient is right with at least min(8, b − 30) dB (b − 42 where b is below 8), less that scatter. What is not
 finite where BF16 eager is, is wrong. A loss is right within 2 %: it is a mean over many tokens, whose errors of a few
 percent each mostly cancel. Of one row, or of the squares of a residual that is nearly zero, they do not: 30 dB, a
@@ -38,6 +42,7 @@ from torch import Tensor, nn
 COARSER = 30.0  # dB
 ENOUGH = 8.0  # dB
 NOISE = 12.0  # dB
+DOUBLED = 6.0  # dB
 TELLING = 25.0  # dB; a gradient of which BF16 gets less right is mostly rounding
 LOSS, LOSS_AT_MOST = 0.02, 0.2
 
@@ -103,15 +108,26 @@ def sqnr(reference: Tensor, x: Tensor) -> float:
     return 20 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
 
 
-def least(bf16: float, elements: int) -> float:
-    """The dB that a gradient needs, of which BF16 itself gets `bf16` dB right."""
+def least(bf16: float, elements: int, rounded: float = math.inf) -> float:
+    """The dB that a gradient needs, of which BF16 itself gets `bf16` dB right.
+
+    rounded: dB of an eager step with FP8's roundings, which counts where BF16 gets little right.
+    """
     scatter = 10 * math.log10(1 + 2 * math.sqrt(2 / elements))
-    return min(ENOUGH, bf16 - COARSER) - (NOISE if bf16 < ENOUGH else 0.0) - scatter
+    if bf16 >= ENOUGH:
+        return min(ENOUGH, bf16 - COARSER) - scatter
+    return min(bf16 - COARSER - NOISE, rounded - DOUBLED) - scatter
 
 
-def too_low(got: Comparison, bf16: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Of each wrong gradient, (the dB it has, the dB it needs), the worst first; `bf16`: what BF16 gets right."""
-    needed = {name: least(bf16.get(name, math.inf), n) for name, n in got.elements.items()}
+def too_low(
+    got: Comparison, bf16: Mapping[str, float], rounded: Mapping[str, float] | None = None
+) -> dict[str, tuple[float, float]]:
+    """Of each wrong gradient, (the dB it has, the dB it needs), the worst first.
+
+    bf16: what BF16 gets right of each; rounded: what an eager step with FP8's roundings does.
+    """
+    beside = rounded or {}
+    needed = {name: least(bf16.get(name, math.inf), n, beside.get(name, math.inf)) for name, n in got.elements.items()}
     wrong = {name: (db, needed[name]) for name, db in got.decibels.items() if not db >= needed[name]}
     return dict(sorted(wrong.items(), key=lambda item: item[1][0] - item[1][1]))
 
@@ -127,8 +143,13 @@ def enough_for_a_loss(bf16_error: float) -> float:
     return min(max(LOSS, 10 ** (COARSER / 20) * bf16_error), LOSS_AT_MOST)
 
 
-def wrongs(got: Comparison, bf16: Mapping[str, float], bf16_loss_error: float = 0.0) -> list[str]:
-    """What is wrong, in words; nothing where all is right. `bf16`: what BF16 gets right of each gradient."""
+def wrongs(
+    got: Comparison,
+    bf16: Mapping[str, float],
+    bf16_loss_error: float = 0.0,
+    rounded: Mapping[str, float] | None = None,
+) -> list[str]:
+    """What is wrong, in words; nothing where all is right. bf16, rounded: see `too_low`."""
     found = []
     if not got.loss_error <= enough_for_a_loss(bf16_loss_error):
         found.append(f"loss off by {100 * got.loss_error:.1f} %")
@@ -136,7 +157,7 @@ def wrongs(got: Comparison, bf16: Mapping[str, float], bf16_loss_error: float = 
         found.append(f"{got.non_finite} elements of gradients are not finite")
     if got.missing:
         found.append(f"gradients missing or too many: {', '.join(got.missing[:3])}")
-    low = too_low(got, bf16)
+    low = too_low(got, bf16, rounded)
     for name, (has, needs) in list(low.items())[:1]:
         found.append(
             f"{len(low)} of {len(got.decibels)} gradients too far off: {name} has {has:.1f} dB, needs {needs:.1f}"

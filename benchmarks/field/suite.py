@@ -158,7 +158,7 @@ def settled(rows: list[Row]) -> list[Row]:
     bf16, got = comparison_of(baseline), comparison_of(ours)
     right = field_bounds.conditioning(baseline.get("bf16_decibels") or {}, bf16.decibels if bf16 else {})
     error = max(baseline.get("bf16_loss_error") or 0.0, bf16.loss_error if bf16 else 0.0)
-    wrong = [] if got is None else field_bounds.wrongs(got, right, error)
+    wrong = [] if got is None else field_bounds.wrongs(got, right, error, baseline.get("rounded_decibels"))
     ours = replace(ours, figures={**short(ours, right), "wrong": wrong})
     return [replace(baseline, figures=short(baseline, right)), ours]
 

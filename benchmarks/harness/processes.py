@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -148,6 +149,7 @@ def prepare_process(case: Case, gpu: str) -> None:
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     torch.set_num_threads(threads)
     inductor_config.compile_threads = threads  # its own variable is read where torch is imported
+    sys.argv[1:] = []  # Inductor writes what follows --only into the modules it makes, quotes and all
     if case.device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 

@@ -132,6 +132,19 @@ def test_a_gradient_that_is_far_off_is_named(linear: Any) -> None:
     assert wrongs(found, {"weight": 25.0}) == []  # BF16 itself gets little of it
 
 
+def test_a_sum_that_cancels_may_be_as_noisy_as_roundings_to_fp8_make_it() -> None:
+    """Only where BF16 itself gets nothing right, and at most twice as noisy."""
+    scatter = least(50.0, 768) - 8.0
+    assert least(0.0, 768) == pytest.approx(-42.0 + scatter)
+    assert least(0.0, 768, rounded=-44.0) == pytest.approx(-50.0 + scatter)
+    assert least(0.0, 768, rounded=-20.0) == least(0.0, 768)
+    assert least(50.0, 768, rounded=-44.0) == least(50.0, 768)
+    found = Comparison(decibels={"bias": -45.6}, elements={"bias": 768})
+    assert wrongs(found, {"bias": 0.0})
+    assert wrongs(found, {"bias": 0.0}, rounded={"bias": -41.0}) == []
+    assert wrongs(found, {"bias": 0.0}, rounded={"bias": -30.0})
+
+
 def test_what_is_not_finite_is_wrong(linear: Any) -> None:
     layer, reference = linear
     layer.weight.grad[3, :2] = math.nan

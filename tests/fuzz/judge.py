@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import poison
 
@@ -21,7 +22,7 @@ from .stepping import Step, Subject, imported
 from .watching import watched
 
 DRAWS = (1.0, 2**0.25, 2**0.5, 2**0.75)
-AGAIN = (1, 2)  # data seeds with which a mismatch must come again
+AGAIN = (1, 2)  # seeds of data and weights with which a mismatch must come again
 COMPILED = ("inductor, compiled", "generated, compiled")
 OK, WRONG, RAISES, SKIPPED = "ok", "wrong", "raises", "skipped"
 
@@ -78,10 +79,7 @@ def judge(spec: Spec, settings: Settings) -> Verdict:
 
 def _references(subject: Subject, data: int) -> References:
     options = subject.module.OPTIONS
-    drawn = []
-    for headroom in DRAWS:
-        with rounding(subject.model, options, headroom):
-            drawn.append(subject.eager(data))
+    drawn = [subject.eager(data, around=partial(rounding, options=options, headroom=h)) for h in DRAWS]
     return References(subject.eager(data, exact=True), subject.eager(data), drawn, subject.precision == "fp32")
 
 

@@ -27,7 +27,7 @@ OPERANDS = {
     aten.convolution.default: ((0, None), (1, None)),
     aten.convolution_backward.default: ((0, None), (1, None), (2, None)),
 }
-FINE = ("rowwise", "rowwise_with_gw_hp", "blockwise")
+FINE = ("rowwise", "rowwise_with_gw_hp")  # blocks of a weight share a scale, as whole tensors do
 
 
 class Rounding(TorchDispatchMode):

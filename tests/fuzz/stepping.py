@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fp8compile.plan import store
 
+Around = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 Step = dict[str, Tensor]  # outputs as "output N", the loss, gradients and buffers by name
 
 # name -> options. Node by node, "inductor" runs references of casts, and "generated" regions: as they are, or kernels.
@@ -27,6 +29,22 @@ WAYS: dict[str, dict[str, str]] = {
     "inductor, compiled": {"executor": "inductor", "kernels": "inductor"},
     "generated, compiled": {"executor": "inductor", "kernels": "generated"},
 }
+
+
+class Widest(TorchFunctionMode):
+    """Keeps FP64 where a model asks for FP32: `x.float()`, `softmax(x, dtype=torch.float32)`.
+
+    A gradient that is zero but for rounding (a shift of all logits) has its exact value only if nothing is rounded.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -61,11 +79,11 @@ class Subject:
         self.model = model.to(device, dtype)
         self.names = list(inspect.signature(module.Model.forward).parameters)[1:]
 
-    def eager(self, data: int, exact: bool = False) -> Step:
-        """A step of PyTorch's own, in the model's precision or, `exact`, in FP64."""
+    def eager(self, data: int, exact: bool = False, around: Around = contextlib.nullcontext) -> Step:
+        """A step of PyTorch's own, in the model's precision or, `exact`, in FP64; it runs within around(model)."""
         model = copy.deepcopy(self.model)
-        model = model.double() if exact else model
-        return self.step(model, model, data)
+        with Widest() if exact else around(model):
+            return self.step(model.double() if exact else model, model, data)
 
     def compiled(self, way: str, options: dict[str, Any]) -> Callable[[int], Step]:
         """A function of a data seed that makes steps by the backend."""
@@ -82,8 +100,9 @@ class Subject:
         return self.step(model, torch.compile(model, backend=backend), data)
 
     def step(self, model: nn.Module, run: Callable[..., Any], data: int) -> Step:
-        """Forward and backward of `run`, which is `model` in some form."""
+        """Forward and backward of `run`, which is `model` in some form; the weights are those of `data` as well."""
         model.zero_grad(set_to_none=True)
+        self._draw_weights(model, data)
         dtype = next(model.parameters()).dtype
         given = {name: self._placed(x, dtype) for name, x in self.module.inputs(data).items()}
         x = given["x"].requires_grad_(self.module.INPUT_GRAD and given["x"].is_floating_point())
@@ -98,6 +117,17 @@ class Subject:
         found |= {"input": x.grad.clone()} if x.grad is not None else {}
         found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         return found | {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
+
+    @torch.no_grad()
+    def _draw_weights(self, model: nn.Module, data: int) -> None:
+        """Give `model` the weights that belong to `data`: the model's own for 0, else up to 10 % off.
+
+        A weight halfway between two codes falls to either side in two ways of dividing by its scale, whatever the data.
+        """
+        g = torch.Generator().manual_seed(data)
+        for p, own in zip(model.parameters(), self.model.parameters(), strict=True):
+            factor = 1 + 0.1 * torch.rand(own.shape, generator=g) if data else torch.ones(())
+            p.copy_(own * factor.to(own.device, own.dtype))
 
     def _placed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         # what BF16 rounds, FP64 gets rounded as well

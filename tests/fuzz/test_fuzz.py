@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -16,7 +17,7 @@ from typing import Any
 import interpreter
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8compile.kernels.codegen.operations import OPERATIONS
 from fp8compile.kernels.codegen.spec import Part
@@ -27,6 +28,7 @@ from tests.fuzz import run
 from tests.fuzz.bounds import References, noise, wrong
 from tests.fuzz.draw import draw
 from tests.fuzz.judge import OK, SKIPPED, Settings, Verdict, judge
+from tests.fuzz.rounded import rounding
 from tests.fuzz.shrink import manner, script, shrink, simpler_ones
 from tests.fuzz.source import source
 from tests.fuzz.spec import Output, Spec, Step, from_json
@@ -222,6 +224,42 @@ def test_a_mismatch_near_an_inductor_that_is_right_is_ours() -> None:
     found = wrong(references, steps)
     assert list(found) == ["generated, compiled w apart"]
     assert judging._ours(subject, references, found, steps) == found
+
+
+def test_the_exact_step_is_exact_where_a_model_asks_for_fp32() -> None:
+    """A shift of all logits has no gradient: what FP32 leaves of it is rounding, and no reference."""
+    text = source(draw(3990))
+    assert "out0.float()" in text
+    with imported(text) as module:
+        step = Subject(module, "cpu", 3990).eager(0, exact=True)
+    assert step["layer4b"].dtype == torch.float64
+    assert step["layer4b"].abs().item() < 1e-14
+
+
+def test_other_data_comes_with_other_weights_for_all_ways_alike() -> None:
+    """A weight between two codes, in every step the same, would come again with any data."""
+    with imported(source(draw(3990))) as module:
+        subject = Subject(module, "cpu", 3990)  # no matmul of it is in FP8
+        other = subject.eager(1)
+        compiled = [subject.compiled(way, dict(module.OPTIONS))(1) for way in ("inductor", "generated")]
+    for step in compiled:
+        torch.testing.assert_close(step["output 0"], other["output 0"])
+    model = copy.deepcopy(subject.model)
+    subject._draw_weights(model, 1)
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), subject.model.parameters(), strict=True))
+    subject._draw_weights(model, 0)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), subject.model.parameters(), strict=True))
+
+
+def test_weights_of_blocks_are_rounded_with_a_scale_for_all() -> None:
+    """The gradient of an input through Linear(17, 1) contracts one number: rows of one would lose nothing."""
+    weight, gradient = torch.linspace(0.1, 0.9, 17)[None], torch.ones(7, 1)
+    with rounding(nn.Linear(1, 1), {"recipe": "blockwise", "save": "bf16"}, headroom=1.0):
+        by_block = gradient @ weight
+    with rounding(nn.Linear(1, 1), {"recipe": "rowwise", "save": "bf16"}, headroom=1.0):
+        by_row = gradient @ weight
+    assert not torch.equal(by_block, gradient @ weight)
+    torch.testing.assert_close(by_row, gradient @ weight)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
