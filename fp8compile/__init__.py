@@ -32,6 +32,7 @@ from fp8compile.insight.dump.dumps import dump  # noqa: E402
 from fp8compile.insight.dump.graph_files import example_inputs, load_graph  # noqa: E402
 from fp8compile.insight.dump.stages import diff  # noqa: E402
 from fp8compile.insight.explanation import Explanation  # noqa: E402
+from fp8compile.insight.metrics import metrics  # noqa: E402
 from fp8compile.insight.printers import register_printers  # noqa: E402
 from fp8compile.insight.watching import watch  # noqa: E402
 from fp8compile.optimizer.checkpoints import plain_state_dict  # noqa: E402
@@ -87,6 +88,7 @@ __all__ = [
     "explain",
     "last_compile",
     "load_graph",
+    "metrics",
     "plain_state_dict",
     "prepare_fsdp",
     "prepare_optimizer",

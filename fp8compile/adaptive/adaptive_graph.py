@@ -30,6 +30,7 @@ from fp8compile.plan.cast_rows import Row
 from fp8compile.plan.overrides import Overrides, SavedKey, saved_key
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
+from fp8compile.plan.rows import FP8
 from fp8compile.recipe import Recipe
 from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.user_frame import warn_user
@@ -54,7 +55,8 @@ class Version:
 class AdaptiveGraph:
     """A graph in automatic mode, as the backend returns it: it calls the version of the hour.
 
-    step: executions so far. changes: all changes, with their evidence. plan: how it runs now.
+    step: executions so far. changes: all changes, with their evidence. plan: how it runs now; replaced: how it ran
+    before. looks: how often it measured; measured: the casts that ran, as it saw them the last time.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: Options, compile: Compile):
@@ -62,6 +64,9 @@ class AdaptiveGraph:
         self.settings: Adaptive = options.adaptive
         self.step = 0
         self.changes: list[Change] = []
+        self.replaced: list[Plan] = []
+        self.looks = 0
+        self.measured: list[Row] = []
         self.why_done = ""
         self._captured = CapturedGraph.of(gm, compile)
         self._base = replace(options, adaptive=None)
@@ -149,6 +154,7 @@ class AdaptiveGraph:
             return
         cast_statistics.stop(self._name)
         looked, self._looking = self._looking - 1, 0
+        self.looks, self.measured = self.looks + 1, _of_casts(rows, self.plan)
         if self._decide(rows):
             self._gap, self._next_look = 1, self.step
         else:
@@ -170,6 +176,7 @@ class AdaptiveGraph:
         version = self._version(options)
         if version is None:
             return False
+        self.replaced.append(self._now.plan)
         self._now, self._saved = version, saved
         self._versions += 1
         self.changes += changes
@@ -202,6 +209,7 @@ class AdaptiveGraph:
     def _start_fp8(self) -> None:
         version = self._version(self._base)
         if version is not None:
+            self.replaced.append(self._now.plan)
             self._now = version
             self._begin()
 
@@ -238,6 +246,12 @@ def _has_groups(inputs: Sequence[Any]) -> bool:
     kinds = {x.device for x in inputs if isinstance(x, torch.Tensor)}
     device = devices.describe(next((d for d in kinds if d.type != "cpu"), torch.device("cpu")))
     return device.emulated or device.blockwise
+
+
+def _of_casts(rows: Sequence[Row], plan: Plan) -> list[Row]:
+    """Return the rows of casts that run, without those of matmuls in BF16, which a look measures as well."""
+    in_fp8 = {key for row, key, _ in keyed(plan.matmuls) if row.decision == FP8}
+    return [row for row in rows if row.role == "saved" or (row.path, row.role, row.occurrence) in in_fp8]
 
 
 def _changed_saved(plan: Plan) -> list[tuple[SavedKey, str]]:

@@ -51,7 +51,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Change:
-    """A matmul or a saved tensor (role "saved") that changed: at which step, from what to what, and why."""
+    """A matmul or a saved tensor (role "saved") that changed: at which step, from what to what, and why.
+
+    is_cheaper: it returned to a cheaper choice that would have kept enough.
+    """
 
     step: int
     path: str
@@ -59,6 +62,7 @@ class Change:
     before: str
     after: str
     evidence: str
+    is_cheaper: bool = False
 
     def __str__(self) -> str:
         where = f"{self.path or '(the model itself)'} {self.role}"
@@ -98,7 +102,9 @@ class Policy:
             if set(sides) == {"left", "right"} and members[0] in self.baselines:
                 after, why = self._choose(row, members, sides, row.path in edges)
             if why:
-                changes.append(Change(step, row.path, row.role, str(_choice(row)), str(after), why))
+                before = _choice(row)
+                cheaper = _cost(after) < _cost(before)
+                changes.append(Change(step, row.path, row.role, str(before), str(after), why, cheaper))
                 row = _changed(row, after, why)
             rows.append(row)
         saved = [self._saved(row, key, measured, step, changes) for row, key in _saved_keys(plan.saved)]
