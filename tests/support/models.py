@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 VOCABULARY, WIDTH, INNER, LAYERS, BATCH, LENGTH = 256, 64, 128, 1, 4, 16
-DEEP = 2  # layers of qwen2, gpt2, vit and `Blocks`, where what goes from one to the next is to be seen
+DEEP = 2  # layers of qwen2, gpt2 and `Blocks`, where what goes from one to the next is to be seen
 
 
 @dataclass
@@ -166,7 +166,7 @@ def mixtral() -> Case:
 def vit() -> Case:
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=DEEP, num_attention_heads=4, image_size=32,
+        hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4, image_size=32,
         patch_size=8, num_labels=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     model = unsettled(transformers.ViTForImageClassification(config))
@@ -349,9 +349,11 @@ def shared_module() -> Case:
 class Blocks(nn.Module):
     """Blocks, checkpointed or not, with a graph break after the first or not, under autocast or not."""
 
-    def __init__(self, checkpointed: bool = False, broken: bool = False, autocast: bool = False) -> None:
+    def __init__(
+        self, checkpointed: bool = False, broken: bool = False, autocast: bool = False, depth: int = DEEP
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(DEEP))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.checkpointed, self.broken, self.autocast = checkpointed, broken, autocast
 
     def forward(self, x: Tensor) -> Tensor:
@@ -366,7 +368,7 @@ class Blocks(nn.Module):
         return x
 
 
-def blocks(dtype: torch.dtype = torch.bfloat16, **kind: bool) -> Case:
+def blocks(dtype: torch.dtype = torch.bfloat16, **kind: Any) -> Case:
     """`Blocks` of this kind; always the same weights."""
     torch.manual_seed(0)
     x = noise(BATCH, LENGTH, WIDTH)

@@ -7,6 +7,7 @@ tensors of the step; `trial.check` says what differs from the reference.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,14 +21,14 @@ from pipelines import look_after
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from two_ways import two_ways
 
-from fp8compile import ops
+from fp8compile import delayed, ops
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen import choose_schedule, generated
 from fp8compile.kernels.reference import region_reference
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.region_graph import regions_of
-from fp8compile.plan import store
 
 # A value rounded to BF16 or not before its cast lands on another code one time in 16 (2^-9 of half a step of 2^-4), and
 # is then 2^-4 off: 36 dB. A gradient has passed up to ten such tensors, 10 dB, and nonlinearities cost some more.
@@ -72,7 +73,6 @@ class Watch:
     left: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     tried: set[Any] = field(default_factory=set)
-    kernels: bool = True  # try them
 
     def half(self, c: HalfGraph) -> None:
         c.graph.lint()
@@ -82,7 +82,7 @@ class Watch:
 
     def reference(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def checked(region: Any, schedule: Any, inputs: Any, sizes: Any) -> Any:
-            if self.kernels and (region, schedule) not in self.tried:
+            if (region, schedule) not in self.tried:
                 self.tried.add((region, schedule))
                 kernel = generated.kernel_of(region, schedule, "interpreter")
                 self.wrong += check_kernel.check(kernel, region, schedule, inputs, sizes)
@@ -104,8 +104,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     assert seen.wrong == []
 
 
-def compiled(model: Callable[..., Any], kernels: str, recipe: Any = "mixed") -> Callable[..., Any]:
-    options = {"select": "all", "executor": "eager", "strict": True, "kernels": kernels, "recipe": recipe}
+def compiled(model: Callable[..., Any], recipe: Any = "mixed") -> Callable[..., Any]:
+    options = {"select": "all", "executor": "eager", "strict": True, "recipe": recipe}
     return torch.compile(model, backend="fp8", options=options)
 
 
@@ -121,22 +121,20 @@ def train_step(model: nn.Module, run: Callable[..., Any], inputs: list[Tensor], 
     found |= {f"input {n}": x.detach() for n, x in enumerate(given)}
     found |= {f"gradient of input {n}": x.grad for n, x in enumerate(given) if x.grad is not None}
     found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return found | dict(model.named_buffers())
-
-
-def forget() -> None:
-    torch.compiler.reset()
-    store.reset()
+    return found | {name: x.clone() for name, x in model.named_buffers()}
 
 
 def both(build: Callable[[], nn.Module], inputs: list[Tensor], recipe: Any = "mixed", repeats: int = 1) -> None:
     """Compare the step with regions to the step without: layout, what is finite, and values."""
-    steps = []
-    for kernels in ("inductor", "generated"):
-        forget()
-        torch.manual_seed(0)
-        model = build()
-        steps.append(train_step(model, compiled(model, kernels, recipe), inputs, repeats))
+    torch.manual_seed(0)
+    model, steps = build(), []
+    start, run = copy.deepcopy(model.state_dict()), compiled(model, recipe)
+    with two_ways() as ways:
+        for ways.fused in (False, True):
+            model.load_state_dict(start)
+            model.zero_grad()
+            delayed.reset()
+            steps.append(train_step(model, run, inputs, repeats))
     compare(*steps)
 
 
@@ -427,10 +425,12 @@ def test_what_is_not_finite_stays_so(watch: Watch) -> None:
 def test_inference(watch: Watch) -> None:
     torch.manual_seed(0)
     model = block(F.gelu)()
-    with torch.no_grad():
-        expected = compiled(model, "inductor")(*TOKENS)
-        forget()
-        assert sqnr(expected, compiled(model, "generated")(*TOKENS)) > LEAST
+    run = compiled(model)
+    with torch.no_grad(), two_ways() as ways:
+        ways.fused = False
+        expected = run(*TOKENS)
+        ways.fused = True
+        assert sqnr(expected, run(*TOKENS)) > LEAST
     assert watch.regions
 
 
@@ -459,24 +459,21 @@ def marked(run: Callable[..., Any], dims: tuple[int, int]) -> Callable[[Tensor],
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("block", "mixed"), ("modulated", "rowwise"), ("transposed", "rowwise")])
-def test_dynamic_sizes_are_compiled_once(name: str, recipe: str, watch: Watch) -> None:
+def test_dynamic_sizes_are_compiled_once(name: str, recipe: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     build, dims, width = DYNAMIC[name]
-    watch.kernels = name == "modulated"  # with symbolic rows each has up to a thousand programs
-    steps: dict[str, list[dict[str, Tensor]]] = {"inductor": [], "generated": []}
-    for kernels, found in steps.items():
-        forget()
-        torch._dynamo.utils.counters.clear()
-        torch.manual_seed(0)
-        model = build()
-        run = compiled(model, kernels, recipe)
+    monkeypatch.setattr(choose_schedule, "PROCESSORS", 2)  # with symbolic rows kernels have programs for all of them
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = build()
+    run = compiled(model, recipe)
+    with two_ways() as ways:
         for size in SIZES:
-            shape = [width] * 3
+            shape, steps = [width] * 3, []
             shape[dims[0]], shape[dims[1]] = size
-
-            model.zero_grad()
-            found.append({k: v.clone() for k, v in train_step(model, marked(run, dims), [noise(*shape)]).items()})
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    for plain, fused in zip(*steps.values(), strict=True):
-        compare(plain, fused)
+            for ways.fused in (False, True):
+                model.zero_grad()
+                steps.append(train_step(model, marked(run, dims), [noise(*shape)]))
+            compare(*steps)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert watch.regions
     assert "quantize" not in watch.left
