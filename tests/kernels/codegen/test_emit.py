@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -203,6 +204,14 @@ def test_header() -> None:
     assert "writes   y0: float8_e5m2[128, 256]" in header
     assert "writes   y1: float8_e5m2[256, 128], transposed" in header
     assert "libdevice" not in text
+
+
+@pytest.mark.parametrize("line", ['x = f(x, """a string""")', r'x = f(x, "C:\users\x")'])
+def test_a_line_in_the_header_may_have_any_string(line: str) -> None:
+    parts = Cast("e5m2", "group(16)").region()
+    region = Region(parts.parts, parts.buffers, (f"model.py:12  {line}",))
+    tree = ast.parse(generated.file_source(region, choose_schedule.choose(region)))
+    assert f"from     model.py:12  {line}\n" in (ast.get_docstring(tree) or "")
 
 
 def test_only_what_is_needed_is_written() -> None:
