@@ -19,6 +19,7 @@ import fp8compile
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.snapshot import copy_graph
 from fp8compile.passes.core.stages import Stage
+from fp8compile.plan.rows import Matmul
 
 HERE = Path(__file__).parent
 MADE_WITH = (2, 13)  # decompositions drift between torch versions; the text is compared on this one, values on all
@@ -51,6 +52,7 @@ class Recorder:
         self.before: fx.GraphModule | None = None
         self.after: fx.GraphModule | None = None
         self.fakes: list[torch.Tensor] = []
+        self.converted: list[Matmul] = []
 
     def __call__(self, c: Any, observe: Any = None) -> None:
         if c.stage is not Stage.JOINT:
@@ -74,16 +76,18 @@ class Recorder:
 run_stage = pipeline.run_stage
 
 
-@pytest.fixture(params=CASES)
-def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Recorder]:
+@pytest.fixture(scope="module", params=CASES)
+def recorded(request: pytest.FixtureRequest) -> tuple[str, Recorder]:
     recorder = Recorder()
-    monkeypatch.setattr(pipeline, "run_stage", recorder)
     make, shape = CASES[request.param]
     torch.manual_seed(0)
     model = make().bfloat16()
     options = {"select": "all", "executor": "eager", "strict": True}
     x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-    torch.compile(model, backend="fp8", options=options)(x).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "run_stage", recorder)
+        torch.compile(model, backend="fp8", options=options)(x).sum().backward()
+    recorder.converted = [m for m in fp8compile.last_compile().matmuls if m.decision == "fp8"]
     return request.param, recorder
 
 
@@ -117,5 +121,4 @@ def test_first_and_last_graph_compute_the_same(recorded: tuple[str, Recorder]) -
         if expected is not None and expected.is_floating_point():
             error = (expected.float() - actual.float()).pow(2).sum()
             assert 10 * torch.log10(expected.float().pow(2).sum() / error) > 15
-    converted = [m for m in fp8compile.last_compile().matmuls if m.decision == "fp8"]
-    assert converted
+    assert recorder.converted

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -31,8 +33,19 @@ class Gated(nn.Module):
         return x
 
 
-def backward_of(monkeypatch: pytest.MonkeyPatch, layers: int = LAYERS, **options: Any) -> fx.Graph:
-    """The backward half of a `Gated`, after its gradients were compared with those in BF16."""
+@dataclass(frozen=True)
+class Kept:
+    """backward: the half with that name. saved: bytes that it gets. moved: those of the kernel that moves most."""
+
+    backward: fx.Graph
+    saved: int
+    moved: int
+
+
+@functools.cache
+def compiled(layers: int = LAYERS, far: bool = True, **options: Any) -> Kept:
+    """What becomes of a `Gated`, after its gradients were compared with those in BF16. `far`: as always; else what
+    reads too much is not looked for."""
     found: list[fx.Graph] = []
     torch.compiler.reset()
     partition: Callable[..., Any] = partitioner._partition
@@ -42,19 +55,23 @@ def backward_of(monkeypatch: pytest.MonkeyPatch, layers: int = LAYERS, **options
         found.append(halves[1].graph)
         return halves
 
-    monkeypatch.setattr(partitioner, "_partition", keep)
     torch.manual_seed(0)
     case = Case(
         Gated(layers).bfloat16(), {"x": torch.randn(ROWS, WIDTH).bfloat16()}, lambda y: y.float().square().mean(), 0
     )
     gradients = []
-    for run in (case.model, torch.compile(case.model, backend="fp8", options={**EAGER, **options})):
-        case.model.zero_grad()
-        case.loss(run(**case.inputs)).backward()
-        gradients.append([p.grad.clone() for p in case.model.parameters() if p.grad is not None])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partitioner, "_partition", keep)
+        if not far:
+            patch.setattr(save_budget, "find_far", lambda *given: set())
+        for run in (case.model, torch.compile(case.model, backend="fp8", options={**EAGER, **options})):
+            case.model.zero_grad()
+            case.loss(run(**case.inputs)).backward()
+            gradients.append([p.grad.clone() for p in case.model.parameters() if p.grad is not None])
     for a, b in zip(*gradients, strict=True):
         assert (a - b).float().norm() < 0.15 * a.float().norm()
-    return found[-1]
+    plan = fp8compile.last_compile()
+    return Kept(found[-1], sum(row.bytes for row in plan.saved), max(kernel.moved for kernel in plan.kernels))
 
 
 EAGER = {"executor": "eager", "select": "all", "strict": True, "save_min_bytes": 0}
@@ -72,28 +89,19 @@ def most_read(backward: fx.Graph) -> int:
 
 
 @pytest.mark.parametrize("save", ["fp8", "bf16"])
-def test_no_layer_sums_up_all_that_came_before(monkeypatch: pytest.MonkeyPatch, save: str) -> None:
-    near = most_read(backward_of(monkeypatch, save=save))
-    saved = sum(row.bytes for row in fp8compile.last_compile().saved)
-    monkeypatch.setattr(save_budget, "find_far", lambda *given: set())
-    far = most_read(backward_of(monkeypatch, save=save))
-    assert far >= LAYERS - 1, "the model is no longer one whose stream a minimum cut would sum up"
-    assert near <= 5
-    assert saved < 1.35 * sum(row.bytes for row in fp8compile.last_compile().saved)
+def test_no_layer_sums_up_all_that_came_before(save: str) -> None:
+    near, far = compiled(save=save), compiled(save=save, far=False)
+    assert most_read(far.backward) >= LAYERS - 1, "the model is no longer one whose stream a minimum cut would sum up"
+    assert most_read(near.backward) <= 5
+    assert near.saved < 1.35 * far.saved
 
 
-def test_a_budget_may_still_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_may_still_ask_for_it() -> None:
     """Below what is kept by default, values that take memory run again, however much they read."""
-    backward_of(monkeypatch)
-    usual = sum(row.bytes for row in fp8compile.last_compile().saved)
-    backward_of(monkeypatch, activation_budget=int(0.85 * usual))
-    assert sum(row.bytes for row in fp8compile.last_compile().saved) <= 0.85 * usual
+    usual = compiled(save="fp8").saved
+    assert compiled(save="fp8", activation_budget=int(0.85 * usual)).saved <= 0.85 * usual
 
 
-def test_no_kernel_reads_more_the_more_layers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_reads_more_the_more_layers_there_are() -> None:
     """Nor is the gradient of the stream added up anew for every layer."""
-    largest = []
-    for layers in (LAYERS // 2, LAYERS):
-        backward_of(monkeypatch, layers)
-        largest.append(max(kernel.moved for kernel in fp8compile.last_compile().kernels))
-    assert largest[1] <= 1.05 * largest[0]
+    assert compiled(save="fp8").moved <= 1.05 * compiled(LAYERS // 2, save="fp8").moved
