@@ -43,6 +43,32 @@ def prepare() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # int() of it NumPy 2.4 refuses
 
     module._patch_lang_tensor = patch_lang_tensor
+    module._patch_lang = _once_a_launch(module)
+
+
+def _once_a_launch(module: Any) -> Any:
+    """The interpreter's own change of `triton.language` before a function runs, left out where it is in place: a kernel
+    calls dozens of functions, and each would look through all of the language again."""
+    patch = module._patch_lang
+    modules = (module.tl, module.tl.core)
+    in_place: set[Any] = set()
+
+    def patch_lang(function: Any) -> Any:
+        named = {x for x in function.__globals__.values() if any(x is m for m in modules)}
+        if named and named <= in_place:
+            return None  # the function is called by a kernel, and nobody restores anything
+        scope = patch(function)
+        restore = scope.restore
+
+        def forget() -> None:
+            in_place.clear()
+            restore()
+
+        in_place.update(named)
+        scope.restore = forget
+        return scope
+
+    return patch_lang
 
 
 def _interpret_library(module: Any) -> None:
