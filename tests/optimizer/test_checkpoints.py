@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import zipfile
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from optimizers import compiled, make_parameters, set_gradients
-from torch import nn
+from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import FP8State
@@ -36,6 +37,31 @@ def advance(mine: list[nn.Parameter], step, first: int, last: int) -> None:
         step()
 
 
+@functools.cache
+def compiled_steps() -> list[tuple[list[Tensor], dict]]:
+    """Parameters and the optimizer's state before each of six compiled steps and after the last, made once."""
+    opt, mine, step = fresh()
+    found = []
+    for i in range(7):
+        found.append(([p.detach().clone() for p in mine], copy.deepcopy(opt.state_dict())))
+        advance(mine, step, i, i + 1)
+    return found
+
+
+def state_after(steps: int) -> dict:
+    return copy.deepcopy(compiled_steps()[steps][1])
+
+
+def trained(steps: int):
+    """An optimizer that went so many steps."""
+    opt, mine, step = fresh()
+    with torch.no_grad():
+        for p, x in zip(mine, compiled_steps()[steps][0], strict=True):
+            p.copy_(x)
+    opt.load_state_dict(state_after(steps))
+    return opt, mine, step
+
+
 def saved(state: object) -> dict:
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -49,19 +75,15 @@ def through_torch_save(state: dict, folder: Path) -> dict:
 
 def through_dcp(state: dict, folder: Path) -> dict:
     dcp.save({"optimizer": state}, checkpoint_id=folder, no_dist=True)
-    blank = fresh()
-    advance(blank[1], blank[2], 0, 1)
-    target = blank[0].state_dict()
+    target = trained(1)[0].state_dict()
     dcp.load({"optimizer": target}, checkpoint_id=folder, no_dist=True)
     return target
 
 
 @pytest.mark.parametrize("way", [through_torch_save, through_dcp])
 def test_resuming_is_bit_equal(way, tmp_path):
-    opt, mine, step = fresh()
-    advance(mine, step, 0, 3)
-    parameters, state = [p.detach().clone() for p in mine], way(opt.state_dict(), tmp_path)
-    advance(mine, step, 3, 6)
+    parameters, state = compiled_steps()[3][0], way(state_after(3), tmp_path)
+    expected, states = compiled_steps()[6][0], compiled_steps()[6][1]["state"]
 
     other, theirs, resumed = fresh()
     with torch.no_grad():
@@ -69,9 +91,9 @@ def test_resuming_is_bit_equal(way, tmp_path):
             p.copy_(q)
     other.load_state_dict(state)
     advance(theirs, resumed, 3, 6)
-    for p, q in zip(mine, theirs, strict=True):
+    for i, (p, q) in enumerate(zip(expected, theirs, strict=True)):
         assert torch.equal(p, q)
-        for name, x in opt.state[p].items():
+        for name, x in states[i].items():
             y = other.state[q][name]
             if isinstance(x, fp8compile.FP8State):
                 for part in ("payload", "side", "counter", "low"):
@@ -82,9 +104,7 @@ def test_resuming_is_bit_equal(way, tmp_path):
 
 
 def test_loading_does_not_alias_the_checkpoint():
-    opt, mine, step = fresh()
-    advance(mine, step, 0, 2)
-    state = opt.state_dict()
+    state = state_after(2)
     before = copy.deepcopy(state)
     other, theirs, resumed = fresh()
     other.load_state_dict(state)
@@ -127,19 +147,18 @@ def test_plain_fp32_states_reach_a_bf16_parameter_unrounded():
 
 
 def test_another_format_is_converted_and_keeps_the_missing_bits():
-    opt, mine, step = fresh()
-    advance(mine, step, 0, 3)
     other, theirs, _ = fresh(recipe={**RECIPE, "first": "log"})
-    other.load_state_dict(saved(opt.state_dict()))
-    x, y = opt.state[mine[0]]["exp_avg"], other.state[theirs[0]]["exp_avg"]
+    other.load_state_dict(saved(state_after(3)))
+    x, y = state_after(3)["state"][0]["exp_avg"], other.state[theirs[0]]["exp_avg"]
     assert (x.format, y.format) == ("e4m3/stochastic", "log")
     assert torch.equal(x.low, y.low)
     assert torch.allclose(x.float(), y.float(), rtol=0.2, atol=1e-3)
 
 
 def test_eight_bit_checkpoint_in_an_optimizer_that_was_not_prepared():
-    opt, mine, step = fresh(torch.float32)
-    advance(mine, step, 0, 3)
+    opt, mine, _ = fresh(torch.float32)
+    advance(mine, opt.step, 0, 3)
+    assert isinstance(opt.state[mine[0]]["exp_avg"], FP8State)
     plain, theirs, _ = fresh(torch.float32, prepared=False)
     plain.load_state_dict(saved(opt.state_dict()))
     set_gradients(theirs, 3)
@@ -174,8 +193,7 @@ def cut_off(state: dict) -> None:
     ],
 )
 def test_damaged_and_foreign_states_are_refused_and_nothing_changes(damage, message):
-    opt, mine, step = fresh()
-    advance(mine, step, 0, 2)
+    opt, *_ = trained(2)
     state = copy.deepcopy(opt.state_dict())
     damage(state)
     before = copy.deepcopy(opt.state_dict())
@@ -193,9 +211,7 @@ def test_damaged_and_foreign_states_are_refused_and_nothing_changes(damage, mess
 
 
 def test_a_damaged_file_is_refused():
-    opt, mine, step = fresh()
-    advance(mine, step, 0, 1)
-    state = opt.state_dict()
+    state = state_after(1)
     state["state"][0]["exp_avg"].counter = None
     with pytest.raises(Exception, match="lacks its counter"):
         saved(state)
@@ -218,12 +234,12 @@ def test_a_checkpoint_of_a_fused_optimizer_fuses_nothing(before):
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_how_an_optimizer_was_made_is_in_its_plain_checkpoint(foreach):
-    mine = make_parameters(SHAPES)
+    mine = make_parameters(SHAPES[:1])
     opt = torch.optim.AdamW(mine, lr=1e-3, foreach=foreach)
     fp8compile.prepare_optimizer(opt)
     advance(mine, compiled(opt)[0], 0, 2)
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-    stock = torch.optim.AdamW(make_parameters(SHAPES), lr=1e-3)
+    stock = torch.optim.AdamW(make_parameters(SHAPES[:1]), lr=1e-3)
     stock.load_state_dict(fp8compile.plain_state_dict(opt))
     assert stock.param_groups[0]["foreach"] is foreach
 

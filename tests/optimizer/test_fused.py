@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import EAGER, make_parameters, set_gradients
+from optimizers import EAGER, SHAPES, make_parameters, set_gradients
 from torch import nn
 
 import fp8compile
 from fp8compile.errors import Fp8Warning, OptionError
 
+MIXED = SHAPES[1:3]  # a large one and a small one: tracing, parameter by parameter, takes most of the time
 MAKES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": lambda p, **more: torch.optim.Adam(p, weight_decay=0.1, amsgrad=True, **more),
     "AdamW": lambda p, **more: torch.optim.AdamW(p, **more),
@@ -35,7 +36,7 @@ def formats(opt: torch.optim.Optimizer) -> set[str]:
 
 
 def pair(name: str, **more: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    return tuple(MAKES[name](make_parameters(), lr=0.01, fused=fused, **more) for fused in (True, False))
+    return tuple(MAKES[name](make_parameters(MIXED), lr=0.01, fused=fused, **more) for fused in (True, False))
 
 
 def advance(opt: torch.optim.Optimizer, step: Callable[[], Any], first: int, last: int) -> None:
@@ -49,8 +50,9 @@ def assert_same(mine: torch.optim.Optimizer, theirs: torch.optim.Optimizer, near
         torch.testing.assert_close(x, y, rtol=0, atol=near)
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize(
+    ("name", "prepared"), [("Adam", True), ("AdamW", False), ("Adagrad", True), ("SGD", False), ("SGD", True)]
+)
 def test_as_without_the_flag(name: str, prepared: bool) -> None:
     mine, theirs = pair(name)
     with warnings.catch_warnings():
@@ -156,6 +158,6 @@ def test_explain_says_the_states_of_a_fused_optimizer_and_leaves_it() -> None:
     mine, theirs = pair("AdamW")
     told = [str(fp8compile.explain(opt.step)) for opt in (mine, theirs)]
     assert told[0] == told[1]
-    assert "4 of 8 optimizer states in 8 bits" in told[0]
+    assert "2 of 4 optimizer states in 8 bits" in told[0]
     assert mine.param_groups[0]["fused"] is True
     assert mine.defaults["fused"] is True

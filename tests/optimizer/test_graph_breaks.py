@@ -14,7 +14,6 @@ import pytest
 import torch
 from optimizers import EAGER, compiled, formats, make_parameters, relative, set_gradients
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 
 import fp8compile
 from fp8compile.optimizer.state_conversion import MADE_ANEW
@@ -22,8 +21,7 @@ from fp8compile.optimizer.states import FP8State
 from fp8compile.torch_hooks.compilations import translator
 
 EXACT = "float32"  # states kept in FP32: what is left are the passes
-SHAPES = ((64, 65), (7,), (64, 96))  # a parameter takes a second and more, so most tests have two
-LARGE, FIRST = (SHAPES[0], SHAPES[2]), SHAPES[:2]
+LARGE, MIXED = ((64, 65), (64, 96)), ((64, 65), (7,))  # a parameter takes a second and more, so there are two
 STEPS = 4
 
 
@@ -220,25 +218,24 @@ def train(opt: torch.optim.Optimizer, parameters: list[nn.Parameter], step: Call
         step()
 
 
-def plainly_compiled(make: Callable[..., torch.optim.Optimizer]) -> list[str]:
+def plainly_compiled(make: Callable[..., torch.optim.Optimizer], shapes: tuple[tuple[int, ...], ...]) -> list[str]:
     """Names of the functions of which torch.compile makes graphs on plain states."""
     seen: list[str] = []
-    aot = aot_autograd(fw_compiler=lambda gm, _: gm.forward)
 
     def backend(gm: Any, inputs: Any) -> Any:
         tx = translator()
         assert tx is not None
         seen.append((tx.output.root_tx or tx).f_code.co_name)
-        return aot(gm, inputs)
+        return gm.forward
 
-    parameters = make_parameters(SHAPES)
+    parameters = make_parameters(shapes)
     opt = make(parameters, lr=0.01)
     train(opt, parameters, torch.compile(opt.step, backend=backend))
     return seen
 
 
 def both(
-    make: Callable[..., torch.optim.Optimizer], states: object, shapes: tuple[tuple[int, ...], ...] = SHAPES
+    make: Callable[..., torch.optim.Optimizer], states: object, shapes: tuple[tuple[int, ...], ...]
 ) -> tuple[Any, Any, list[int]]:
     """An optimizer whose step is compiled, one that runs eagerly on plain states, and the graphs of the first."""
     mine, theirs = make_parameters(shapes), make_parameters(shapes)
@@ -253,10 +250,18 @@ def parameters_of(opt: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in opt.param_groups for p in group["params"]]
 
 
+def assert_no_more_graphs(opt: Any, graphs: list[int], shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Than plain states take, but for those that are found to be made anew."""
+    large = sum(p.numel() > 4096 for p in parameters_of(opt))
+    torch._dynamo.reset()
+    plain = len(plainly_compiled(type(opt), shapes))
+    assert len(graphs) <= plain + (MADE_ANEW - 1) * large * (type(opt) is Replaces)
+
+
 @pytest.mark.parametrize("make", ALL)
 def test_no_update_is_lost(make: type[Moments]) -> None:
     """With states in FP32 what is left are the exchange of states and the passes."""
-    opt, reference, _ = both(make, EXACT, LARGE)
+    opt, reference, graphs = both(make, EXACT, LARGE)
     for p, q in zip(parameters_of(opt), parameters_of(reference), strict=True):
         assert relative(p, q) < 2e-6
         for name, x in reference.state[q].items():
@@ -264,18 +269,19 @@ def test_no_update_is_lost(make: type[Moments]) -> None:
                 assert relative(opt.state[p][name], x) < 2e-6, name
             elif name != "step":
                 assert opt.state[p][name] == x, name
-
-
-@pytest.mark.parametrize("make", ALL)
-def test_eight_bit_states_take_no_more_graphs_than_plain_ones(make: type[Moments]) -> None:
-    opt, reference, graphs = both(make, None)
-    for p, q, start in zip(parameters_of(opt), parameters_of(reference), make_parameters(SHAPES), strict=True):
         if make is not Inline:  # of which Dynamo makes no graph at all
+            assert formats(opt, p)
+    assert_no_more_graphs(opt, graphs, LARGE)
+
+
+@pytest.mark.parametrize("make", [Item, Half, Inline, Reads, Replaces, Foreach])
+def test_eight_bit_states_take_no_more_graphs_than_plain_ones(make: type[Moments]) -> None:
+    opt, reference, graphs = both(make, None, MIXED)
+    for p, q, start in zip(parameters_of(opt), parameters_of(reference), make_parameters(MIXED), strict=True):
+        if make is not Inline:
             assert formats(opt, p) if p.numel() > 4096 else not formats(opt, p)
         assert relative(p - start, q - start) < 0.1
-    torch._dynamo.reset()
-    anew = (MADE_ANEW - 1) * sum(p.numel() > 4096 for p in parameters_of(opt)) if make is Replaces else 0
-    assert len(graphs) <= len(plainly_compiled(make)) + anew
+    assert_no_more_graphs(opt, graphs, MIXED)
 
 
 def assert_alike(opt: torch.optim.Optimizer, reference: torch.optim.Optimizer) -> None:
@@ -289,7 +295,7 @@ def assert_alike(opt: torch.optim.Optimizer, reference: torch.optim.Optimizer) -
 def test_two_groups_with_a_closure(make: type[Moments]) -> None:
     pair = []
     for compiles in (True, False):
-        parameters = make_parameters(FIRST)
+        parameters = make_parameters(MIXED)
         groups = [{"params": parameters[:1], "lr": 0.02}, {"params": parameters[1:]}]
         opt = make(groups, lr=0.01)
         step = compiled(opt, states=EXACT)[0] if compiles else opt.step
@@ -312,7 +318,7 @@ def test_hooks_around_the_step(make: type[Moments]) -> None:
     """One of them reads a state: that of the last step before it, and of this step behind it."""
     pair = []
     for compiles in (True, False):
-        parameters, norms = make_parameters(FIRST), []
+        parameters, norms = make_parameters(MIXED), []
         opt = make(parameters, lr=0.01)
 
         def look(opt: torch.optim.Optimizer, *_: Any, norms: list[float] = norms) -> None:
@@ -332,7 +338,7 @@ def test_a_compiled_training_step_that_breaks(make: type[Moments]) -> None:
     """Its gradients and its optimizer's step are taken in pieces of one function."""
     pair = []
     for compiles in (True, False):
-        parameters = make_parameters(FIRST)
+        parameters = make_parameters(MIXED)
         opt = make(parameters, lr=0.01)
 
         def train_step(scale: float, parameters: list[nn.Parameter] = parameters, opt: Any = opt) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import fp8compile
 from fp8compile.errors import Fp8Warning
 
-SHAPES = ((70, 65), (9,), (64, 64))
+SHAPES = ((70, 65), (9,))
 
 
 def masters() -> list[nn.Parameter]:
@@ -67,7 +67,7 @@ def test_plain_bf16_loses_small_steps_and_stochastic_does_not():
     exact = (torch.cat([p.detach().reshape(-1) for p in reference(30, 1e-4)]) - start)[far]
     assert moved["nearest"].abs().max() == 0
     slope = (moved["stochastic"] @ exact / (exact @ exact)).item()
-    # 30 roundings of each of 5000 elements, each off by at most a neighbour: a few percent in one standard deviation.
+    # 30 roundings of each of 2800 elements, each off by at most a neighbour: a few percent in one standard deviation.
     assert abs(slope - 1) < 0.2
 
 
@@ -82,7 +82,7 @@ def test_with_eight_bit_states_and_fp32_ones_where_small(rounding):
     opt, mine = train(rounding, states="log/stochastic")
     plan = fp8compile.compiles()[-1]
     kept = [(s.parameter, s.format) for s in plan.states if s.name == "exp_avg"]
-    assert kept == [(0, "log/stochastic"), (1, "float32"), (2, "log/stochastic")]
+    assert kept == [(0, "log/stochastic"), (1, "float32")]
     assert all(not u.reason for u in plan.updates)
     carried = [x.low is not None for x in opt.state[mine[0]].values() if isinstance(x, fp8compile.FP8State)]
     assert carried == ([True, False] if rounding == "split" else [False, False])

@@ -33,8 +33,10 @@ def forget() -> None:
 def make_parameters(dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    others = [nn.Parameter(x.to(dtype)) for dtype in dtypes[1:] for x in values[:2]]
-    return [nn.Parameter(x.to(dtypes[0])) for x in values] + others
+    if len(dtypes) == 1:
+        return [nn.Parameter(x.to(dtypes[0])) for x in values]
+    first, second = dtypes  # two of a kind in the first, a large and a small one in the second
+    return [nn.Parameter(x.to(first)) for x in values[::2]] + [nn.Parameter(x.to(second)) for x in values[:2]]
 
 
 def compiled_as_a_whole(opt: torch.optim.Optimizer, **options: Any) -> Callable[..., Any]:
@@ -104,8 +106,7 @@ def rates(opt: torch.optim.Optimizer, i: int) -> None:
 
 def two_groups(make: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[list[Any]], torch.optim.Optimizer]:
     def made(parameters: list[Any]) -> torch.optim.Optimizer:
-        first = 2 if len(parameters) == len(SHAPES) else len(SHAPES)
-        groups = [{"params": parameters[:first]}, {"params": parameters[first:], "lr": 0.003, "weight_decay": 0.0}]
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.003, "weight_decay": 0.0}]
         return make(groups, lr=0.01, **arguments)
 
     return made
