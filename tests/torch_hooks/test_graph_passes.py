@@ -60,14 +60,14 @@ def test_a_rewrite_of_the_joint_graph_comes_first(given: str) -> None:
     assert not seen & set(ops.MARKERS)
 
 
-@pytest.mark.parametrize("hook", ["post_grad_custom_pre_pass", "post_grad_custom_post_pass"])
-def test_passes_of_inductor_run_beside_ours(hook: str) -> None:
-    swap = Swap()
-    with inductor_config.patch({hook: swap, "force_disable_caches": True}):
+def test_passes_of_inductor_run_beside_ours() -> None:
+    hooks = {hook: Swap() for hook in ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")}
+    with inductor_config.patch({**hooks, "force_disable_caches": True}):
         actual = _run(_model(nn.ReLU()))
     assert torch.equal(actual, _run(_model(nn.ReLU())))
-    (seen,) = swap.seen
-    assert torch.ops.fp8.quantize.default in seen, "theirs sees the casts, and not yet what becomes of them"
+    for swap in hooks.values():
+        (seen,) = swap.seen
+        assert torch.ops.fp8.quantize.default in seen, "theirs sees the casts, and not yet what becomes of them"
 
 
 def test_what_was_cached_with_other_passes_is_not_taken() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from fake_quantized import sqnr
 from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput
 
 from fp8compile.torch_hooks import inner_compiler
 from fp8compile.torch_hooks.output_strides import VISIBLE
@@ -59,7 +60,18 @@ class AllViewed(nn.Module):
 
 
 @pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_views_of_one_result(executor: str) -> None:
+def test_views_of_one_result(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, bases = list[set[int]](), list[set[int]]()
+    compile_inner = inner_compiler.compile_fx_inner
+
+    def seen(gm: fx.GraphModule, *args: Any, **settings: Any) -> Any:
+        if not settings.get("is_backward"):
+            meta = gm.graph.output_node().meta
+            kept.append(set(meta[VISIBLE]))
+            bases.append({i for i, desc in enumerate(meta["desc"]) if isinstance(desc, IntermediateBaseAOTOutput)})
+        return compile_inner(gm, *args, **settings)
+
+    monkeypatch.setattr(inner_compiler, "compile_fx_inner", seen)
     torch.manual_seed(0)
     model = AllViewed().bfloat16()
     inputs = [torch.randn(6, 8, 48).bfloat16() for _ in VIEWS]
@@ -73,6 +85,9 @@ def test_views_of_one_result(executor: str) -> None:
         assert all(sqnr(w, g) > 20 for w, g in zip(wanted, got, strict=True)), name
         assert viewed.linear.weight.grad is not None, name
         assert viewed.linear.weight.grad.isfinite().all(), name
+    if executor == "inductor":  # it is to keep the strides of the views, and of what they are views of
+        assert kept == [{*range(2 * len(VIEWS)), *bases[0]}]
+        assert bases[0] - {*range(2 * len(VIEWS))}
 
 
 class WithLoss(nn.Module):
@@ -88,33 +103,27 @@ class WithLoss(nn.Module):
         return loss, y, y[..., ::2]
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_backward_does_not_overwrite_what_was_returned(bias: bool) -> None:
+class Both(nn.Module):
+    """With a bias and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(WithLoss(bias) for bias in (True, False))
+
+    def forward(self, inputs: list[Tensor], target: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return [model(x, target) for model, x in zip(self.each, inputs, strict=True)]
+
+
+def test_backward_does_not_overwrite_what_was_returned() -> None:
     """What is saved and lies in the memory of an output is not backward's to write to."""
     torch.manual_seed(0)
-    model = WithLoss(bias).bfloat16()
-    x, target = torch.randn(2, 3, 64).bfloat16().requires_grad_(), torch.randint(100, (6,))
+    model = Both().bfloat16()
+    x, target = [torch.randn(2, 3, 64).bfloat16().requires_grad_() for _ in range(2)], torch.randint(100, (6,))
     options = {"select": "all", "strict": True, "lm_head": True, "chunk_loss": False, "save_min_bytes": 0}
     with views_by_strides("inductor"):
-        loss, *returned = torch.compile(model, backend="fp8", options=options)(x, target)
-        before = [y.clone() for y in returned]
-        loss.backward()
-    assert all(torch.equal(y, b) for y, b in zip(returned, before, strict=True))
-    assert sqnr(model(x, target)[1], returned[0]) > 20
-
-
-def test_inductor_is_to_keep_the_strides_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[set[int]] = []
-    compile_inner = inner_compiler.compile_fx_inner
-
-    def seen(gm: fx.GraphModule, *args: Any, **settings: Any) -> Any:
-        if not settings.get("is_backward"):
-            kept.append(set(gm.graph.output_node().meta[VISIBLE]))
-        return compile_inner(gm, *args, **settings)
-
-    monkeypatch.setattr(inner_compiler, "compile_fx_inner", seen)
-    model = Viewed(VIEWS["flat and transposed"]).bfloat16()
-    run = torch.compile(model, backend="fp8", options={"select": "all", "strict": True})
-    with views_by_strides("inductor"):
-        run(torch.randn(6, 8, 48).bfloat16())
-    assert kept == [{0, 1, 2}]  # two views, and what they are views of
+        found = torch.compile(model, backend="fp8", options=options)(x, target)
+        before = [[y.clone() for y in returned] for _, *returned in found]
+        sum(loss for loss, *_ in found).backward()
+    for (_, *returned), kept, (_, logits, _) in zip(found, before, model(x, target), strict=True):
+        assert all(torch.equal(y, b) for y, b in zip(returned, kept, strict=True))
+        assert sqnr(logits, returned[0]) > 20

@@ -763,10 +763,10 @@ def test_a_frozen_layer_does_not_keep_its_input() -> None:
 
 
 def test_with_inductor() -> None:
-    model = side_by_side(**{name: build(MODELS[name]) for name in ("attention", "dropout")})
+    model = side_by_side(**{name: build(MODELS[name]) for name in ("block", "dropout")})
     x = [noise(4, 16, D), noise(4, 16, D)]
     got = step(model, compiled(model, executor="inductor", kernels="inductor"), x)
-    assert {row.path.split(".")[1] for row in rows() if is_fp8(row) and row.path} == {"attention", "dropout"}
+    assert {row.path.split(".")[1] for row in rows() if is_fp8(row) and row.path} == {"block", "dropout"}
     exact = copy.deepcopy(model).float()
     wide, plain = step(exact, exact, [v.float() for v in x]), step(model, model, x)
     masked = {name: v for name, v in wide.items() if "dropout" in name or name == "input 1"}
