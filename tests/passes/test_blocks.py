@@ -21,7 +21,7 @@ from pipelines import look_after_stage, look_before_stage, run_half
 from torch import Tensor, fx, nn
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 
-from fp8compile import option_values, ops
+from fp8compile import ops, option_values
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.codegen.spec import Region
 from fp8compile.passes.core.snapshot import copy_graph

@@ -45,10 +45,12 @@ class Joint:
         c.plan.matmuls = c.matmuls.rows()
         return c.plan
 
-    def results(self) -> list[Tensor]:
-        """Of a gradient of ones."""
+    def results(self, gradient: Tensor | None = None) -> list[Tensor]:
+        """Of a gradient of ones, if none is given."""
+        *given, ones = self.given
         with torch.no_grad():
-            return list(fx.Interpreter(fx.GraphModule(self.gm, self.compilation.graph)).run(*self.given))
+            graph = fx.GraphModule(self.gm, self.compilation.graph)
+            return list(fx.Interpreter(graph).run(*given, ones if gradient is None else gradient))
 
 
 def joint(model: nn.Module, *inputs: Tensor, **options: Any) -> Joint:

@@ -263,8 +263,8 @@ class Both(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = Model(FORMS["a penalty on the normaliser"], bias=True)
-        self.second = Model(AGAIN["focal loss, shifted"], bias=True)
+        self.first = Model(FORMS["mean"], bias=True)
+        self.second = Model(AGAIN["perplexity"], bias=True)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.first(x, labels) + self.second(torch.sin(x), labels)
@@ -461,15 +461,14 @@ class WithLoss(nn.Module):
 
 
 ONE_LAYER = SIZES | {"num_hidden_layers": 1}
-LLAMA = transformers.LlamaConfig(**ONE_LAYER, num_key_value_heads=2, use_cache=False)
 TIED = {**ONE_LAYER, "tie_word_embeddings": True}
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "a number of items": lambda: WithLoss(transformers.LlamaForCausalLM(LLAMA), num_items_in_batch=torch.tensor(50)),
     "tied weights": lambda: WithLoss(
         transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TIED, num_key_value_heads=2, use_cache=False))
     ),
-    "soft-capped logits": lambda: WithLoss(
-        transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**ONE_LAYER, head_dim=16, use_cache=False))
+    "soft-capped logits, a number of items": lambda: WithLoss(
+        transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**ONE_LAYER, head_dim=16, use_cache=False)),
+        num_items_in_batch=torch.tensor(50),
     ),
 }
 

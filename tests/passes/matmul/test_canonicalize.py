@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from joint import joint
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -81,8 +82,11 @@ def sqnr(exact: torch.Tensor, approximate: torch.Tensor) -> float:
     return float("inf") if noise == 0 else float(20 * torch.log10(exact.double().norm() / noise).detach())
 
 
-def compare(model: nn.Module, x: torch.Tensor, recipe: str = "rowwise", bound: float = 20.0) -> fp8compile.Plan:
-    """Forward and gradients of the compiled model against the model itself; the plan.
+def compare(
+    model: nn.Module, x: torch.Tensor, recipe: str = "rowwise", bound: float = 20.0, traced: bool = False
+) -> fp8compile.Plan:
+    """Forward and gradients of the compiled model against the model itself; the plan. `traced`: of the passes on its
+    graph of forward and backward alone.
 
     Every cast of normal data keeps 25 dB or more (31 measured; `test_reference.py`); two casts of a matmul are
     independent, so their noises add up to 3 dB less than one: 20 dB leaves room for the few elements here.
@@ -90,28 +94,37 @@ def compare(model: nn.Module, x: torch.Tensor, recipe: str = "rowwise", bound: f
     x.requires_grad_()
     wanted = model(x)
     gradient = torch.randn_like(wanted)
-    exact = torch.autograd.grad(wanted, [x, *model.parameters()], gradient)
-    out = torch.compile(model, backend="fp8", options={**EAGER, "recipe": recipe})(x)
-    got = torch.autograd.grad(out, [x, *model.parameters()], gradient)
+    exact = torch.autograd.grad(wanted, [*model.parameters(), x], gradient)
+    if traced:
+        graph = joint(model, x, select="all", recipe=recipe)
+        plan = graph.run()
+        out, *got = graph.results(gradient)
+    else:
+        out = torch.compile(model, backend="fp8", options={**EAGER, "recipe": recipe})(x)
+        got = torch.autograd.grad(out, [*model.parameters(), x], gradient)
+        plan = fp8compile.last_compile().plans[-1]
     assert out.shape == wanted.shape
     assert bound <= sqnr(wanted, out) < 60  # and it was quantized at all
     for e, g in zip(exact, got, strict=True):
         assert e.shape == g.shape
         assert sqnr(e, g) >= bound
-    return fp8compile.last_compile().plans[-1]
+    return plan
+
+
+COMPILED = ("linear", "einsum bshk,hkd", "transposed twice", "patch convolution, 3-d", "addmm with a row", "baddbmm")
 
 
 @pytest.mark.parametrize(("name", "recipe"), [(name, ("rowwise", "mixed")[i % 2]) for i, name in enumerate(FORMS)])
 def test_every_form_is_converted_in_all_three_roles_with_the_right_values(name, recipe):
     shape, weight, call = FORMS[name]
-    plan = compare(Weighted(weight, call), torch.randn(shape), recipe)
+    plan = compare(Weighted(weight, call), torch.randn(shape), recipe, traced=name not in COMPILED)
     assert sorted((m.role, m.decision) for m in plan.matmuls) == [(role, "fp8") for role in ROLES]
 
 
 @pytest.mark.parametrize("name", WITH_BIAS)
 def test_every_form_with_a_bias_is_converted_with_the_right_values(name):
     shape, weight, bias, call = WITH_BIAS[name]
-    plan = compare(Weighted(weight, call, bias), torch.randn(shape))
+    plan = compare(Weighted(weight, call, bias), torch.randn(shape), traced=name not in COMPILED)
     assert sorted((m.role, m.decision) for m in plan.matmuls) == [(role, "fp8") for role in ROLES]
 
 
