@@ -34,13 +34,14 @@ import fp8compile
 # Gradients of a rank are rounded to BF16 (2⁻⁹) before they are averaged in FP32, on both sides alike; what is left is
 # the order of additions in FP32, which may flip a rounding of the next step.
 LOSS, GRADIENT = 1e-4, 2**-8
+ONE = {"layers": 1}  # compiling takes most of the time; two blocks are where one is gathered while another runs
 FULL = MixedPrecisionPolicy()
 
 
 @functools.cache
-def in_one_process() -> Run:
+def in_one_process(**sizes: Any) -> Run:
     """Blocks compiled in one process: what most cases are compared with, trained once."""
-    run = train_alone(make_model(), compile_blocks)
+    run = train_alone(make_model(**sizes), compile_blocks)
     assert_in_fp8()
     return run
 
@@ -65,8 +66,8 @@ def whole(rank: int) -> None:
 
 
 def in_fp32(rank: int) -> None:
-    run = train_sharded(shard(compile_blocks(make_model()), FULL))
-    assert_as_alone(run, lambda: train_alone(make_model(), compile_blocks, torch.float32), 1e-5, 1e-4)
+    run = train_sharded(shard(compile_blocks(make_model(**ONE)), FULL))
+    assert_as_alone(run, lambda: train_alone(make_model(**ONE), compile_blocks, torch.float32), 1e-5, 1e-4)
 
 
 def kept_unsharded(rank: int) -> None:
@@ -124,17 +125,17 @@ def checkpointed(rank: int) -> None:
             model.blocks[i] = checkpoint_wrapper(block)
         return compile_blocks(model)
 
-    run = train_sharded(shard(prepared(make_model())))
-    reference = lambda: train_alone(make_model(), prepared)  # noqa: E731
+    run = train_sharded(shard(prepared(make_model(**ONE))))
+    reference = lambda: train_alone(make_model(**ONE), prepared)  # noqa: E731
     run.gradients = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in run.gradients.items()}
     assert_as_alone(run, reference, LOSS, GRADIENT)
 
 
 def from_meta(rank: int) -> None:
     """Made on the meta device, sharded, and only then given memory and values."""
-    source = make_model()
+    source = make_model(**ONE)
     with torch.device("meta"):
-        model = Model()
+        model = Model(**ONE)
     model = shard(compile_blocks(model))
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -142,19 +143,20 @@ def from_meta(rank: int) -> None:
             assert isinstance(p, DTensor), name
             local = q.chunk(2)[rank]
             p.to_local().copy_(local)
-    assert_as_alone(train_sharded(model), in_one_process, LOSS, GRADIENT)
+    assert_as_alone(train_sharded(model), lambda: in_one_process(**ONE), LOSS, GRADIENT)
 
 
 def uneven(rank: int) -> None:
     """Rows that two ranks cannot share alike, and one row that only the first has; K that needs padding."""
-    run = train_sharded(shard(compile_blocks(make_model(dim=33, hidden=41))))
-    assert_as_alone(run, lambda: train_alone(make_model(dim=33, hidden=41), compile_blocks), LOSS, GRADIENT)
+    run = train_sharded(shard(compile_blocks(make_model(dim=33, hidden=41, **ONE))))
+    assert_as_alone(run, lambda: train_alone(make_model(dim=33, hidden=41, **ONE), compile_blocks), LOSS, GRADIENT)
 
 
 def tied(rank: int) -> None:
-    model = shard(make_model(tied=True))
+    sizes: Any = {"tied": True, **ONE}
+    model = shard(make_model(**sizes))
     run = train_sharded(model, call=torch.compile(model, backend=backend()))
-    reference = lambda: train_alone(make_model(tied=True), lambda m: torch.compile(m, backend=backend()))  # noqa: E731
+    reference = lambda: train_alone(make_model(**sizes), lambda m: torch.compile(m, backend=backend()))  # noqa: E731
     assert_as_alone(run, reference, LOSS, GRADIENT)
 
 
@@ -165,25 +167,26 @@ def frozen(rank: int) -> None:
             block.norm.requires_grad_(False)
         return model
 
-    model = shard(compile_blocks(with_frozen(make_model())))
+    model = shard(compile_blocks(with_frozen(make_model(**ONE))))
     run = train_sharded(model)
     assert "blocks.0.up.weight" not in run.gradients
-    assert_as_alone(run, lambda: train_alone(with_frozen(make_model()), compile_blocks), LOSS, GRADIENT)
+    assert_as_alone(run, lambda: train_alone(with_frozen(make_model(**ONE)), compile_blocks), LOSS, GRADIENT)
 
 
 def offloaded(rank: int) -> None:
-    run = train_sharded(shard(compile_blocks(make_model()), offload_policy=CPUOffloadPolicy(pin_memory=False)))
-    assert_as_alone(run, in_one_process, LOSS, GRADIENT)
+    model = compile_blocks(make_model(**ONE))
+    run = train_sharded(shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    assert_as_alone(run, lambda: in_one_process(**ONE), LOSS, GRADIENT)
 
 
 def replicated(rank: int) -> None:
     """DistributedDataParallel: around compiled blocks, and compiled itself; FP32 parameters."""
     for compiled in (False, True):
-        ddp = DistributedDataParallel(make_model() if compiled else compile_blocks(make_model()))
+        ddp = DistributedDataParallel(make_model(**ONE) if compiled else compile_blocks(make_model(**ONE)))
         run = train_sharded(ddp, call=torch.compile(ddp, backend=backend()) if compiled else None)
         run.gradients = {name.removeprefix("module."): g for name, g in run.gradients.items()}
         prepare = (lambda m: torch.compile(m, backend=backend())) if compiled else compile_blocks
-        assert_as_alone(run, lambda prepare=prepare: train_alone(make_model(), prepare, torch.float32), 1e-5, 1e-4)
+        assert_as_alone(run, lambda prepare=prepare: train_alone(make_model(**ONE), prepare, torch.float32), 1e-5, 1e-4)
 
 
 CASES: list[Any] = [

@@ -22,12 +22,8 @@ def test_asynchronous_checkpoints_as_torchtitan_makes_them(ranks: Ranks, tmp_pat
     ranks.run(saved_asynchronously, str(tmp_path), "default", "thread", (2,), True)
 
 
-def test_asynchronous_checkpoints_by_another_process(tmp_path: Path) -> None:
-    parents = Ranks(parents=True)
-    try:
-        parents.run(saved_asynchronously, str(tmp_path), "shared", "process", (2,), False)
-    finally:
-        parents.close()
+def test_asynchronous_checkpoints_by_another_process(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(saved_asynchronously, str(tmp_path), "shared", "process", (2,), False)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on device", "offloaded"])

@@ -5,6 +5,7 @@ The reference is the same program with wire="bf16", which casts where a tensor a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -62,6 +63,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes that have compiled nothing else: what DTensor and AOT Autograd keep of other meshes is in none."""
+    started = Ranks()
+    yield started
+    started.close()
 
 
 def compiled(function: Any, **options: Any) -> Any:

@@ -1,6 +1,6 @@
 """Processes that tests of several GPUs run on: two of them, on CPUs over gloo, or with a GPU each over NCCL.
 
-They are started once for a test file and wait for functions. Importing torch takes longer than most tests do: those on
+They are started once for many tests and wait for functions. Importing torch takes longer than most tests do: those on
 CPUs are copies of one process that has imported it and has run nothing.
 
     def worker(rank): …; return value                     # at the top of the test file
@@ -23,6 +23,8 @@ import torch.multiprocessing as mp
 from poison import poison
 from quick import quicken
 
+from fp8compile import process_state
+
 IMPORTED = ["fp8compile", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.fsdp",
             "torch.distributed.tensor.parallel", "torch.export._trace"]  # fmt: skip
 SECONDS = 240  # for one function; a process that waits for another one longer than that never gets it
@@ -43,6 +45,7 @@ class Ranks:
 
     def __init__(self, world: int = 2, backend: str = "gloo", parents: bool = False):
         self.world = world
+        self.failed = False  # a function has: a process may wait for ever for another one
         self.folder = tempfile.TemporaryDirectory(prefix="fp8compile-ranks-")
         context = mp.get_context("spawn") if backend == "nccl" else copies()
         self.tasks = [context.SimpleQueue() for _ in range(world)]
@@ -60,6 +63,7 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(rank, *args)` returns on each rank. Raises what a rank raised, as text."""
+        succeeded, self.failed = not self.failed, True
         for task in self.tasks:
             task.put((function, args))
         found, failures = {}, []
@@ -69,6 +73,7 @@ class Ranks:
             failures += [f"rank {rank} failed:\n{failure}"] if failure else []
         if failures:
             raise AssertionError("\n".join(failures))
+        self.failed = not succeeded
         return [found[rank] for rank in range(self.world)]
 
     def _next(self) -> Any:
@@ -106,7 +111,7 @@ def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results
     )  # fmt: skip
     while (task := tasks.get()) is not None:
         function, args = task
-        torch.compiler.reset()
+        process_state.reset()
         torch.manual_seed(0)
         try:
             results.put((rank, "", function(rank, *args)))

@@ -20,8 +20,9 @@ PARTS = ("payload", "side", "counter", "low")
 def make(dtype: torch.dtype = torch.float32) -> nn.Module:
     """33 rows of 128 do not divide by two or four; rows of 33 cut groups; of a single row most ranks have nothing."""
     torch.manual_seed(1)
-    layers = nn.Linear(128, 33), nn.Linear(33, 128), nn.Linear(128, 256, bias=False), nn.Linear(256, 128)
-    return nn.Sequential(*layers, nn.Linear(4224, 1)).to(device(), dtype)
+    sizes = (33, 128), (128, 256), (256, 128), (4224, 1)
+    layers = nn.Linear(128, 33), *(nn.Linear(*size, bias=False) for size in sizes)
+    return nn.Sequential(*layers).to(device(), dtype)
 
 
 def device() -> str:

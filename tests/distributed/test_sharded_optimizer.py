@@ -1,18 +1,14 @@
-"""Sharded by FSDP2 over two processes (gloo): formats, steps, and torch.distributed.checkpoint."""
+"""8-bit optimizer states, sharded by FSDP2: formats, steps, and torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-from ranks import copies
+from ranks import Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,19 +22,12 @@ WORLD = 2
 RECIPE = {"first": "log/stochastic", "second": "log/stochastic"}
 
 
-def setup(rank: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE=str(WORLD))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    torch.set_num_threads(1)
-
-
 def compiled(opt: torch.optim.Optimizer) -> Any:
     options = {"executor": "eager", "strict": True, "states": RECIPE}
     return torch.compile(opt.step, backend=lambda gm, inputs: fp8(gm, inputs, options=options))
 
 
-def worker(rank: int, folder: str) -> None:
-    setup(rank, folder)
+def trained_and_saved(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 33), nn.Linear(33, 128))  # 4224 elements, 17 or 16 rows; rows of 33: FP32
@@ -54,7 +43,6 @@ def worker(rank: int, folder: str) -> None:
         reference.step()
     check_steps(model, whole, opt)
     check_checkpoint(model, opt, folder)
-    dist.destroy_process_group()
 
 
 def check_steps(model: nn.Module, whole: nn.Module, opt: torch.optim.Optimizer) -> None:
@@ -84,7 +72,5 @@ def check_checkpoint(model: nn.Module, opt: torch.optim.Optimizer, folder: str) 
             assert torch.equal(a, b)
 
 
-@pytest.mark.slow
-def test_fsdp2_and_its_checkpoint(tmp_path: Path) -> None:
-    copies()  # of what, before the first is made
-    mp.start_processes(worker, args=(str(tmp_path),), nprocs=WORLD, start_method="forkserver")
+def test_fsdp2_and_its_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(trained_and_saved, str(tmp_path))
