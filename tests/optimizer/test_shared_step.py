@@ -35,10 +35,8 @@ def make_parameters(dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[nn
     values = [torch.randn(shape, generator=generator) for shape in SHAPES]
     if len(dtypes) == 1:
         return [nn.Parameter(x.to(dtypes[0])) for x in values]
-    first, second = dtypes  # two of a kind, and one of another dtype
-    return [
-        nn.Parameter(x.to(dtype)) for x, dtype in zip(values[::2] + values[:1], (first, first, second), strict=True)
-    ]
+    first, second = dtypes  # two of a kind in the first, a large and a small one in the second
+    return [nn.Parameter(x.to(first)) for x in values[::2]] + [nn.Parameter(x.to(second)) for x in values[:2]]
 
 
 def compiled_as_a_whole(opt: torch.optim.Optimizer, **options: Any) -> Callable[..., Any]:
