@@ -27,12 +27,12 @@ class Biased(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"activation_budget": 0.0}], ids=str)
-def test_a_table_of_distances_at_changing_lengths(options: dict[str, object]) -> None:
-    """Through Inductor, whose C++ adds elsewhere when it computes places in a tile that it transposes."""
+def test_a_table_of_distances_at_changing_lengths() -> None:
+    """Through Inductor, whose C++ adds elsewhere when it computes places in a tile that it transposes: with no budget
+    all is computed again that may be."""
     torch.manual_seed(0)
     model = Biased().bfloat16()
-    given = {"select": "all", "strict": True, "save_min_bytes": 0, **options}
+    given = {"select": "all", "strict": True, "save_min_bytes": 0, "activation_budget": 0.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             fp8compile.torch_hooks.partitioner, "warn_user", lambda _: None
