@@ -233,8 +233,8 @@ def mamba() -> Case:
     torch.manual_seed(0)
     model = unsettled(transformers.MambaForCausalLM(config))
     matmuls = 3 * (linears(model) - 1)
-    labels = tokens(4 * BATCH, 8, seed=3)  # short: the scan is traced step by step
-    case = Case(model, {"input_ids": tokens(4 * BATCH, 8)}, next_token(labels), matmuls, heads=("lm_head",))
+    labels = tokens(8 * BATCH, 4, seed=3)  # short: the scan is traced step by step
+    case = Case(model, {"input_ids": tokens(8 * BATCH, 4)}, next_token(labels), matmuls, heads=("lm_head",))
     case.kept = {
         "a convolution in 128 groups is not one matmul": 3 * LAYERS,
         "neither operand comes from an nn.Parameter": 2
