@@ -147,12 +147,10 @@ def test_a_run_adds_itself_to_the_file_and_compares_with_its_own_baseline(
     for name in processes.CACHES:
         monkeypatch.setenv(name, str(tmp_path))
     file = tmp_path / "figures.json"
-    for models in ("one", "on*"):
-        runs.run(
-            BENCHMARK, given("--tiny", "--only", models, "--systems", "right*,twice,is*,fails", "--json", str(file))
-        )
+    for models, systems in (("one", "right*,twice,is*,fails"), ("on*", "right*")):
+        runs.run(BENCHMARK, given("--tiny", "--only", models, "--systems", systems, "--json", str(file)))
     first, second = runs.load(file)["runs"]
-    assert [len(run["rows"]) for run in (first, second)] == [4, 4]
+    assert [len(run["rows"]) for run in (first, second)] == [4, 1]
     rows = {row.system: row for row in first["rows"]}
     assert rows["twice"].get("ms") == 1.0
     assert rows["is left out"].note == "it is not installed"

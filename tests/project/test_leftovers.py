@@ -1,7 +1,7 @@
 """What runs leave behind in a clone changes nothing that `make test` says of it.
 
-Every test works on a copy of the tree into which it puts what training, packaging, dumps and trainers leave: folders
-with the names of modules here, and Python that nobody wrote.
+Tests work on a copy of the tree into which is put what training, packaging, dumps and trainers leave: folders with the
+names of modules here, and Python that nobody wrote.
 """
 
 from __future__ import annotations
@@ -54,27 +54,39 @@ def tool(name: str) -> str:
     return str(beside)
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def copied(folder: Path) -> Path:
     """A copy of what is in the repository."""
     for name in KEPT:
-        source, copy = ROOT / name, tmp_path / name
+        source, copy = ROOT / name, folder / name
         if source.is_dir():
             shutil.copytree(source, copy, symlinks=True, ignore=LEFT_OUT)
         else:
             shutil.copy(source, copy)
-    return tmp_path
+    return folder
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_lint_says_the_same_with_leftovers(kind: str, tree: Path):
+def linted(tree: Path) -> list[str]:
     commands = (("check", "--no-cache", "."), ("format", "--no-cache", "--check", "."))
-    before = [run(tree, tool("ruff"), *command).stdout for command in commands]
-    leave(tree, FILES[kind])
-    assert [run(tree, tool("ruff"), *command).stdout for command in commands] == before
+    return [run(tree, tool("ruff"), *command).stdout for command in commands]
 
 
-def test_lint_still_finds_what_is_wrong_in_every_folder_with_code(tree: Path):
+@pytest.fixture(scope="module")
+def littered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A copy in which everything is left behind, and what lint said of it before."""
+    tree = copied(tmp_path_factory.mktemp("littered"))
+    before = linted(tree)
+    for files in FILES.values():
+        leave(tree, files)
+    return tree, before
+
+
+def test_lint_says_the_same_with_leftovers(littered: tuple[Path, list[str]]):
+    tree, before = littered
+    assert linted(tree) == before
+
+
+def test_lint_still_finds_what_is_wrong_in_every_folder_with_code(tmp_path: Path):
+    tree = copied(tmp_path)
     places = [f"{room}/wrong.py" for room in ("fp8compile", "passes", "kernels", "tests", "examples", "benchmarks")]
     leave(tree, [*places, "fp8compile/insight/wrong.py", "tests/passes/wrong.py"])
     found = run(tree, tool("ruff"), "check", "--no-cache", "--output-format", "concise", ".").stdout
@@ -93,20 +105,19 @@ def test_lint_knows_the_examples_by_name():
     assert settings["src"] == [], "a folder that is searched for modules makes what lies in it a module"
 
 
-def test_types_are_the_same_with_leftovers(tree: Path):
+def test_types_are_the_same_with_leftovers(littered: tuple[Path, list[str]]):
+    tree, _ = littered
     files = [
         "tests/benchmarks/test_runs.py",
-        "tests/project/test_examples.py",
         "examples/train_lm.py",
         "benchmarks/training/convergence.py",
     ]
     command = (tool("pyright"), "--pythonpath", sys.executable, *files)
-    leave(tree, [file for files in FILES.values() for file in files])
     assert run(tree, *command).stdout.startswith("0 errors")  # as `make lint` has it without them
 
 
-def test_tests_are_the_same_with_leftovers(tree: Path):
-    leave(tree, [file for files in FILES.values() for file in files])
+def test_tests_are_the_same_with_leftovers(littered: tuple[Path, list[str]]):
+    tree, _ = littered
     collect = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-n", "0")
     files = ("tests/benchmarks/test_runs.py", "tests/benchmarks/test_tables.py")
     there = run(tree, *collect, *files)
