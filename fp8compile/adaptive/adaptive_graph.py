@@ -176,8 +176,8 @@ class AdaptiveGraph:
         version = self._version(options)
         if version is None:
             return False
-        self.replaced.append(self._now.plan)
-        self._now, self._saved = version, saved
+        self._replace(version)
+        self._saved = saved
         self._versions += 1
         self.changes += changes
         for change in changes:
@@ -206,11 +206,15 @@ class AdaptiveGraph:
             return Version(options, made[-1] if made else Plan(), compiled)
         return None
 
+    def _replace(self, version: Version) -> None:
+        """Run this version from now on."""
+        self.replaced.append(self._now.plan)
+        self._now = version
+
     def _start_fp8(self) -> None:
         version = self._version(self._base)
         if version is not None:
-            self.replaced.append(self._now.plan)
-            self._now = version
+            self._replace(version)
             self._begin()
 
     def _begin(self) -> None:
@@ -224,8 +228,8 @@ class AdaptiveGraph:
         """Return the version of an inference graph: with the options of its training graph, where there is one."""
         leader = next((s for s in reversed(adaptive_graphs()) if s.is_training and s._leads(self)), None)
         options = leader._now.options if leader is not None else self._base
-        if options != self._now.options and not self.why_done:
-            self._now = self._version(options) or self._now
+        if options != self._now.options and not self.why_done and (version := self._version(options)) is not None:
+            self._replace(version)
         return self._now
 
     def _leads(self, other: AdaptiveGraph) -> bool:

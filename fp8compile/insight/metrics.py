@@ -45,7 +45,7 @@ def metrics(watched: Watched | None = None) -> dict[str, float]:
     The last four are of `watched` (`fp8compile.watch`), or else of the last looks of the automatic mode.
     """
     graphs = [graph for graph in adaptive_graphs() if graph.is_training]
-    replaced = {id(plan) for graph in graphs for plan in graph.replaced}
+    replaced = {id(plan) for graph in adaptive_graphs() for plan in graph.replaced}
     seen_aside = watched.statistics.plans if watched else []
     plans = [plan for plan in (*store.compiles(), *seen_aside) if id(plan) not in replaced]
     last = [graph.plan for graph in graphs] or seen_aside or store.last_call()

@@ -91,6 +91,16 @@ def test_the_automatic_mode_tells_what_it_changed_and_saw() -> None:
     assert after["fp8/looks"] > before["fp8/looks"]
     assert after["fp8/graphs"] == 1, "versions that have been replaced count no more"
     assert after["fp8/matmuls"] == len(graph.plan.converted)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        step(torch.randn(32, 32))  # a graph for inference, which follows the training graph
+    model.gain[5] = 1e9
+    train(step, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        step(torch.randn(32, 32))
+    (inference,) = [g for g in fp8compile.adaptive_graphs() if not g.is_training]
+    followed = fp8compile.metrics()
+    assert followed["fp8/graphs"] == 2
+    assert followed["fp8/matmuls"] == len(graph.plan.converted) + len(inference.plan.converted)
     assert after["fp8/sqnr_db"] > 15, "a cast that was given up, and is still measured, is none that runs"
 
 

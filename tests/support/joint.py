@@ -4,8 +4,8 @@
     traced.run()                                        all passes of that stage, verified; returns the plan
     traced.results()                                    what the graph computes now: the output, then all gradients
 
-A tenth of what a compilation takes. Names of modules and the origin of nodes are missing, and tensors that the model
-reads from elsewhere cannot be traced.
+It takes less than a compilation. Names of modules and the origin of nodes are missing, and tensors that the model reads
+from elsewhere cannot be traced.
 """
 
 from __future__ import annotations
