@@ -20,6 +20,7 @@ from fp8compile.plan.rows import Lowered
 from fp8compile.torch_hooks import failures, nested_regions
 from fp8compile.torch_hooks.half_passes import LoweringPass, has_states, lower_half, lower_optimizer
 from fp8compile.torch_hooks.output_strides import keep_strides_of_bases
+from fp8compile.torch_hooks.read_before_write import reading_before_writing
 
 Compiled = Callable[..., Any]
 
@@ -33,7 +34,8 @@ def compile_half(
     text = "".join(graph_text(body.graph) for body in nested_regions.bodies(gm))
     key = hashlib.sha256(f"{text}{lowering.uuid()}".encode()).hexdigest()
     try:
-        compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
+        with reading_before_writing():
+            compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
     except Exception as error:
         if lowering.dump:
             lowering.dump.failed(lowering.half, error, gm.graph, "inductor")

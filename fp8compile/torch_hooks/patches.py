@@ -18,7 +18,7 @@ import torch
 
 from fp8compile import torch_versions
 from fp8compile.passes.lower import known_accesses
-from fp8compile.torch_hooks import backward_hooks, compiled_calls, recurrent_modules
+from fp8compile.torch_hooks import backward_hooks, compiled_calls, read_before_write, recurrent_modules
 from fp8compile.torch_hooks.user_frame import warn_user
 
 IsOurs: TypeAlias = Callable[[Any], bool]  # of a backend, as Dynamo holds it
@@ -64,6 +64,13 @@ PERMANENT = (
         "torch makes the intermediate representation of a Triton kernel anew for each of its launches, twice",
         "passes.lower.known_accesses:analyse_kernels_once",
         apply=lambda is_ours: known_accesses.analyse_kernels_once(),
+    ),
+    Patch(
+        "read_before_write",
+        "torch._inductor.ir.FallbackKernel.__init__, while a graph of this backend is compiled",
+        "Inductor computes what reads a buffer after a custom operator has overwritten it",
+        "torch_hooks.read_before_write:realize_readers_first",
+        apply=lambda is_ours: read_before_write.realize_readers_first(),
     ),
 )
 TEMPORARY = (

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import in_place
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -207,6 +208,13 @@ def test_known_accesses_is_needed(monkeypatch: pytest.MonkeyPatch):
     for _ in range(2):
         getattr(triton_kernel_wrap, name)(kernel, {"x": torch.ones(1)}, {})
     still(len(made) == 2)
+
+
+def test_read_before_write_is_needed():
+    x = torch.ones(())
+    got = torch.compile(in_place.one)(x, torch.ones(()))
+    assert x == 101
+    still(got == 203)  # eager: 3
 
 
 # ---- for a time -----------------------------------------------------------------------------------------------------
