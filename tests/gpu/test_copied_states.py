@@ -136,7 +136,7 @@ def test_async_save(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs with FP8 matmul units")
 def test_two_gpus(tmp_path: Path) -> None:
     """Asynchronous checkpoints from pinned memory, and whole states gathered and scattered over NCCL."""
-    gpus = Ranks(2, "nccl")
+    gpus = Ranks(2, "cpu:gloo,cuda:nccl")  # DCP saves asynchronously over a group of CPUs
     try:
         for number, (stager, loaded_on) in enumerate((("default", 2), ("default", 1), ("pinned", 2))):
             gpus.run(saved_asynchronously, str(tmp_path / str(number)), stager, "thread", (loaded_on,), False)

@@ -38,7 +38,7 @@ def copies() -> Any:
 
 
 class Ranks:
-    """`world` processes with a process group ("gloo", or "nccl" with a GPU each), which all run what they are given.
+    """`world` processes with a process group ("gloo", or with "nccl" a GPU each), which all run what they are given.
 
     parents: they may start processes themselves.
     """
@@ -47,7 +47,7 @@ class Ranks:
         self.world = world
         self.failed = False  # a function has: a process may wait for ever for another one
         self.folder = tempfile.TemporaryDirectory(prefix="fp8compile-ranks-")
-        context = mp.get_context("spawn") if backend == "nccl" else copies()
+        context = mp.get_context("spawn") if "nccl" in backend else copies()
         self.tasks = [context.SimpleQueue() for _ in range(world)]
         self.results = context.Queue()
         self.processes = [
@@ -102,7 +102,7 @@ def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results
     torch.set_num_threads(1)
     quicken()
     poison()
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group(
