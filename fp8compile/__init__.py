@@ -18,6 +18,7 @@ from fp8compile.adaptive.settings import Adaptive  # noqa: E402
 from fp8compile.distributed.fsdp import prepare_fsdp  # noqa: E402
 from fp8compile.distributed.gradients import compress_gradients  # noqa: E402
 from fp8compile.errors import (  # noqa: E402
+    CheckpointError,
     Fp8Error,
     Fp8Warning,
     OptionError,
@@ -46,6 +47,8 @@ from fp8compile.plan.rows import Kernel, Loss, Lowered, Mask, Matmul, Saved, Tra
 from fp8compile.plan.store import compiles  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
 from fp8compile.registration import register_backend, register_what_is_not_installed  # noqa: E402
+from fp8compile.serving.export import Exported, export  # noqa: E402
+from fp8compile.serving.load import load  # noqa: E402
 
 __all__ = [
     "E4M3",
@@ -54,8 +57,10 @@ __all__ = [
     "Adaptive",
     "AdaptiveGraph",
     "Cast",
+    "CheckpointError",
     "Delayed",
     "Explanation",
+    "Exported",
     "FP8State",
     "Fp8Error",
     "Fp8Warning",
@@ -86,7 +91,9 @@ __all__ = [
     "dump",
     "example_inputs",
     "explain",
+    "export",
     "last_compile",
+    "load",
     "load_graph",
     "metrics",
     "plain_state_dict",

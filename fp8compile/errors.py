@@ -27,6 +27,10 @@ class ShardingError(Fp8Error, RuntimeError):
     """Weights or gradients that were to be exchanged in FP8, and cannot be as things are."""
 
 
+class CheckpointError(Fp8Error, ValueError):
+    """A model that cannot be exported in FP8, or a folder that does not hold what a model needs."""
+
+
 class Fp8Warning(UserWarning):
     """Something was left undone, with its reason: nothing converted, a pattern without a match, a fall-back."""
 

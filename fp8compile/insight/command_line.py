@@ -1,4 +1,4 @@
-"""The command line: `fp8compile explain|dump|diff|report|doctor` (also as `python -m fp8compile`).
+"""The command line: `fp8compile explain|dump|diff|report|doctor|export|load` (also as `python -m fp8compile`).
 
 Exit status: 0 if all is well, 1 if something was found wrong, 2 for a command that cannot be carried out.
 """
@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from fp8compile.errors import Fp8Error
 from fp8compile.insight import doctor
 from fp8compile.insight.dump import stages
@@ -22,6 +24,8 @@ from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.tables.text import TABLES
 from fp8compile.plan.from_json import read_plans
 from fp8compile.plan.store import compiles
+from fp8compile.serving.convert_folder import export_folder, load_folder
+from fp8compile.serving.layouts import LAYOUTS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +75,33 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("-o", "--output", default="report.html", help="the page (default: report.html)")
 
     command("doctor", _doctor, "check versions, GPU, FP8 support, assembler and caches, and say what to do")
+
+    export = command("export", _export, "write a model of Transformers with FP8 weights (docs/serving.md)")
+    export.add_argument("--format", default="block", metavar="NAME", help=f"{', '.join(LAYOUTS)} (default: block)")
+    export.add_argument(
+        "--layers", nargs="+", metavar="PATTERN", help="layers that become FP8 (default: all but the head)"
+    )
+    export.add_argument("--skip", nargs="+", default=[], metavar="PATTERN", help="layers that do not")
+    load = command("load", _load, "write the model of an FP8 checkpoint with plain weights, to train on")
+    load.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the weights")
+    for converting in (export, load):
+        converting.add_argument("source", help="the folder to read")
+        converting.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the folder to write")
+        converting.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    source, output = Path(arguments.source), Path(arguments.output)
+    print(export_folder(source, output, arguments.format, arguments.layers, arguments.skip, arguments.overwrite))
+    return 0
+
+
+def _load(arguments: argparse.Namespace) -> int:
+    source, output = Path(arguments.source), Path(arguments.output)
+    count = load_folder(source, output, getattr(torch, arguments.dtype), arguments.overwrite)
+    print(f"{output}: {count} layers were in FP8, and are {arguments.dtype}")
+    return 0
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ def module_path(node: fx.Node) -> str:
 
 def clean_path(path: str) -> str:
     """Return a module path without the compiler's decoration: "L['self'].layers[0].fc" → "layers.0.fc"."""
+    path = re.sub(r"""^L\[['"]args['"]\]\[0\]""", "", path)  # the self of a forward that is decorated
     path = re.sub(r"""^[LG]\[['"][^\]]*['"]\]""", "", path)
     path = re.sub(r"""\[['"]?([^'"\]]+)['"]?\]""", r".\1", path)
     path = re.sub(r"^.*\.__closure__\.\d+\.cell_contents\b", "", path)  # a model that an inner function holds

@@ -1,0 +1,1 @@
+"""FP8 checkpoints that other libraries load, and the way back."""

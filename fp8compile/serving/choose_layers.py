@@ -1,0 +1,144 @@
+"""Choose which layers of a model are exported in FP8: those whose output matmul ran in FP8, by this process's plans.
+
+A plan's paths begin at what was compiled, which may be a module around the exported one, or a part of it. `layers` of
+the user takes the place of plans. What is no plain `nn.Linear`, shares its weight, or belongs to layers that servers
+fuse and of which another is not FP8, stays as it is, with that reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import nn
+
+from fp8compile.errors import CheckpointError, unknown_name
+from fp8compile.options import matching
+from fp8compile.plan.plan import Plan
+from fp8compile.plan.rows import FP8
+
+T = TypeVar("T")
+# Servers make one matmul of these, with one format (vLLM's packed_modules_mapping).
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
+
+
+@dataclass
+class Choice:
+    """The names of layers that become FP8; and of linear layers that do not, with the reason."""
+
+    quantized: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def choose(model: nn.Module, plans: Sequence[Plan], layers: Sequence[str] | None, skip: Sequence[str]) -> Choice:
+    """Return the layers of `model` that become FP8. Raises `CheckpointError` if there is none, and says why."""
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for given, what in ((layers, "layers"), (skip, "skip")):
+        if unknown := [p for p in given or () if not any(matching([p], name) for name in linear)]:
+            raise unknown_name(f"layer in {what}", unknown[0], linear)
+    wanted = _named(linear, layers) if layers is not None else _of_plans(model, plans)
+    choice = Choice()
+    for name, module in linear.items():
+        reason = _reason(model, name, module, wanted, skip)
+        if reason:
+            choice.kept[name] = reason
+        else:
+            choice.quantized.append(name)
+    for name, module in model.named_modules():
+        if any(p.dim() > 2 for p in module._parameters.values() if p is not None) and name.endswith("experts"):
+            choice.kept[name] = "the weights of all its experts are one tensor"
+    _keep_fused_together(choice)
+    if not choice.quantized:
+        counts = Counter(choice.kept.values()).most_common(3)
+        why = "; ".join(f"{n}× {reason}" for reason, n in counts) or "it has no nn.Linear"
+        raise CheckpointError(f"no layer of this {type(model).__name__} can be exported in FP8: {why}")
+    return choice
+
+
+def _named(linear: Iterable[str], layers: Sequence[str]) -> dict[str, str]:
+    """Return "" for layers that the user named, and a reason for the others."""
+    return {name: "" if matching(layers, name) else "not in layers" for name in linear}
+
+
+def _of_plans(model: nn.Module, plans: Sequence[Plan]) -> dict[str, str]:
+    """Return "" for layers whose output matmul ran in FP8 in a plan, and for the others why it did not."""
+    found: dict[str, str] = {}
+    for m in (m for plan in plans for m in plan.matmuls if m.role == "output"):
+        for path in m.merged or (m.path,):
+            if found.get(path) != "":  # a graph for other sizes may have left it in BF16
+                found[path] = "" if m.decision == FP8 else f"in training: {m.reason}"
+    if not found:
+        raise CheckpointError(
+            "nothing says which layers trained in FP8: this process has compiled no model; train a step first, or name "
+            'them: layers=["*"]'
+        )
+    known = by_name(model, found)
+    if not known:
+        raise CheckpointError(
+            f"the plans of this process are not of this {type(model).__name__}: they name "
+            f"{', '.join(list(found)[:3])}, …; export what was compiled, or name layers"
+        )
+    return known
+
+
+def by_name(model: nn.Module, by_path: Mapping[str, T]) -> dict[str, T]:
+    """Return, by names of linear layers of `model`, what is known by paths of plans. Other paths are left out."""
+    names = {WRAPPERS.sub("", name): name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    paths = {path: x for given, x in by_path.items() for path in _each(WRAPPERS.sub("", given))}
+    before, inside = _prefixes(paths, names)
+    moved = {inside + path.removeprefix(before): x for path, x in paths.items() if path.startswith(before)}
+    return {name: moved[plain] for plain, name in names.items() if plain in moved}
+
+
+def _each(path: str) -> list[str]:
+    """Return the paths that a merged one stands for: a.(b+c) is a.b and a.c."""
+    start, bracket, members = path.removesuffix(")").partition("(")
+    return [start + member for member in members.split("+")] if bracket else [path]
+
+
+def _prefixes(paths: Iterable[str], names: Iterable[str]) -> tuple[str, str]:
+    """Return what to take off paths, and what to put before them, so that most become names."""
+    votes: Counter[tuple[str, str]] = Counter()
+    ends = defaultdict(list)
+    for name in names:
+        ends[name.rpartition(".")[2]].append(name)
+    for path in paths:
+        for name in ends[path.rpartition(".")[2]]:
+            if f".{path}".endswith(f".{name}"):
+                votes[path[: len(path) - len(name)], ""] += 1
+            elif f".{name}".endswith(f".{path}"):
+                votes["", name[: len(name) - len(path)]] += 1
+    return votes.most_common(1)[0][0] if votes else ("", "")
+
+
+def _reason(model: nn.Module, name: str, module: nn.Module, wanted: dict[str, str], skip: Sequence[str]) -> str:
+    """Return why a linear layer is not exported in FP8; "" if it is."""
+    if reason := wanted.get(name, "it ran in no compiled graph"):
+        return reason
+    if pattern := matching(skip, name):
+        return f"skip={pattern!r}"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from other parameters"
+    if type(module) is not nn.Linear and type(module).forward is not nn.Linear.forward:
+        return f"a {type(module).__name__} does not compute what an nn.Linear does"
+    shared = [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight and n != f"{name}.weight"]
+    return f"its weight is {shared[0]} as well" if shared else ""
+
+
+def _keep_fused_together(choice: Choice) -> None:
+    for family in FUSED:
+        groups = defaultdict(list)
+        for name in (*choice.quantized, *choice.kept):
+            parent, _, last = name.rpartition(".")
+            if last in family:
+                groups[parent].append(name)
+        for members in groups.values():
+            if exact := [name for name in members if name in choice.kept]:
+                for name in (n for n in members if n not in choice.kept):
+                    choice.kept[name] = f"servers fuse it with {exact[0]}, which is not FP8"
+                    choice.quantized.remove(name)

@@ -1,0 +1,170 @@
+"""Load an FP8 checkpoint into a model, to train on: master weights are payload times scale.
+
+model = LlamaForCausalLM(config)
+fp8compile.load(model, "my-model-fp8")
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fp8compile.errors import CheckpointError
+from fp8compile.formats import E4M3
+from fp8compile.serving.layouts import COMPRESSED, FINE_GRAINED, LAYOUTS, Layout
+from fp8compile.serving.tensors import tied_names
+from fp8compile.serving.write_folder import CONFIG, INDEX
+
+LIMIT = 5  # names in an error
+
+
+class Folder:
+    """An open checkpoint: the names of its tensors, their shapes without reading them, and the tensors."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self.layout = _layout(folder)
+        self.files: dict[str, Any] = {}  # by name of a tensor
+        for file, names in _files(folder).items():
+            opened = stack.enter_context(_opened(folder / file))
+            held = set(opened.keys())
+            if missing := sorted(names - held):
+                raise CheckpointError(f"{folder / file} has no {missing[0]}, which {INDEX} says it has")
+            self.files |= dict.fromkeys(held, opened)
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of a tensor."""
+        return list(self.files[name].get_slice(name).get_shape())
+
+    def is_fp8(self, name: str) -> bool:
+        """Return True for the payload of a layer."""
+        return self.files[name].get_slice(name).get_dtype() == "F8_E4M3"
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor; an FP8 layer's as the weight that it stands for, in `dtype`."""
+        x: Tensor = self.files[name].get_tensor(name)
+        if x.dtype != E4M3.dtype:
+            return x
+        return self.layout.dequantized(x, self.files[name].get_tensor(self.scale_of(name)), dtype)
+
+    def scale_of(self, name: str) -> str:
+        """Return the name of the scale of an FP8 layer's weight."""
+        return f"{name.removesuffix('.weight')}.{self.layout.scale}"
+
+
+def load(model: nn.Module, folder: str | PathLike[str]) -> None:
+    """Give `model` the weights of an FP8 checkpoint, in the precision of its own parameters.
+
+    folder: one that `export` wrote, or another in the same formats, with the names that this model has (models of
+    Transformers whose loader renames or stacks weights are loaded by that: `from_pretrained`). A sharded model takes
+    on each rank what belongs there.
+
+    Raises `CheckpointError` before anything is changed: for a tensor that is missing, not expected, of another shape,
+    or without its scale; for a file that was not written to its end; for a format that is none of `export`'s.
+    """
+    model = getattr(model, "_orig_mod", model)
+    with ExitStack() as stack:
+        found = Folder(Path(folder), stack)
+        tied = tied_names(model)
+        state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+        wanted = [name for name in state if name not in tied or name in found.files]
+        _check(found, {name: state[name] for name in wanted}, set(state))
+        with torch.no_grad():
+            for name in wanted:
+                _copy(state[name], found.read(name, state[name].dtype))
+
+
+def _check(found: Folder, wanted: dict[str, Tensor], known: set[str]) -> None:
+    """Raise `CheckpointError` unless all tensors are there, in their shapes, with their scales, and no others."""
+    scales = {found.scale_of(name) for name in found.files if found.is_fp8(name)}
+    inputs = {name for name in found.files if name.endswith(f".{found.layout.input_scale}")}
+    problems = {
+        "it lacks": [name for name in wanted if name not in found.files],
+        "of another shape are": list(_misshapen(found, wanted)),
+        "it lacks the scale": sorted(scales - found.files.keys()),
+        "it has, and the model has not": sorted(found.files.keys() - known - scales - inputs),
+    }
+    for what, names in problems.items():
+        if names:
+            more = f" and {len(names) - LIMIT} more" if len(names) > LIMIT else ""
+            raise CheckpointError(f"{found.folder}: {what} {', '.join(names[:LIMIT])}{more}; nothing was loaded")
+
+
+def _misshapen(found: Folder, wanted: dict[str, Tensor]) -> Iterator[str]:
+    for name, x in wanted.items():
+        if name not in found.files:
+            continue
+        if (shape := found.shape(name)) != list(x.shape):
+            yield f"{name} ({shape}, the model's is {list(x.shape)})"
+        elif found.is_fp8(name) and found.scale_of(name) in found.files:
+            shape, expected = found.shape(found.scale_of(name)), found.layout.scale_shape(x.shape)
+            if torch.Size(shape).numel() != torch.Size(expected).numel():
+                yield f"{found.scale_of(name)} ({shape}, not {expected})"
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if isinstance(target, DTensor):
+        source = distribute_tensor(
+            source.to(target.device, target.dtype), target.device_mesh, target.placements, src_data_rank=None
+        )
+    target.copy_(source)
+
+
+def _layout(folder: Path) -> Layout:
+    """Return the format of a checkpoint, by its config."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG}: it is no checkpoint, or was not written to its end")
+    given = _json(path).get("quantization_config")
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{path} has no quantization_config: this checkpoint is not in FP8")
+    method = given.get("quant_method")
+    block, is_float = given.get("weight_block_size"), given.get("scale_fmt", "float") == "float"
+    if method == FINE_GRAINED and block == [128, 128] and is_float:
+        return LAYOUTS["block"]
+    groups = list((given.get("config_groups") or {}).values())
+    if method == COMPRESSED and given.get("format") == "float-quantized" and len(groups) == 1:
+        strategy = (groups[0].get("weights") or {}).get("strategy")
+        if strategy in LAYOUTS and LAYOUTS[strategy].method == COMPRESSED:
+            return LAYOUTS[strategy]
+    raise CheckpointError(
+        f"{path}: quant_method {method!r} with these settings is none of the formats that are read: "
+        "fp8 with blocks of 128×128, compressed-tensors with FP8 weights a channel or a tensor"
+    )
+
+
+def _files(folder: Path) -> dict[str, set[str]]:
+    """Return the names of tensors by the file that is to hold them; none where there is a single file."""
+    if not (folder / INDEX).is_file():
+        return {"model.safetensors": set()}
+    files: dict[str, set[str]] = {}
+    for name, file in _json(folder / INDEX).get("weight_map", {}).items():
+        files.setdefault(file, set()).add(name)
+    return files
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return found
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open  # not a dependency: only exported folders need it
+
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; was it written to its end?") from error

@@ -1,0 +1,113 @@
+"""What is written for a model: its tensors by name, FP8 layers as payload and scale; one tensor at a time.
+
+Several ranks share the work: a tensor that is sharded is gathered by all of them, and kept by the one that writes it.
+What several names share is written once, under the name that a loader looks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fp8compile.errors import CheckpointError
+from fp8compile.serving.layouts import Layout
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that export together."""
+
+    rank: int = 0
+    world: int = 1
+
+    def meet(self) -> None:
+        """Wait for all of them."""
+        if self.world > 1:
+            dist.barrier()
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return what each of them has, by rank."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+
+def ranks_of(model: nn.Module) -> Ranks:
+    """Return all ranks if parameters of `model` are sharded; else this process alone."""
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        return Ranks(dist.get_rank(), dist.get_world_size())
+    return Ranks()
+
+
+def written(
+    model: nn.Module,
+    layout: Layout,
+    quantized: Collection[str],
+    input_scales: Mapping[str, Tensor],
+    ranks: Ranks,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor on the CPU) of all that this rank writes. Every rank must take all that comes.
+
+    Raises `CheckpointError` after the last one, for a weight that is not finite: other ranks wait for each tensor.
+    """
+    tied = tied_names(model)
+    state = {name: x for name, x in model.state_dict().items() if name not in tied}
+    if other := [name for name, x in state.items() if not isinstance(x, Tensor)]:
+        kind = type(state[other[0]]).__name__
+        raise CheckpointError(f"{other[0]} of the state_dict is a {kind}, which safetensors cannot hold")
+    bad = []
+    for i, (name, x) in enumerate(state.items()):
+        full = x.full_tensor() if isinstance(x, DTensor) else x
+        if i % ranks.world != ranks.rank:
+            continue
+        layer = name.removesuffix(".weight")
+        if layer == name or layer not in quantized:
+            yield name, _own(full)
+        elif bool(full.isfinite().all()):
+            yield from _layer(layer, full, layout, input_scales.get(layer))
+        else:
+            bad.append(name)
+    if bad:
+        raise CheckpointError(f"{bad[0]} has numbers that are not finite, as {len(bad)} of this rank's weights have")
+
+
+def _layer(name: str, weight: Tensor, layout: Layout, input_scale: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    payload, scale = layout.quantized(weight.detach())
+    yield f"{name}.weight", _own(payload)
+    yield f"{name}.{layout.scale}", _own(scale)
+    if input_scale is not None:
+        yield f"{name}.{layout.input_scale}", _own(input_scale.reshape(1).float())
+
+
+def _own(x: Tensor) -> Tensor:
+    """Return a contiguous copy on the CPU that shares no memory: safetensors refuses aliases."""
+    return x.detach().to("cpu", copy=True).contiguous()
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Return names of the state_dict whose tensor has another name, under which it is written.
+
+    Of a model of Transformers these are the names that its loader ties; of any other, all but the first.
+    """
+    declared = getattr(model, "all_tied_weights_keys", None)
+    declared = set(declared) if isinstance(declared, Mapping) else set()
+    names: dict[int, list[str]] = {}
+    for name, p in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(p), []).append(name)
+    tied = set()
+    for shared in (found for found in names.values() if len(found) > 1):
+        kept = next((name for name in shared if name not in declared), shared[0])
+        tied |= {name for name in shared if name != kept and (name in declared or not is_of_transformers(model))}
+    return tied
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return True for a model that Transformers saves and loads."""
+    return hasattr(model, "config") and hasattr(model, "save_pretrained") and hasattr(model.config, "save_pretrained")

@@ -1,0 +1,80 @@
+"""Exporting and loading models that FSDP2 shards: the files of one process, no rank with all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file
+from sharding import Model, make_model
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import fp8compile
+from fp8compile.errors import CheckpointError
+
+
+def sharded() -> Model:
+    model = make_model().bfloat16()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def exported(rank: int, folder: str) -> tuple[str, ...]:
+    return fp8compile.export(sharded(), folder, layers=["blocks"]).quantized
+
+
+def loaded(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    model = sharded()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    fp8compile.load(model, folder)
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
+
+
+def broken(rank: int, folder: str) -> str:
+    """A weight that one rank alone finds not to be finite."""
+    model = sharded()
+    with torch.no_grad():
+        model.blocks[1].down.weight.fill_(torch.inf)
+    try:
+        fp8compile.export(model, folder, layers=["blocks"])
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    alone = make_model().bfloat16()
+    one = fp8compile.export(alone, tmp_path / "one", layers=["blocks"])
+    assert ranks.run(exported, str(tmp_path / "two")) == [one.quantized] * 2
+    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
+    files = {name: load_file(tmp_path / "two" / name) for name in set(index["weight_map"].values())}
+    assert len(files) == 2
+    expected = load_file(tmp_path / "one" / "model.safetensors")
+    for name, file in index["weight_map"].items():
+        assert torch.equal(files[file][name].view(torch.uint8), expected[name].view(torch.uint8)), name
+    assert index["weight_map"].keys() == expected.keys()
+    fp8compile.load(alone, tmp_path / "one")
+    for found in ranks.run(loaded, str(tmp_path / "two")):
+        for name, x in alone.state_dict().items():
+            assert torch.equal(found[name], x), name
+
+
+def test_a_rank_that_fails_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    for text in ranks.run(broken, str(tmp_path / "out")):
+        assert text.startswith("blocks.1.down.weight has numbers that are not finite")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_empty(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(AssertionError, match="is not empty"):
+        ranks.run(exported, str(tmp_path))
+    assert (tmp_path / "file").read_text() == "kept"

@@ -1,0 +1,295 @@
+"""Exported folders: read back by Transformers' own loaders, against weights rounded here; which layers, and why not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compressed_tensors.quantization import QuantizationConfig
+from fake_quantized import sqnr
+from models import SIZES, ZOO, tokens, unsettled
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.errors import CheckpointError, OptionError
+from fp8compile.serving import write_folder
+from fp8compile.serving.layouts import LAYOUTS
+
+EAGER = {"select": "all", "executor": "eager", "kernels": "inductor", "strict": True}
+FORMATS = tuple(LAYOUTS)
+# A row or block of E4M3 leaves 31 dB; a scale of BF16, rounded up, up to 2^-8 more of a step.
+LEAST = 30.0
+
+
+def trained(model: nn.Module, **options: Any) -> nn.Module:
+    """The model after the forward and backward of one compiled step."""
+    run = torch.compile(model, backend="fp8", options={**EAGER, **options})
+    batch = tokens()
+    run(input_ids=batch, labels=batch).loss.backward()
+    return model
+
+
+def llama(**sizes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, **sizes}, num_key_value_heads=2, use_cache=False)
+    return unsettled(transformers.LlamaForCausalLM(config))
+
+
+def expected(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Payload and scale of a weight, by a loop over what shares a scale."""
+    rows, cols = weight.shape
+    tall, wide = {"block": (128, 128), "channel": (1, cols), "tensor": (rows, cols)}[format]
+    payload, scales = torch.empty(rows, cols, dtype=torch.float8_e4m3fn), []
+    for i in range(0, rows, tall):
+        for j in range(0, cols, wide):
+            part = weight[i : i + tall, j : j + wide].float()
+            scale = part.abs().max() / 448
+            if format != "block" and scale.bfloat16().float() < scale:
+                scale = torch.nextafter(scale.bfloat16(), torch.tensor(torch.inf).bfloat16())
+            scale = scale.bfloat16().float() if format != "block" else scale
+            payload[i : i + tall, j : j + wide] = (part / scale).to(torch.float8_e4m3fn)
+            scales.append(scale)
+    return payload, torch.stack(scales)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files(format: str, tmp_path: Path) -> None:
+    """Names, dtypes, shapes and values of all tensors; the config is one that its library validates."""
+    model = trained(llama(intermediate_size=200))
+    exported = fp8compile.export(model, tmp_path / "out", format)
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)} - {"lm_head"}
+    assert set(exported.quantized) == layers
+    assert exported.kept == {"lm_head": "in training: the output head (lm_head=True converts it)"}
+    suffix = "weight_scale_inv" if format == "block" else "weight_scale"
+    assert files.keys() == model.state_dict().keys() | {f"{name}.{suffix}" for name in layers}
+    for name, x in model.state_dict().items():
+        layer = name.removesuffix(".weight")
+        if layer not in layers:
+            assert torch.equal(files[name], x)
+            continue
+        payload, scale = expected(x, format)
+        rows, cols = x.shape
+        shape = {"block": [-(-rows // 128), -(-cols // 128)], "channel": [rows, 1], "tensor": [1]}[format]
+        got = files[f"{layer}.{suffix}"]
+        assert list(got.shape) == shape
+        assert torch.equal(got, scale.reshape(shape))
+        assert torch.equal(files[name].view(torch.uint8), payload.view(torch.uint8))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+    if format == "block":
+        assert transformers.FineGrainedFP8Config(**config["quantization_config"]).weight_block_size == [128, 128]
+    else:
+        scheme = QuantizationConfig.model_validate(config["quantization_config"]).config_groups["group_0"]
+        assert scheme.weights.strategy == format
+        assert scheme.input_activations.dynamic
+    assert exported.bytes == sum(x.numel() * x.itemsize for x in files.values()) < exported.before
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_loads_it(format: str, tied: bool, tmp_path: Path) -> None:
+    model = trained(llama(tie_word_embeddings=tied))
+    exported = fp8compile.export(model, tmp_path / "out", format)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    mine = llama(tie_word_embeddings=tied)
+    fp8compile.load(mine, tmp_path / "out")
+    loaded(tokens())  # compressed-tensors decompresses at the first call
+    theirs = loaded.state_dict()
+    for name, x in mine.state_dict().items():
+        assert torch.equal(theirs[name], x), name
+        original = model.state_dict()[name]
+        if name.removesuffix(".weight") in exported.quantized:
+            assert LEAST < sqnr(original, x) < 60
+        else:
+            assert torch.equal(original, x), name
+    with torch.no_grad():
+        logits = [m.eval()(tokens()).logits for m in (model, loaded)]
+    assert sqnr(*logits) > 15  # compressed-tensors rounds activations as well
+
+
+def test_experts_stay_and_are_read_back(tmp_path: Path) -> None:
+    """Transformers stores experts one by one, and stacks them as it loads."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "use_cache": False}
+    torch.manual_seed(0)
+    model = unsettled(transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **sizes)))
+    for format in ("block", "channel"):
+        exported = fp8compile.export(model, tmp_path / format, format, layers=["self_attn"])
+        assert exported.kept["model.layers.0.mlp.experts"] == "the weights of all its experts are one tensor"
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / format)
+        loaded(tokens())
+        config = json.loads((tmp_path / format / "config.json").read_text())["quantization_config"]
+        kept = config.get("modules_to_not_convert") or config["ignore"]
+        assert {"model.layers.0.block_sparse_moe.experts", "model.layers.0.mlp.experts", "lm_head"} <= set(kept)
+        for name, x in model.state_dict().items():
+            near = sqnr(x, loaded.state_dict()[name])
+            assert (LEAST < near < 60) if ".self_attn." in name else near > 100, name
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    """Shared parameters, buffers, an embedding that is the head, a layer without FP8; compiled inside of a wrapper."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(64, 32)
+            self.a, self.b = nn.Linear(32, 48), nn.Linear(48, 32, bias=False)
+            self.again = self.b
+            self.conv = nn.Conv1d(4, 4, 3)
+            self.head = nn.Linear(32, 64, bias=False)
+            self.head.weight = self.embedding.weight
+            self.register_buffer("steps", torch.arange(3))
+            self.unused = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.b(torch.tanh(self.a(self.embedding(x)))))
+
+    class Loss(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).float().logsumexp(-1).mean()
+
+    model = Own().bfloat16()
+    torch.compile(Loss(model), backend="fp8", options=EAGER)(tokens() % 64).backward()
+    exported = fp8compile.export(model, tmp_path / "out", "channel")
+    assert exported.quantized == ("a",)
+    assert exported.kept["b"] == "its weight is again.weight as well"
+    assert exported.kept["unused"] == "it ran in no compiled graph"
+    other = Own().bfloat16()
+    fp8compile.load(torch.compile(other), tmp_path / "out")
+    for (name, x), (_, y) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(x, y) != (name == "a.weight"), name
+    assert other.head.weight is other.embedding.weight
+    assert sqnr(model.a.weight, other.a.weight) > LEAST
+
+
+def test_scales_of_activations(tmp_path: Path) -> None:
+    """As a watched step has seen them: the largest magnitude over 448."""
+    model = llama()
+    watched = fp8compile.watch(model, steps=1, options=EAGER)
+    seen: dict[str, float] = {}
+    hooks: list[Any] = []
+    for name, m in model.named_modules():
+        if isinstance(m, nn.Linear):
+            hooks.append(
+                m.register_forward_pre_hook(
+                    lambda _, args, name=name: seen.update(((name, args[0].abs().max().item()),))
+                )
+            )
+    model(tokens())
+    for hook in hooks:
+        hook.remove()
+    batch = tokens()
+    watched(input_ids=batch, labels=batch).loss.backward()
+    exported = fp8compile.export(trained(model), tmp_path / "out", "tensor", statistics=watched.statistics)
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    for name in exported.quantized:
+        assert files[f"{name}.input_scale"].item() * 448 == pytest.approx(seen[name], rel=0.05), name
+    scheme = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"][
+        "group_0"
+    ]
+    assert scheme["input_activations"] == {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False,
+    }  # fmt: skip
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded(tokens()).logits.isfinite().all()
+    with pytest.raises(OptionError, match="no scales of activations"):
+        fp8compile.export(model, tmp_path / "other", "block", statistics=watched.statistics)
+
+
+def test_what_servers_fuse_stays_together(tmp_path: Path) -> None:
+    exported = fp8compile.export(trained(llama(), skip=["k_proj"]), tmp_path / "out")
+    layer = "model.layers.0.self_attn"
+    assert exported.kept[f"{layer}.k_proj"] == "in training: skip='k_proj'"
+    for name in ("q_proj", "v_proj"):
+        assert exported.kept[f"{layer}.{name}"] == f"servers fuse it with {layer}.k_proj, which is not FP8"
+    assert f"{layer}.o_proj" in exported.quantized
+    assert str(exported).count("not in FP8") == 4
+
+
+def test_large_models_become_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_folder, "LARGEST", 20_000)
+    model = llama()
+    fp8compile.export(model, tmp_path / "out", layers=["*"], skip=["lm_head"])
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    names = sorted(set(index["weight_map"].values()))
+    assert len(names) > 2
+    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    assert {f for f in os.listdir(tmp_path / "out") if f.endswith("safetensors")} == set(names)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_weights_of_fp32(tmp_path: Path) -> None:
+    """Rounded once, from what the optimizer keeps."""
+    model = llama().float()
+    fp8compile.export(model, tmp_path / "out", "channel", layers=["down_proj"])
+    other = llama().float()
+    fp8compile.load(other, tmp_path / "out")
+    payload, scale = expected(model.model.layers[0].mlp.down_proj.weight, "channel")
+    assert torch.equal(other.model.layers[0].mlp.down_proj.weight, payload.float() * scale[:, None])
+    assert other.model.norm.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"format": "blok"}, OptionError, "Did you mean 'block'"),
+        ({"layers": ["q_porj"]}, OptionError, "unknown layer in layers 'q_porj'"),
+        ({"layers": ["*"], "skip": ["nothing"]}, OptionError, "unknown layer in skip"),
+        ({}, CheckpointError, "has compiled no model"),
+        ({"layers": ["lm_head"], "skip": ["lm_head"]}, CheckpointError, "no layer of this LlamaForCausalLM"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=text):
+        fp8compile.export(llama(), tmp_path / "out", **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_without_linear_layers_and_plans_of_others(tmp_path: Path) -> None:
+    case = ZOO["gpt2"]()
+    trained(llama())
+    with pytest.raises(CheckpointError, match="1× in training: the output head"):  # it has lm_head as well
+        fp8compile.export(case.model, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"not of this Sequential: they name model\.layers\.0"):
+        fp8compile.export(nn.Sequential(nn.Linear(8, 8)), tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"it has no nn\.Linear"):
+        fp8compile.export(nn.Conv1d(2, 2, 2), tmp_path / "out", layers=[])
+
+
+def test_the_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = llama(), tmp_path / "out"
+    fp8compile.export(model, out, layers=["*"])
+    before = {f.name: f.read_bytes() for f in out.iterdir()}
+    with pytest.raises(CheckpointError, match="is not empty: choose another folder, or overwrite=True"):
+        fp8compile.export(model, out, layers=["*"])
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 5] = torch.nan
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight has numbers that are not finite"):
+        fp8compile.export(model, out, layers=["*"], overwrite=True)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device; nothing was written"):
+        fp8compile.export(llama(), out, layers=["*"], overwrite=True)
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    monkeypatch.undo()
+    fp8compile.export(llama(), out, "channel", layers=["*"], overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(CheckpointError, match="is a file"):
+        fp8compile.export(llama(), out / "config.json", layers=["*"])

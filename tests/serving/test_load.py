@@ -1,0 +1,119 @@
+"""Loading FP8 checkpoints to train on; folders that are damaged, foreign or of another model change nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import tokens
+from safetensors.torch import load_file, save_file
+
+import fp8compile
+from fp8compile.errors import CheckpointError
+from tests.serving.test_export import EAGER, llama
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("load") / "out"
+    fp8compile.export(llama(), folder, layers=["*"], skip=["lm_head"])
+    return folder
+
+
+def test_training_goes_on(written: Path) -> None:
+    """The loss after loading is finite, falls, and its weights are casts of what was loaded: the same payload."""
+    model = llama()
+    fp8compile.load(model, written)
+    payload = load_file(written / "model.safetensors")[f"{UP}.weight"]
+    fp8compile.export(model, written.with_name("again"), layers=["*"], skip=["lm_head"], overwrite=True)
+    again = load_file(written.with_name("again") / "model.safetensors")[f"{UP}.weight"]
+    assert (payload.view(torch.uint8) == again.view(torch.uint8)).float().mean() > 0.99
+    run = torch.compile(model, backend="fp8", options=EAGER)
+    opt, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(4):
+        loss = run(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def changed_tensors(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+def changed_config(**values: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] |= values
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return damage
+
+
+def cut(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def without_quantization(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def indexed(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": "model.safetensors"}}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "cannot be read"),
+        (without_quantization, "this checkpoint is not in FP8"),
+        (cut, "was it written to its end"),
+        (indexed, "has no a.weight"),
+        (changed_config(quant_method="gptq"), "quant_method 'gptq'"),
+        (changed_config(weight_block_size=[64, 64]), "none of the formats that are read"),
+        (changed_config(scale_fmt="ue8m0"), "none of the formats that are read"),
+        (changed_tensors(lambda t: t.pop(f"{UP}.weight_scale_inv")), f"it lacks the scale {UP}.weight_scale_inv"),
+        (changed_tensors(lambda t: t.pop(f"{UP}.weight")), f"it lacks {UP}.weight"),
+        (changed_tensors(lambda t: t.update(more=torch.ones(1))), "it has, and the model has not more"),
+        (
+            changed_tensors(lambda t: t.update({f"{UP}.weight": torch.ones(3, 4)})),
+            r"of another shape are .*up_proj.weight \(\[3, 4\]",
+        ),
+        (
+            changed_tensors(lambda t: t.update({f"{UP}.weight_scale_inv": torch.ones(7)})),
+            r"weight_scale_inv \(\[7\], not",
+        ),
+    ],
+)
+def test_bad_folders(damage: Callable[[Path], Any], text: str, written: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    for file in written.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    damage(folder)
+    model = llama()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=text):
+        fp8compile.load(model, folder)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_a_model_of_other_sizes(written: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"it lacks model.layers.1.*and \d+ more; nothing was loaded"):
+        fp8compile.load(llama(num_hidden_layers=2), written)
