@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import delayed
+from fp8compile.empty_tensors import new_empty
 from fp8compile.formats import FORMATS, parse_granularity, round_up
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.loss import chunked_loss as chunked
@@ -65,13 +66,13 @@ def _fake_amax(
     x: Tensor, granularity: str, transpose: bool = False, row_multiple: int = 1, col_multiple: int = 1
 ) -> Tensor:
     if granularity == "tensor":
-        return x.new_empty([], dtype=torch.float32)
+        return new_empty(x, [], torch.float32)
     shape = _oriented_shape(x, transpose, row_multiple, col_multiple)
-    return x.new_empty(parse_granularity(granularity).scale_shape(shape), dtype=torch.float32)
+    return new_empty(x, parse_granularity(granularity).scale_shape(shape), torch.float32)
 
 
 def _fake_scale(amax: Tensor, format: str, power_of_two: bool = False) -> Tensor:
-    return amax.new_empty(amax.shape)
+    return new_empty(amax, amax.shape)
 
 
 def _fake_quantize(
@@ -83,11 +84,11 @@ def _fake_quantize(
     row_multiple: int = 1,
     col_multiple: int = 1,
 ) -> Tensor:
-    return x.new_empty(_oriented_shape(x, transpose, row_multiple, col_multiple), dtype=FORMATS[format].dtype)
+    return new_empty(x, _oriented_shape(x, transpose, row_multiple, col_multiple), FORMATS[format].dtype)
 
 
 def _fake_dequantize(data: Tensor, scale: Tensor, granularity: str, dtype: torch.dtype) -> Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
+    return new_empty(data, data.shape, dtype)
 
 
 def _fake_scaled_mm(
@@ -102,21 +103,21 @@ def _fake_scaled_mm(
     fast_accumulation: bool = False,
     offs: Tensor | None = None,
 ) -> Tensor:
-    return a.new_empty([*a.shape[:-1], b.shape[-2]], dtype=out_dtype)
+    return new_empty(a, [*a.shape[:-1], b.shape[-2]], out_dtype)
 
 
 def _fake_delayed_scale(
     amax: Tensor, key: str, format: str, history: int, margin: int, power_of_two: bool = False
 ) -> Tensor:
-    return amax.new_empty(amax.shape)
+    return new_empty(amax, amax.shape)
 
 
 def _fake_observe(scale: Tensor, tensors: list[Tensor], cast: str, transpose: bool, name: str, key: str) -> Tensor:
-    return scale.new_empty(scale.shape)
+    return new_empty(scale, scale.shape)
 
 
 def _fake_probe(x: Tensor, transpose: bool, name: str, key: str) -> Tensor:
-    return x.new_empty(x.shape)
+    return new_empty(x, x.shape)
 
 
 _FAKES: dict[str, Callable[..., Tensor]] = {

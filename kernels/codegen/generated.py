@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.cache_folder import cache_folder
+from fp8compile.empty_tensors import new_empty
 from fp8compile.kernels.codegen import emit
 from fp8compile.kernels.codegen import schedule as schedules
 from fp8compile.kernels.codegen import spec as specs
@@ -172,7 +173,7 @@ def empty_buffers(region: Region, schedule: Schedule, sizes: Sequence[Any], like
     """Return uninitialised buffers of `region` on `like`'s device."""
     names = dict(zip(region.sizes, sizes, strict=True))
     return [
-        like.new_empty([schedules.resolve(d, names, schedule) for d in b.shape], dtype=getattr(torch, b.dtype))
+        new_empty(like, [schedules.resolve(d, names, schedule) for d in b.shape], getattr(torch, b.dtype))
         for b in region.buffers
     ]
 
