@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import shutil
 
+import torch
+from torch._decomp.decompositions_for_rng import PhiloxState
 from torch._dynamo import guards
 from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import config, cpp_builder
@@ -24,6 +26,16 @@ class Suppressed:
         TLS.suppress_guards = self.before
 
 
+NOTHING = torch.tensor(())
+
+
+def _forget(state: PhiloxState) -> None:
+    """What `PhiloxState.reset` does, of one tensor: twelve are traced for each graph, and asked for by
+    functionalize_rng_ops alone."""
+    state.seed = state.base_offset = NOTHING
+    state.relative_offset, state.offset_advanced_at_least_once = 0, False
+
+
 def quicken() -> None:
     """Leave out what a run of many compilations has no use for."""
     # Tracing makes ten thousands of objects that live on: looking for garbage among them every 700 finds next to none,
@@ -38,6 +50,7 @@ def quicken() -> None:
     graph_compile._log_joint_graph = lambda *_: None
     graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
     ShapeEnv.suppress_guards = lambda _: Suppressed()
+    PhiloxState.reset = _forget
     # Inductor compiles and runs programs to see that instructions work which the processor names: seven seconds. What
     # it compiles in spite of this setting need not be loaded by a process of its own.
     config.cpp.vec_isa_ok = True
