@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -56,12 +57,18 @@ def explained(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> Plan:
     return fp8compile.explain(model, *inputs, options={**ALL, **options}).plans[0]
 
 
+@functools.cache
+def of_llama() -> fp8compile.Explanation:
+    """What becomes of a Llama, explained once."""
+    case = ZOO["llama"]()
+    return fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs)
+
+
 # ---- what changes ---------------------------------------------------------------------------------------------------
 
 
 def test_an_unedited_plan_changes_nothing(tmp_path: Path):
-    case = ZOO["llama"]()
-    before = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs)
+    case, before = ZOO["llama"](), of_llama()
     file = tmp_path / "plan.json"
     file.write_text(before.to_json())
     after = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": file}, **case.inputs)
@@ -106,8 +113,7 @@ def test_casts_of_one_matmul():
 
 
 def test_a_merged_row_speaks_of_its_members():
-    case = ZOO["llama"]()
-    before = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs).plans[0]
+    case, before = ZOO["llama"](), of_llama().plans[0]
     path = "model.layers.0.self_attn.(q_proj+k_proj+v_proj)"
     plan = edited(before, path, "output", decision="bf16")
     after = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": plan}, **case.inputs).plans[0]
@@ -119,8 +125,7 @@ def test_a_merged_row_speaks_of_its_members():
 
 
 def test_bf16_to_fp8_takes_the_casts_of_the_recipe():
-    case = ZOO["gpt2"]()
-    before = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs).plans[0]
+    case, before = ZOO["llama"](), of_llama().plans[0]
     plan = edited(before, "lm_head", "output", decision="fp8")
     after = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": plan}, **case.inputs).plans[0]
     assert differing(before, after) == [("lm_head", "output")]

@@ -9,8 +9,10 @@ even. With that a kernel agrees with the reference bit for bit, but for transcen
 from __future__ import annotations
 
 import importlib
+import linecache
 import os
 import sys
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,15 @@ def prepare() -> None:
 
     module._patch_lang_tensor = patch_lang_tensor
     module._patch_lang = _once_a_launch(module)
+    module.FunctionRewriter._get_jit_fn_file_line = lambda rewriter: _place(rewriter.fn.__code__)
+
+
+def _place(code: CodeType) -> tuple[str, int]:
+    """File and line of a function's `def`, without a Triton function made of it, which reads the source once more."""
+    line = code.co_firstlineno  # that of its first decorator
+    while not linecache.getline(code.co_filename, line).strip().startswith("def "):
+        line += 1
+    return code.co_filename, line
 
 
 def _once_a_launch(module: Any) -> Any:

@@ -36,6 +36,10 @@ def _forget(state: PhiloxState) -> None:
     state.relative_offset, state.offset_advanced_at_least_once = 0, False
 
 
+def _set_no_seed(seed: int) -> None:
+    pass
+
+
 def quicken() -> None:
     """Leave out what a run of many compilations has no use for."""
     # Tracing makes ten thousands of objects that live on: looking for garbage among them every 700 finds next to none,
@@ -51,6 +55,10 @@ def quicken() -> None:
     graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
     ShapeEnv.suppress_guards = lambda _: Suppressed()
     PhiloxState.reset = _forget
+    # A seed for devices that are not there is kept with the stack of who gave it.
+    for device in (torch.cuda, torch.mtia, torch.xpu):
+        if not device.is_available():
+            device.manual_seed_all = _set_no_seed
     # Inductor compiles and runs programs to see that instructions work which the processor names: seven seconds. What
     # it compiles in spite of this setting need not be loaded by a process of its own.
     config.cpp.vec_isa_ok = True

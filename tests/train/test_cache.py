@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick
 
 TRAINING = """
 import json, sys, torch
 import fp8compile
+from quick import quicken
 from torch._dynamo.utils import counters
+quicken()
 torch.set_num_threads(1)
 for recipe in sys.argv[1:]:
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.SiLU()).bfloat16()
+    model = torch.nn.Linear(32, 64).bfloat16()  # each kernel of C++ takes a second to compile
     x = torch.randn(32, 32, dtype=torch.bfloat16)
     step = torch.compile(model, backend="fp8", options={"select": "all", "strict": True, "recipe": recipe})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -39,7 +42,8 @@ for recipe in sys.argv[1:]:
 
 def _run(cache: Path, *recipes: str) -> list[dict[str, Any]]:
     """What a process of its own finds that trains with each of `recipes`, one after the other."""
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(quick.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, "-c", TRAINING, *recipes]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
