@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import subprocess
 
 import torch
 from torch._decomp.decompositions_for_rng import PhiloxState
@@ -36,6 +37,19 @@ def _forget(state: PhiloxState) -> None:
     state.relative_offset, state.offset_advanced_at_least_once = 0, False
 
 
+def _is_understood(instructions: VecISA, code: str) -> bool:
+    """Whether the compiler knows the instructions of a program."""
+    command = [
+        cpp_builder.get_cpp_compiler(),
+        "-x",
+        "c++",
+        "-fsyntax-only",
+        *instructions.build_arch_flags().split(),
+        "-",
+    ]
+    return subprocess.run(command, input=code, text=True, capture_output=True, check=False).returncode == 0
+
+
 def _set_no_seed(seed: int) -> None:
     pass
 
@@ -59,10 +73,9 @@ def quicken() -> None:
     for device in (torch.cuda, torch.mtia, torch.xpu):
         if not device.is_available():
             device.manual_seed_all = _set_no_seed
-    # Inductor compiles and runs programs to see that instructions work which the processor names: seven seconds. What
-    # it compiles in spite of this setting need not be loaded by a process of its own.
+    # Inductor compiles, links and loads programs to see that instructions work which the processor names: seven seconds.
     config.cpp.vec_isa_ok = True
-    VecISA._probe_load = lambda *_: True  # type: ignore[method-assign]
+    VecISA.check_build = _is_understood  # of those that it looks at in spite of this setting
     if shutil.which("ld.gold"):
         _link_by_gold()
 
