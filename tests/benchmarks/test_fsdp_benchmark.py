@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+import quick
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_tiny_run(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.distributed.fsdp", "--tiny", "--more", "--json", str(file)]
+    command = quick.command("benchmarks.distributed.fsdp", "--tiny", "--more", "--json", str(file))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -7,12 +7,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
+import quick
 
 ROOT = Path(__file__).parents[2]
 from benchmarks.distributed import sharded_loss as benchmark  # noqa: E402
@@ -26,7 +26,7 @@ OURS, GATHER, STATES = "ours", "ours + FP8 gather", "ours + FP8 gather, 8-bit st
 
 def run(*arguments: str) -> str:
     """What it prints."""
-    command = [sys.executable, "-m", "benchmarks.distributed.sharded_loss", *arguments]
+    command = quick.command("benchmarks.distributed.sharded_loss", *arguments)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)

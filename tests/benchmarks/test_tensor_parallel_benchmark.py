@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import quick
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ BYTES = {
 @pytest.mark.slow
 def test_tiny_run(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.distributed.tensor_parallel", "--tiny", "--blocks", "1"]
+    command = quick.command("benchmarks.distributed.tensor_parallel", "--tiny", "--blocks", "1")
     command += ["--json", str(file), "--only", ",".join([*BYTES, "torchao*"])]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])

@@ -1,10 +1,16 @@
-"""What makes compiling quicker in every process of the tests, and changes nothing that is compiled or computed."""
+"""What makes compiling quicker in every process of the tests, and changes nothing that is compiled or computed.
+
+quicken()                              once a process
+command("benchmarks.name", "--tiny")   runs a module in a process that does so first
+"""
 
 from __future__ import annotations
 
 import gc
+import runpy
 import shutil
 import subprocess
+import sys
 
 import torch
 from torch._decomp.decompositions_for_rng import PhiloxState
@@ -73,7 +79,7 @@ def quicken() -> None:
     for device in (torch.cuda, torch.mtia, torch.xpu):
         if not device.is_available():
             device.manual_seed_all = _set_no_seed
-    # Inductor compiles, links and loads programs to see that instructions work which the processor names: seven seconds.
+    # Inductor compiles and loads programs to see that instructions work which the processor names: seven seconds.
     config.cpp.vec_isa_ok = True
     VecISA.check_build = _is_understood  # of those that it looks at in spite of this setting
     if shutil.which("ld.gold"):
@@ -88,3 +94,14 @@ def _link_by_gold() -> None:
         return [*flags(do_link), *(["fuse-ld=gold"] if do_link else [])]
 
     cpp_builder._get_shared_cflags = faster
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module, quickened, in another process."""
+    return [sys.executable, __file__, module, *arguments]
+
+
+if __name__ == "__main__":
+    quicken()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
