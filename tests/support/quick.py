@@ -7,10 +7,11 @@ command("benchmarks.name", "--tiny")   runs a module in a process that does so f
 from __future__ import annotations
 
 import gc
+import os
 import runpy
-import shutil
 import subprocess
 import sys
+import tempfile
 
 import torch
 from torch._decomp.decompositions_for_rng import PhiloxState
@@ -56,10 +57,6 @@ def _is_understood(instructions: VecISA, code: str) -> bool:
     return subprocess.run(command, input=code, text=True, capture_output=True, check=False).returncode == 0
 
 
-def _set_no_seed(seed: int) -> None:
-    pass
-
-
 def quicken() -> None:
     """Leave out what a run of many compilations has no use for."""
     # Tracing makes ten thousands of objects that live on: looking for garbage among them every 700 finds next to none,
@@ -75,15 +72,18 @@ def quicken() -> None:
     graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
     ShapeEnv.suppress_guards = lambda _: Suppressed()
     PhiloxState.reset = _forget
-    # A seed for devices that are not there is kept with the stack of who gave it.
-    for device in (torch.cuda, torch.mtia, torch.xpu):
-        if not device.is_available():
-            device.manual_seed_all = _set_no_seed
     # Inductor compiles and loads programs to see that instructions work which the processor names: seven seconds.
     config.cpp.vec_isa_ok = True
     VecISA.check_build = _is_understood  # of those that it looks at in spite of this setting
-    if shutil.which("ld.gold"):
+    if _gold_links():
         _link_by_gold()
+
+
+def _gold_links() -> bool:
+    """Whether the compiler can link by gold: one of its own prefix may find gold, and gold not its libraries."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [cpp_builder.get_cpp_compiler(), "-fuse-ld=gold", "-shared", "-x", "c++", os.devnull]
+        return subprocess.run([*command, "-o", f"{folder}/x.so"], capture_output=True, check=False).returncode == 0
 
 
 def _link_by_gold() -> None:
