@@ -36,7 +36,7 @@ class Choice:
 
 def choose(model: nn.Module, plans: Sequence[Plan], layers: Sequence[str] | None, skip: Sequence[str]) -> Choice:
     """Return the layers of `model` that become FP8. Raises `CheckpointError` if there is none, and says why."""
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linear = {WRAPPERS.sub("", name): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for given, what in ((layers, "layers"), (skip, "skip")):
         if unknown := [p for p in given or () if not any(matching([p], name) for name in linear)]:
             raise unknown_name(f"layer in {what}", unknown[0], linear)
@@ -50,7 +50,7 @@ def choose(model: nn.Module, plans: Sequence[Plan], layers: Sequence[str] | None
             choice.quantized.append(name)
     for name, module in model.named_modules():
         if any(p.dim() > 2 for p in module._parameters.values() if p is not None) and name.endswith("experts"):
-            choice.kept[name] = "the weights of all its experts are one tensor"
+            choice.kept[WRAPPERS.sub("", name)] = "the weights of all its experts are one tensor"
     _keep_fused_together(choice)
     if not choice.quantized:
         counts = Counter(choice.kept.values()).most_common(3)
@@ -87,11 +87,11 @@ def _of_plans(model: nn.Module, plans: Sequence[Plan]) -> dict[str, str]:
 
 def by_name(model: nn.Module, by_path: Mapping[str, T]) -> dict[str, T]:
     """Return, by names of linear layers of `model`, what is known by paths of plans. Other paths are left out."""
-    names = {WRAPPERS.sub("", name): name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    names = {WRAPPERS.sub("", name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     paths = {path: x for given, x in by_path.items() for path in _each(WRAPPERS.sub("", given))}
     before, inside = _prefixes(paths, names)
     moved = {inside + path.removeprefix(before): x for path, x in paths.items() if path.startswith(before)}
-    return {name: moved[plain] for plain, name in names.items() if plain in moved}
+    return {name: x for name, x in moved.items() if name in names}
 
 
 def _each(path: str) -> list[str]:
@@ -126,7 +126,8 @@ def _reason(model: nn.Module, name: str, module: nn.Module, wanted: dict[str, st
         return "its weight is computed from other parameters"
     if type(module) is not nn.Linear and type(module).forward is not nn.Linear.forward:
         return f"a {type(module).__name__} does not compute what an nn.Linear does"
-    shared = [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight and n != f"{name}.weight"]
+    names = [WRAPPERS.sub("", n) for n, p in model.named_parameters(remove_duplicate=False) if p is weight]
+    shared = [n for n in names if n != f"{name}.weight"]
     return f"its weight is {shared[0]} as well" if shared else ""
 
 

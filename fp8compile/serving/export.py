@@ -22,7 +22,7 @@ from fp8compile.plan.cast_statistics import Statistics
 from fp8compile.plan.plan import Plan
 from fp8compile.serving.choose_layers import by_name, choose
 from fp8compile.serving.layouts import FINE_GRAINED, Layout, layout_called
-from fp8compile.serving.tensors import ranks_of, written
+from fp8compile.serving.tensors import ranks_of, unwrapped, written
 from fp8compile.serving.write_folder import names_in_files, reverting, whole_folder, write_config, write_tensors
 
 MIB = 2**20
@@ -68,12 +68,13 @@ def export(
     this process. skip: patterns of layers that do not.
     statistics: of a `Watched` model (`fp8compile.watch`): scales of activations are written, for servers that take no
     maximum at run time; by default they do ("dynamic").
-    A sharded model is exported by all of its ranks together; each writes a part, and holds one tensor at a time.
+    A sharded model is exported by all of its ranks together; each writes a part, and holds one tensor at a time. Any
+    other is exported by the one process that calls this: under DistributedDataParallel let one rank do so.
 
     Raises `OptionError` and `CheckpointError`; the folder is there as a whole or not at all.
     """
     layout = layout_called(format)
-    model = getattr(model, "_orig_mod", model)
+    model = unwrapped(model)
     choice = choose(model, _plans(), layers, skip)
     scales = _input_scales(statistics, layout, choice.quantized, model) if statistics is not None else {}
     ranks, path = ranks_of(model), Path(folder)

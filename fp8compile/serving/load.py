@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fp8compile.errors import CheckpointError
 from fp8compile.formats import E4M3
 from fp8compile.serving.layouts import COMPRESSED, FINE_GRAINED, LAYOUTS, Layout
-from fp8compile.serving.tensors import tied_names
+from fp8compile.serving.tensors import tied_names, unwrapped
 from fp8compile.serving.write_folder import CONFIG, INDEX
 
 LIMIT = 5  # names in an error
@@ -70,13 +70,18 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> None:
     Raises `CheckpointError` before anything is changed: for a tensor that is missing, not expected, of another shape,
     or without its scale; for a file that was not written to its end; for a format that is none of `export`'s.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = unwrapped(model)
     with ExitStack() as stack:
         found = Folder(Path(folder), stack)
         tied = tied_names(model)
         state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
         wanted = [name for name in state if name not in tied or name in found.files]
         _check(found, {name: state[name] for name in wanted}, set(state))
+        for name, kept in tied.items():
+            if name in found.files and not torch.equal(*(found.read(n, torch.float32) for n in (name, kept))):
+                raise CheckpointError(
+                    f"{found.folder}: {name} and {kept} differ, and are one parameter of this model; nothing was loaded"
+                )
         with torch.no_grad():
             for name in wanted:
                 _copy(state[name], found.read(name, state[name].dtype))

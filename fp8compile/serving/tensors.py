@@ -13,9 +13,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8compile.errors import CheckpointError
 from fp8compile.serving.layouts import Layout
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model within what torch.compile and DistributedDataParallel make of it."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
+        if inner is model:
+            return model
+        model = inner
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,8 @@ def written(
     if other := [name for name, x in state.items() if not isinstance(x, Tensor)]:
         kind = type(state[other[0]]).__name__
         raise CheckpointError(f"{other[0]} of the state_dict is a {kind}, which safetensors cannot hold")
+    if lost := [layer for layer in quantized if f"{layer}.weight" not in state]:
+        raise CheckpointError(f"the state_dict has no {lost[0]}.weight")
     bad = []
     for i, (name, x) in enumerate(state.items()):
         full = x.full_tensor() if isinstance(x, DTensor) else x
@@ -91,8 +103,8 @@ def _own(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True).contiguous()
 
 
-def tied_names(model: nn.Module) -> set[str]:
-    """Return names of the state_dict whose tensor has another name, under which it is written.
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return names of the state_dict whose tensor has another name, under which it is written, and that name.
 
     Of a model of Transformers these are the names that its loader ties; of any other, all but the first.
     """
@@ -101,10 +113,11 @@ def tied_names(model: nn.Module) -> set[str]:
     names: dict[int, list[str]] = {}
     for name, p in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         names.setdefault(id(p), []).append(name)
-    tied = set()
+    tied: dict[str, str] = {}
     for shared in (found for found in names.values() if len(found) > 1):
         kept = next((name for name in shared if name not in declared), shared[0])
-        tied |= {name for name in shared if name != kept and (name in declared or not is_of_transformers(model))}
+        others = (name for name in shared if name != kept and (name in declared or not is_of_transformers(model)))
+        tied |= dict.fromkeys(others, kept)
     return tied
 
 

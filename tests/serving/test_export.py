@@ -15,6 +15,7 @@ from fake_quantized import sqnr
 from models import SIZES, ZOO, tokens, unsettled
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp8compile
 from fp8compile.errors import CheckpointError, OptionError
@@ -172,6 +173,22 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
         assert torch.equal(x, y) != (name == "a.weight"), name
     assert other.head.weight is other.embedding.weight
     assert sqnr(model.a.weight, other.a.weight) > LEAST
+
+
+def test_wrapped_models(tmp_path: Path) -> None:
+    """Activation checkpointing's and torch.compile's wrappers leave no trace in names."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))).bfloat16()
+    original = {name: x.clone() for name, x in model.state_dict().items()}
+    model[1] = checkpoint_wrapper(model[1])
+    run = torch.compile(model, backend="fp8", options=EAGER)
+    run(torch.randn(16, 32).bfloat16()).sum().backward()
+    exported = fp8compile.export(run, tmp_path / "out", "tensor")
+    assert exported.quantized == ("0", "1.0", "1.2")
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    assert files.keys() == original.keys() | {f"{name}.weight_scale" for name in exported.quantized}
+    fp8compile.load(model, tmp_path / "out")
+    for name, x in model.state_dict().items():
+        assert sqnr(original[name], x) > LEAST, name
 
 
 def test_scales_of_activations(tmp_path: Path) -> None:

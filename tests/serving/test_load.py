@@ -114,6 +114,14 @@ def test_bad_folders(damage: Callable[[Path], Any], text: str, written: Path, tm
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+def test_a_model_that_shares_what_differs_in_the_files(written: Path) -> None:
+    model = llama(tie_word_embeddings=True)
+    before = model.lm_head.weight.clone()
+    with pytest.raises(CheckpointError, match=r"lm_head.weight and model.embed_tokens.weight differ"):
+        fp8compile.load(model, written)
+    assert torch.equal(model.lm_head.weight, before)
+
+
 def test_a_model_of_other_sizes(written: Path) -> None:
     with pytest.raises(CheckpointError, match=r"it lacks model.layers.1.*and \d+ more; nothing was loaded"):
         fp8compile.load(llama(num_hidden_layers=2), written)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp8compile
 
@@ -39,11 +40,19 @@ class Decorated(Plain):
         return self.inner(self.args[0](x))
 
 
+class Checkpointed(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = checkpoint_wrapper(self.inner)
+
+
 def called_with(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: model(x)
 
 
-@pytest.mark.parametrize("form", [Plain, Decorated, lambda: called_with(Plain()), lambda: called_with(Decorated())])
+@pytest.mark.parametrize(
+    "form", [Plain, Decorated, Checkpointed, lambda: called_with(Plain()), lambda: called_with(Decorated())]
+)
 def test_paths_are_names_of_modules(form: Callable[[], Any]) -> None:
     run = torch.compile(form(), backend="fp8", options={"select": "all", "executor": "eager"})
     run(torch.randn(16, 32)).sum().backward()
