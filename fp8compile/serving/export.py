@@ -1,4 +1,4 @@
-"""Export a model with FP8 weights, as files that Transformers and vLLM load.
+"""Export a model with FP8 weights, as files that Transformers loads, in formats that servers share.
 
 run = torch.compile(model, backend="fp8");  …train…
 print(fp8compile.export(model, "my-model-fp8"))
