@@ -19,6 +19,7 @@ from fp8compile.errors import CheckpointError, unknown_name
 from fp8compile.options import matching
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.rows import FP8
+from fp8compile.serving.tensors import names_by_tensor
 
 T = TypeVar("T")
 # Servers make one matmul of these, with one format (vLLM's packed_modules_mapping).
@@ -41,9 +42,9 @@ def choose(model: nn.Module, plans: Sequence[Plan], layers: Sequence[str] | None
         if unknown := [p for p in given or () if not any(matching([p], name) for name in linear)]:
             raise unknown_name(f"layer in {what}", unknown[0], linear)
     wanted = _named(linear, layers) if layers is not None else _of_plans(model, plans)
-    choice = Choice()
+    choice, names = Choice(), names_by_tensor(model)
     for name, module in linear.items():
-        reason = _reason(model, name, module, wanted, skip)
+        reason = _reason(name, module, names, wanted, skip)
         if reason:
             choice.kept[name] = reason
         else:
@@ -115,9 +116,11 @@ def _prefixes(paths: Iterable[str], names: Iterable[str]) -> tuple[str, str]:
     return votes.most_common(1)[0][0] if votes else ("", "")
 
 
-def _reason(model: nn.Module, name: str, module: nn.Module, wanted: dict[str, str], skip: Sequence[str]) -> str:
-    """Return why a linear layer is not exported in FP8; "" if it is."""
-    if reason := wanted.get(name, "it ran in no compiled graph"):
+def _reason(
+    name: str, module: nn.Module, names: Mapping[int, Sequence[str]], wanted: Mapping[str, str], skip: Sequence[str]
+) -> str:
+    """Return why a linear layer is not exported in FP8; "" if it is. names: of all parameters (`names_by_tensor`)."""
+    if reason := wanted.get(name, "no compiled graph has a matmul of this name"):
         return reason
     if pattern := matching(skip, name):
         return f"skip={pattern!r}"
@@ -126,8 +129,7 @@ def _reason(model: nn.Module, name: str, module: nn.Module, wanted: dict[str, st
         return "its weight is computed from other parameters"
     if type(module) is not nn.Linear and type(module).forward is not nn.Linear.forward:
         return f"a {type(module).__name__} does not compute what an nn.Linear does"
-    names = [WRAPPERS.sub("", n) for n, p in model.named_parameters(remove_duplicate=False) if p is weight]
-    shared = [n for n in names if n != f"{name}.weight"]
+    shared = [n for n in (WRAPPERS.sub("", n) for n in names[id(weight)]) if n != f"{name}.weight"]
     return f"its weight is {shared[0]} as well" if shared else ""
 
 

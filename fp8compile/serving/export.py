@@ -30,7 +30,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. quantized: names of layers; kept: linear layers that are not FP8, with the reason.
+    """Say what was written. quantized: names of layers; kept: linear layers that are not FP8, with the reason.
 
     bytes: of all tensors in files; before: of the same as the model has them.
     """

@@ -103,6 +103,14 @@ def _own(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True).contiguous()
 
 
+def names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
+    """Return all names of each parameter and buffer, by its `id`."""
+    names: dict[int, list[str]] = {}
+    for name, x in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(x), []).append(name)
+    return names
+
+
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return names of the state_dict whose tensor has another name, under which it is written, and that name.
 
@@ -110,9 +118,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     """
     declared = getattr(model, "all_tied_weights_keys", None)
     declared = set(declared) if isinstance(declared, Mapping) else set()
-    names: dict[int, list[str]] = {}
-    for name, p in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        names.setdefault(id(p), []).append(name)
+    names = names_by_tensor(model)
     tied: dict[str, str] = {}
     for shared in (found for found in names.values() if len(found) > 1):
         kept = next((name for name in shared if name not in declared), shared[0])
