@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import torch
 from torch._decomp.decompositions_for_rng import PhiloxState
@@ -90,8 +91,9 @@ def _link_by_gold() -> None:
     """Have kernels linked by what reads the names in torch's libraries, a third of what g++ takes, in half the time."""
     flags = cpp_builder._get_shared_cflags
 
-    def faster(do_link: bool) -> list[str]:
-        return [*flags(do_link), *(["fuse-ld=gold"] if do_link else [])]
+    def faster(*given: Any) -> list[str]:  # (do_link); from torch 2.14 on (compiler, do_link)
+        found = flags(*given)
+        return [*found, "fuse-ld=gold"] if "shared" in found else found
 
     cpp_builder._get_shared_cflags = faster
 
