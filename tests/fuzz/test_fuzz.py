@@ -176,6 +176,16 @@ def test_what_torch_compile_has_wrong_is_not_ours() -> None:
     assert judge(spec, Settings()).status == OK
 
 
+def test_what_torch_compile_makes_is_found_where_a_view_is_none() -> None:
+    """Attention's gradient lies otherwise than its fake, so that torch's own `aot_eager` raises at a view of it."""
+    with imported(source(draw(93))) as module:
+        subject = Subject(module, "cpu", 93)
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            subject.traced(0, backend="aot_eager")
+        eager, traced = subject.eager(0), subject.traced(0)
+        assert noise(eager["loss"], traced["loss"]) < 1e-3
+
+
 @dataclass
 class _TracedAlone:
     """A subject of which torch.compile without this backend makes given steps."""
@@ -183,7 +193,7 @@ class _TracedAlone:
     by_aot: Tensor
     by_inductor: Tensor
 
-    def traced(self, data: int, backend: str = "aot_eager") -> dict[str, Tensor]:
+    def traced(self, data: int, backend: Any = "aot_eager") -> dict[str, Tensor]:
         return {"w": self.by_inductor if backend == "inductor" else self.by_aot}
 
 
