@@ -7,7 +7,7 @@ from __future__ import annotations
 from fp8compile.passes.attention import attention_layout, attention_masks, attention_strides
 from fp8compile.passes.collectives import exchange_as_fp8, expose_matmuls, gather_as_fp8
 from fp8compile.passes.core import derivatives
-from fp8compile.passes.core.compilation import Compilation, attach_views, complete_values, remove_dead
+from fp8compile.passes.core.compilation import Compilation, attach_views, complete_values, has_markers, remove_dead
 from fp8compile.passes.core.run_passes import Observer, Pass, Rules, run_passes
 from fp8compile.passes.core.stages import DynamoGraph, HalfGraph, OptimizerGraph, Stage, StageGraph
 from fp8compile.passes.core.stride_demands import record
@@ -67,8 +67,8 @@ def is_scaled(c: DynamoGraph | OptimizerGraph) -> bool:
 
 
 def has_kernels(c: HalfGraph) -> bool:
-    """Return True if a graph is run with generated kernels, by Inductor or node by node."""
-    return c.executor in ("operators", "triton")
+    """Return True if a graph has FP8 and is run with generated kernels, by Inductor or node by node."""
+    return c.executor in ("operators", "triton") and has_markers(c.graph)
 
 
 def on_triton(c: HalfGraph) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._inductor import config as inductor_config  # whether a user has chosen the width of a CPU's vectors
 from torch._inductor import list_mode_options  # `mode` reaches a backend untranslated
+from torch._inductor.compile_fx import get_cpp_wrapper_config  # what torch sets beside cpp_wrapper
 
 from fp8compile.options import Options
 
@@ -28,4 +29,13 @@ def inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str,
         settings["fallback_random"] = True
     if torch.backends.cpu.get_cpu_capability() == "AVX512" and inductor_config.cpp.simdlen is None:
         settings["cpp.simdlen"] = VECTOR_BITS  # Inductor's C++ of 512 bits transposes tiles of BF16 wrongly
-    return settings | dict(options.inductor)
+    theirs = dict(options.inductor)
+    if theirs.get("cpp_wrapper"):  # torch sets what belongs to it for forward alone: backward is compiled later
+        settings |= get_cpp_wrapper_config()
+    return settings | theirs
+
+
+def settings_without_fp8(options: Options) -> dict[str, Any]:
+    """Return what to set otherwise for a half that has no FP8: it is to take the memory and the time of torch's own."""
+    own = {"allow_buffer_reuse": inductor_config.allow_buffer_reuse}
+    return {name: value for name, value in own.items() if name not in dict(options.inductor)}

@@ -5,19 +5,23 @@ compile_fx calls it with each half; the hook for halves (`half_passes.py`) has t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
+from torch._inductor import config as inductor_config  # for halves without FP8
 from torch._inductor.compile_fx import compile_fx_inner
 
-from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.core.compilation import aten, has_markers
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.plan.record import Record, recall_half, remember_half
 from fp8compile.plan.rows import Lowered
 from fp8compile.torch_hooks import failures, nested_regions
+from fp8compile.torch_hooks.direct_launch import launching_directly
 from fp8compile.torch_hooks.half_passes import LoweringPass, has_states, lower_half, lower_optimizer
 from fp8compile.torch_hooks.output_strides import keep_strides_of_bases
 from fp8compile.torch_hooks.read_before_write import reading_before_writing
@@ -26,15 +30,27 @@ Compiled = Callable[..., Any]
 
 
 def compile_half(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: Record, **settings: Any
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    lowering: LoweringPass,
+    record: Record,
+    without_fp8: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
 ) -> Compiled:
-    """Compile a half with Inductor, and record what became of it: the hook says so, or what was kept when that ran."""
+    """Compile a half with Inductor, and record what became of it: the hook says so, or what was kept when that ran.
+
+    without_fp8: settings of Inductor for a half that has no FP8.
+    """
     lowering.half, lowering.lowered = _half(settings), None
     keep_strides_of_bases(gm)
-    text = "".join(graph_text(body.graph) for body in nested_regions.bodies(gm))
+    bodies = [body.graph for body in nested_regions.bodies(gm)]
+    text = "".join(map(graph_text, bodies))
     key = hashlib.sha256(f"{text}{lowering.uuid()}".encode()).hexdigest()
     try:
-        with reading_before_writing():
+        plain = not any(map(has_markers, bodies)) and not any(map(has_states, bodies))
+        as_torch_does = inductor_config.patch(dict(without_fp8)) if plain else contextlib.nullcontext()
+        with reading_before_writing(), launching_directly(), as_torch_does:
             compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
     except Exception as error:
         if lowering.dump:

@@ -27,7 +27,7 @@ from fp8compile import devices, ops
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import pipeline
-from fp8compile.passes.core.compilation import aten, device_of, remove_dead, value
+from fp8compile.passes.core.compilation import aten, device_of, has_markers, remove_dead, value
 from fp8compile.passes.core.snapshot import Snapshot
 from fp8compile.passes.core.verify import signature
 from fp8compile.passes.core.verify_halves import verify_halves
@@ -66,7 +66,7 @@ class Partitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """Return (forward, backward) of the joint graph `gm`."""
         kwargs = with_static_parts(gm, kwargs)
-        ours = self.options.activation_budget is not None or any(n.target in ops.MARKERS for n in gm.graph.nodes)
+        ours = self.options.activation_budget is not None or has_markers(gm.graph)
         backup, forms = Snapshot(gm.graph), {}
         try:
             if not ours:

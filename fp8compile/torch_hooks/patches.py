@@ -18,7 +18,13 @@ import torch
 
 from fp8compile import torch_versions
 from fp8compile.passes.lower import known_accesses
-from fp8compile.torch_hooks import backward_hooks, compiled_calls, read_before_write, recurrent_modules
+from fp8compile.torch_hooks import (
+    backward_hooks,
+    compiled_calls,
+    direct_launch,
+    read_before_write,
+    recurrent_modules,
+)
 from fp8compile.torch_hooks.user_frame import warn_user
 
 IsOurs: TypeAlias = Callable[[Any], bool]  # of a backend, as Dynamo holds it
@@ -72,6 +78,13 @@ PERMANENT = (
         "torch_hooks.read_before_write:realize_readers_first",
         apply=lambda is_ours: read_before_write.realize_readers_first(),
     ),
+    Patch(
+        "direct_launch",
+        "torch._inductor.codecache.PyCodeCache.load_by_key_path, while a graph of this backend is compiled",
+        "Inductor's autotuner and Triton's own launcher take the host longer than the launch itself",
+        "torch_hooks.direct_launch:launch_directly",
+        apply=lambda is_ours: direct_launch.launch_directly(),
+    ),
 )
 TEMPORARY = (
     Patch(
@@ -108,6 +121,13 @@ TEMPORARY = (
         "Inductor keeps a freed buffer for the next one of its size, however far away that is, and nobody else has it",
         "torch_hooks.inductor_settings:inductor_settings",
         "one compilation",
+    ),
+    Patch(
+        "buffer_reuse_without_fp8",
+        "torch._inductor.config.allow_buffer_reuse is what it was",
+        "a half without FP8 is to take the memory and the time that torch's own takes",
+        "torch_hooks.inner_compiler:compile_half",
+        "one half",
     ),
     Patch(
         "combined_kernels",

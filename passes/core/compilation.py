@@ -218,6 +218,11 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
+def has_markers(graph: fx.Graph) -> bool:
+    """Return True if a graph has FP8: casts, matmuls, or values that were saved as payload and scales."""
+    return any(node.target in ops.MARKERS for node in graph.nodes)
+
+
 def is_tensor(node: fx.Node) -> bool:
     """Return True if `node` computes one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from joint import joint
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fp8compile
 from fp8compile.kernels.codegen import choose_schedule, generated
 from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.passes.matmul import host_costs
 
 pytestmark = pytest.mark.gpu
 
@@ -120,3 +122,58 @@ def test_inductor_shows_the_source_of_the_kernels() -> None:
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     _, codes = run_and_get_code(compiled(model), x)
     assert any("def rows_e4m3" in code for code in codes)
+
+
+def test_kernels_are_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on neither Inductor's autotuner nor Triton's launcher is asked; the numbers are the same."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    model = LlamaBlock().cuda().bfloat16()
+    x = torch.randn(2, 512, 1024, device="cuda", dtype=torch.bfloat16)
+    run = compiled(model)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        run(x).float().square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    assert sum(n for name, n in kernels(gradients).items() if name.startswith(("rows", "tiles"))) > 10
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("launched by a detour")
+
+    monkeypatch.setattr(CachingAutotuner, "run", refused)
+    monkeypatch.setattr(CudaLauncher, "__call__", refused)
+    for got, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_a_wrapper_in_cpp() -> None:
+    """torch sets what belongs to its C++ wrapper while forward is compiled alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)).cuda().bfloat16()
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    steps = []
+    for settings in ({}, {"cpp_wrapper": True}):
+        torch.compiler.reset()
+        model.zero_grad()
+        run = compiled(model, inductor=settings)
+        for _ in range(2):
+            run(x).float().square().mean().backward()
+        steps.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for got, wanted in zip(*steps, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_kernels_are_counted_before_they_are_made() -> None:
+    """For the host's time, of BF16: within a third of what Inductor launches."""
+    model = nn.Sequential(*(nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 512), nn.GELU()) for _ in range(4)))
+    model = model.cuda().bfloat16()
+    x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
+    counted = len(host_costs._fused_kernels(joint(model, x).compilation.graph))
+    run = torch.compile(model)
+    run(x).sum().backward()
+    launched = sum(n for name, n in kernels(lambda: run(x).sum().backward()).items() if name.startswith("triton"))
+    assert abs(counted - launched) <= launched / 3, (counted, launched)

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.variables import BackwardHookVariable
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput
 from torch._higher_order_ops import triton_kernel_wrap
+from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -30,8 +32,10 @@ from torch.optim import SGD, AdamW
 import fp8compile
 from fp8compile import torch_versions
 from fp8compile.errors import Fp8Warning, OptionError
+from fp8compile.options import Options
 from fp8compile.passes.lower import known_accesses
 from fp8compile.torch_hooks import patches
+from fp8compile.torch_hooks.inductor_settings import inductor_settings, settings_without_fp8
 from fp8compile.torch_hooks.output_strides import VISIBLE
 from fp8compile.torch_hooks.patches import PERMANENT, TEMPORARY
 
@@ -295,6 +299,19 @@ def test_buffer_reuse_is_needed():
             _, (ours,) = run_and_get_code(torch.compile(reusing), x, weights)
     assert "# reuse" not in ours
     still("# reuse" in code)
+
+
+def test_buffer_reuse_without_fp8_is_needed():
+    """Settings are for a whole compilation; which half has FP8 is known later."""
+    assert inductor_settings(Options())["allow_buffer_reuse"] is False
+    still(settings_without_fp8(Options()) == {"allow_buffer_reuse": True})
+    asked_for = Options.parse({"inductor": {"allow_buffer_reuse": False}})
+    assert settings_without_fp8(asked_for) == {}
+
+
+def test_direct_launch_is_needed():
+    """A setting lets torch's launcher take kernels of others; processes that compile are not told of it."""
+    still("static_launch_user_defined_triton_kernels" not in inspect.getsource(async_compile))
 
 
 def test_combined_kernels_is_needed():

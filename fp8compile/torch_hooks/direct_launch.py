@@ -1,0 +1,138 @@
+"""Launch kernels directly: what Inductor asks at every launch of a Triton kernel is asked at the first one.
+
+Inductor calls a kernel through its autotuner, which looks for tuning, dumps and hooks each time. Kernels that it has
+not written, ours among them, it launches through Triton's own launcher, which takes the host longer than torch's. A
+step of a small model waits for the host, and has some 600 launches.
+
+After its first launch a kernel of a graph of ours is called as a function that launches it, and nothing else. While a
+profiler or a debug mode is on, it is called through its autotuner again, which tells them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, HeuristicType, StaticTritonCompileResult
+from torch.autograd import profiler
+from torch.utils._debug_mode import get_active_debug_mode
+
+LOG = logging.getLogger(__name__)
+Launch = Callable[..., None]
+
+_is_on: ContextVar[bool] = ContextVar("_is_on", default=False)
+
+
+@contextlib.contextmanager
+def launching_directly() -> Iterator[None]:
+    """Compile with Inductor, and have the kernels of the graph launched directly."""
+    token = _is_on.set(True)
+    try:
+        yield
+    finally:
+        _is_on.reset(token)
+
+
+def launch_directly() -> None:
+    """Patch how Inductor loads the code of a graph; within `launching_directly` alone it does more."""
+    load = PyCodeCache.load_by_key_path
+
+    def loaded(*args: Any, **kwargs: Any) -> ModuleType:
+        module = load(*args, **kwargs)
+        if _is_on.get():
+            kernels = {name: x for name, x in vars(module).items() if type(x) is CachingAutotuner}
+            vars(module).update({name: DirectKernel(kernel) for name, kernel in kernels.items()})
+        return module
+
+    PyCodeCache.load_by_key_path = staticmethod(loaded)  # type: ignore[method-assign]
+
+
+class DirectKernel:
+    """Stands for a kernel in the code of a graph; `run` launches it.
+
+    The kernel itself stays as it is: torch's caches write it to files.
+    """
+
+    def __init__(self, kernel: CachingAutotuner) -> None:
+        self.kernel = kernel
+        self.run: Launch = self._first_run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def _first_run(self, *args: Any, stream: int, **kwargs: Any) -> Any:
+        """Launch as Inductor does, until it is known how the kernel can be launched directly."""
+        result = self.kernel.run(*args, stream=stream, **kwargs)
+        if not kwargs.get("benchmark_run") and not _is_changeable(self.kernel):
+            self.run = _direct_run(self.kernel, _launcher(self.kernel))
+        return result
+
+
+def _is_changeable(kernel: CachingAutotuner) -> bool:
+    """Return True if the autotuner may choose another launcher yet, or does more at a launch than to launch."""
+    return (
+        len(kernel.launchers) != 1
+        or kernel.launchers[0].store_cubin
+        or bool(kernel.inductor_meta.get("coordinate_descent_tuning"))
+        or kernel.triton_interpret
+        or kernel.dump_launch_params
+        or kernel.dump_launch_tensors
+    )
+
+
+def _direct_run(kernel: CachingAutotuner, launcher: Launch) -> Launch:
+    """Return what calls `launcher`, and the autotuner while somebody watches."""
+
+    def run(*args: Any, stream: int, **kwargs: Any) -> Any:
+        if kwargs or profiler._is_profiler_enabled or get_active_debug_mode():
+            return kernel.run(*args, stream=stream, **kwargs)
+        return launcher(*args, stream)
+
+    return run
+
+
+def _launcher(kernel: CachingAutotuner) -> Launch:
+    """Return the function that computes the grid and launches, without Python in between where torch has what it takes.
+
+    It takes the arguments of the kernel and the stream.
+    """
+    (launcher,) = kernel.launchers
+    if not getattr(launcher, "_is_static", False):
+        launcher = _made_static(kernel) or launcher
+    if not getattr(launcher, "_is_static", False):
+        return launcher
+    loaded = launcher.__globals__["runner"].__self__
+    scratch = (None,) * (bool(loaded.has_global_scratch) + bool(loaded.has_profile_scratch))
+    types = loaded.arg_tys + "O" * len(scratch)
+    launch, function, warps, shared = loaded.C_impl._launch_kernel, loaded.function, loaded.num_warps, loaded.shared
+
+    def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+        launch(function, x, y, z, warps, shared, types, args + scratch, stream)
+
+    return FunctionType(launcher.__code__, {**launcher.__globals__, "runner": run})
+
+
+def _made_static(kernel: CachingAutotuner) -> Any:
+    """Return a launcher of torch's own for a kernel that Inductor has not written; None if it takes no such kernel.
+
+    Inductor has a setting for it, which does not reach the processes that compile.
+    """
+    compiled = [result for result in kernel.compile_results if result.config is kernel.launchers[0].config]
+    if len(compiled) != 1 or kernel.heuristic_type != HeuristicType.USER_AUTOTUNE:
+        return None
+    (result,) = compiled
+    as_inductor_s = kernel.inductor_meta, kernel.triton_meta, HeuristicType.POINTWISE
+    try:
+        static = StaticTritonCompileResult.can_statically_launch(result.kernel, *as_inductor_s)
+        if static is None:
+            return None
+        meta = result.config, result.compile_meta, kernel.inductor_meta
+        return StaticTritonCompileResult(static, *meta).make_launcher()
+    except Exception as error:  # of a kernel that torch takes for none of its own: Triton launches it, as before
+        LOG.info("%s is launched by Triton: %s", kernel.fn.__name__, error)
+        return None

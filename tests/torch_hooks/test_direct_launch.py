@@ -1,0 +1,173 @@
+"""Kernels are launched directly: what the first launch has found out, later ones do not ask again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, HeuristicType, StaticTritonCompileResult
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._debug_mode import DebugMode
+
+from fp8compile.torch_hooks import direct_launch
+
+Calls = list[tuple[str, Any]]
+
+
+class Loaded:
+    """A kernel as torch's static launcher has it: with one scratch argument that Triton adds."""
+
+    has_global_scratch, has_profile_scratch, arg_tys, function, num_warps, shared = True, False, "OOi", 17, 4, 512
+
+    def __init__(self, calls: Calls) -> None:
+        self.C_impl = SimpleNamespace(_launch_kernel=lambda *args: calls.append(("launched", args)))
+
+    def run(self, *args: Any) -> None:
+        raise AssertionError(args)
+
+
+def static_launcher(loaded: Loaded) -> Any:
+    scope: dict[str, Any] = {"runner": loaded.run}
+    exec("def launcher(x, y, n, stream):\n    runner(-(n // -4), 1, 1, stream, x, y, n)", scope)
+    launcher: Any = scope["launcher"]
+    launcher._is_static, launcher.store_cubin, launcher.config = True, False, "config"
+    return launcher
+
+
+def own_launcher(calls: Calls) -> Any:
+    def launcher(*args: Any) -> None:
+        calls.append(("triton", args))
+
+    made: Any = launcher
+    made.store_cubin, made.config = False, "config"
+    return made
+
+
+def autotuner(*launchers: Any, **settings: Any) -> CachingAutotuner:
+    kernel = CachingAutotuner.__new__(CachingAutotuner)
+    told = {
+        "inductor_meta": {},
+        "triton_meta": {},
+        "triton_interpret": False,
+        "heuristic_type": HeuristicType.POINTWISE,
+    }
+    told |= {"dump_launch_params": False, "dump_launch_tensors": False, "fn": SimpleNamespace(__name__="kernel")}
+    vars(kernel).update({**told, "launchers": list(launchers), "compile_results": [], **settings})
+    return kernel
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    noted: Calls = []
+    monkeypatch.setattr(CachingAutotuner, "run", lambda self, *args, **kwargs: noted.append(("autotuner", args)))
+    return noted
+
+
+def loaded(tmp_path: Path, kernel: CachingAutotuner) -> Any:
+    """The module of a graph with one kernel, as Inductor loads it."""
+    path = tmp_path / f"graph{id(kernel)}.py"
+    path.write_text("import builtins\nkernel = builtins._kernel_of_a_test\n")
+    return PyCodeCache.load_by_key_path(path.stem, str(path))
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def load(kernel: CachingAutotuner, ours: bool = True) -> Any:
+        monkeypatch.setattr("builtins._kernel_of_a_test", kernel, raising=False)
+        if not ours:
+            return loaded(tmp_path, kernel).kernel
+        with direct_launch.launching_directly():
+            return loaded(tmp_path, kernel).kernel
+
+    return load
+
+
+def test_the_second_launch_is_direct(load: Any, calls: Calls) -> None:
+    kernel = load(autotuner(static_launcher(Loaded(calls))))
+    kernel.run("x", "y", 10, stream=3)
+    kernel.run("a", "b", 9, stream=5)
+    assert calls == [("autotuner", ("x", "y", 10)), ("launched", (17, 3, 1, 1, 4, 512, "OOiO", ("a", "b", 9, None), 5))]
+
+
+def test_the_kernel_itself_is_left_as_it_is(load: Any, calls: Calls) -> None:
+    """torch's caches pickle kernels, with all that they have."""
+    tuner = autotuner(static_launcher(Loaded(calls)))
+    before = dict(vars(tuner))
+    kernel = load(tuner)
+    for _ in range(2):
+        kernel.run("x", "y", 10, stream=3)
+    assert vars(tuner) == before
+    assert kernel.launchers is tuner.launchers
+
+
+def test_graphs_of_others_stay_as_they_are(load: Any, calls: Calls) -> None:
+    kernel = load(autotuner(static_launcher(Loaded(calls))), ours=False)
+    for _ in range(3):
+        kernel.run("x", "y", 10, stream=3)
+    assert [name for name, _ in calls] == ["autotuner"] * 3
+
+
+def test_who_watches_sees_every_launch(load: Any, calls: Calls) -> None:
+    kernel = load(autotuner(static_launcher(Loaded(calls))))
+    kernel.run("x", "y", 10, stream=3)
+    with profile(activities=[ProfilerActivity.CPU]):
+        kernel.run("x", "y", 10, stream=3)
+    with DebugMode():
+        kernel.run("x", "y", 10, stream=3)
+    kernel.run("x", "y", 10, stream=3, benchmark_run=True)
+    kernel.run("x", "y", 10, stream=3)
+    assert [name for name, _ in calls] == ["autotuner"] * 4 + ["launched"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"inductor_meta": {"coordinate_descent_tuning": True}},
+        {"triton_interpret": True},
+        {"dump_launch_params": True},
+        {"dump_launch_tensors": True},
+        {"launchers": []},
+    ],
+)
+def test_what_the_autotuner_does_at_every_launch_it_goes_on_doing(
+    load: Any, calls: Calls, settings: dict[str, Any]
+) -> None:
+    kernel = load(autotuner(static_launcher(Loaded(calls)), **settings))
+    for _ in range(2):
+        kernel.run("x", "y", 10, stream=3)
+    assert [name for name, _ in calls] == ["autotuner"] * 2
+
+
+@pytest.mark.parametrize("taken", [True, False, None])
+def test_kernels_that_inductor_has_not_written(
+    load: Any, calls: Calls, taken: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's launcher takes them where it can; else, or if it fails (None), Triton's is called directly."""
+    static = static_launcher(Loaded(calls))
+
+    def can_launch(*args: Any) -> Any:
+        if taken is None:
+            raise OSError("no cubin")
+        return "static" if taken else None
+
+    monkeypatch.setattr(StaticTritonCompileResult, "can_statically_launch", can_launch)
+    monkeypatch.setattr(StaticTritonCompileResult, "__init__", lambda self, *args: None)
+    monkeypatch.setattr(StaticTritonCompileResult, "make_launcher", lambda self: static)
+    compiled = [SimpleNamespace(config="config", kernel="compiled", compile_meta={})]
+    user = {"heuristic_type": HeuristicType.USER_AUTOTUNE, "compile_results": compiled}
+    kernel = load(autotuner(own_launcher(calls), **user))
+    for _ in range(2):
+        kernel.run("x", "y", 10, stream=3)
+    assert [name for name, _ in calls] == ["autotuner", "launched" if taken else "triton"]
+    assert calls[1][1][-1] == 3  # the stream
+
+
+def test_the_launcher_s_own_grid_is_kept(calls: Calls) -> None:
+    launcher = direct_launch._launcher(autotuner(static_launcher(Loaded(calls))))
+    assert isinstance(launcher, FunctionType)
+    launcher(torch.ones(1), torch.ones(1), 4097, 0)
+    assert calls[0][1][1:4] == (1025, 1, 1)
