@@ -20,6 +20,7 @@ from fp8compile.passes.core.compilation import Compilation, hint, value
 from fp8compile.passes.core.derivatives import is_differentiated
 from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode, Matmuls
 from fp8compile.passes.core.walk import walk
+from fp8compile.passes.matmul import host_costs
 from fp8compile.passes.matmul.gathered_weights import gathered
 from fp8compile.passes.matmul.grouped_matmuls import GROUPED, casts_of, takes_rows_alone, why_not_grouped
 from fp8compile.passes.matmul.matmul_costs import Costs
@@ -63,6 +64,7 @@ def run(c: Compilation) -> None:
         x.objection = next(filter(None, (rule(x, c) for rule in RULES)), None)
         _record_hints(x.matmul, c)
     costs = _profitable(candidates, c)
+    _leave_to_bf16_if_the_host_is_late(candidates, costs, c)
     for x in candidates:
         _decide(x, costs, c)
         _override(x, costs, c)
@@ -108,6 +110,24 @@ def _profitable(candidates: Sequence[Candidate], c: Compilation) -> Costs:
             if x.matmul in left_out:
                 x.objection = _too_dear(x.matmul)
     return costs
+
+
+def _leave_to_bf16_if_the_host_is_late(candidates: Sequence[Candidate], costs: Costs, c: Compilation) -> None:
+    """Object to all matmuls where FP8 would make the step longer, as it waits for the host."""
+    chosen = [x for x in candidates if x.objection is None]
+    asked_for = c.options.select == "all" or any(_is_gathered(x.matmul) for x in chosen)
+    if not chosen or asked_for or not c.device.has_fp8 or not host_costs.host_launches():
+        return
+    bf16 = host_costs.times_in_bf16(c.graph, c.device)
+    fp8 = host_costs.times_in_fp8(bf16, [(x.matmul, x.casts) for x in chosen if x.casts is not None], costs)
+    if fp8.step < bf16.step:
+        return
+    why = (
+        f"the host would be late: about {bf16.gpu:.1f} ms on the GPU and {bf16.host:.1f} on the host in BF16, "
+        f"{fp8.gpu:.1f} and {fp8.host:.1f} in FP8 (mode='reduce-overhead' spares the host)"
+    )
+    for x in chosen:
+        x.objection = Why(Reason.HOST, why)
 
 
 def _decide(x: Candidate, costs: Costs, c: Compilation) -> None:
