@@ -26,7 +26,8 @@ class Options:
 
     level: "O1", "O2" or "O3": options under a name (`fp8compile/levels.py`); what is given beside it wins.
     recipe: a recipe's name, a `Recipe`, or {"base": name, role: {…}} (`Recipe.parse`).
-    select: "profitable" converts the matmuls that FP8 makes faster by the cost model; "all" converts whatever can run.
+    select: "profitable" converts the matmuls that FP8 makes faster by the cost model, and none where a short step waits
+        for its host; "all" converts whatever can run.
     operations: which matmuls may become FP8: "linear" (mm, addmm, grouped), "batched" (bmm), "convolution".
     skip: patterns of module paths whose matmuls stay BF16: a path, a run of its components, or a glob over them.
     lm_head: convert the output head as well.

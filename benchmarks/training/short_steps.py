@@ -27,6 +27,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+# Libraries look for a GPU when they are imported: asked of its driver, no fork of this process has to do without.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 import torch
 
 import fp8compile

@@ -35,33 +35,33 @@ def decided(tokens: int, count: int = 1, width: int = 4096, **options: str) -> s
 
 
 def test_a_short_step_stays_in_bf16_and_a_long_one_does_not() -> None:
-    assert decided(4096) == {(BF16, Reason.HOST)}
+    assert decided(2048) == {(BF16, Reason.HOST)}
     assert {decision for decision, _ in decided(32768)} == {FP8}
 
 
 def test_the_reason_has_both_times_and_what_to_do() -> None:
-    (text,) = {row.reason for row in layers(4096, (4096,), 4096, H100).matmuls.rows()}
+    (text,) = {row.reason for row in layers(2048, (4096,), 4096, H100).matmuls.rows()}
     assert "on the GPU" in text
     assert "on the host in BF16" in text
     assert "mode='reduce-overhead'" in text
 
 
 def test_who_asks_for_all_gets_all() -> None:
-    assert {decision for decision, _ in decided(4096, select="all")} == {FP8}
+    assert {decision for decision, _ in decided(2048, select="all")} == {FP8}
 
 
 @pytest.mark.parametrize("setting", ["triton.cudagraphs", "cpp_wrapper"])
 def test_a_cuda_graph_leaves_the_host_out(setting: str) -> None:
     with inductor_config.patch({setting: True}):
-        assert (FP8, Reason.FASTER) in decided(4096)
-    assert decided(4096) == {(BF16, Reason.HOST)}
+        assert (FP8, Reason.FASTER) in decided(2048)
+    assert decided(2048) == {(BF16, Reason.HOST)}
 
 
 def test_a_plan_that_is_handed_back_is_followed() -> None:
     """Also where it was made for another host."""
-    plan = layers(4096, (4096,), 4096, H100, select="all").plan
-    plan.matmuls = layers(4096, (4096,), 4096, H100, select="all").matmuls.rows()
-    rows = layers(4096, (4096,), 4096, H100, plan=plan).matmuls.rows()  # type: ignore[arg-type]
+    plan = layers(2048, (4096,), 4096, H100, select="all").plan
+    plan.matmuls = layers(2048, (4096,), 4096, H100, select="all").matmuls.rows()
+    rows = layers(2048, (4096,), 4096, H100, plan=plan).matmuls.rows()  # type: ignore[arg-type]
     assert {row.decision for row in rows} == {FP8}
 
 
