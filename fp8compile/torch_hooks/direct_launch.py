@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, HeuristicType, StaticTritonCompileResult
 from torch.autograd import profiler
@@ -66,11 +67,18 @@ class DirectKernel:
         return getattr(self.kernel, name)
 
     def _first_run(self, *args: Any, stream: int, **kwargs: Any) -> Any:
-        """Launch as Inductor does, until it is known how the kernel can be launched directly."""
+        """Launch as Inductor does, until it is known how the kernel can be launched directly.
+
+        While a CUDA graph is being captured, nothing is loaded onto the GPU.
+        """
         result = self.kernel.run(*args, stream=stream, **kwargs)
-        if not kwargs.get("benchmark_run") and not _is_changeable(self.kernel):
+        if not (kwargs.get("benchmark_run") or _is_capturing() or _is_changeable(self.kernel)):
             self.run = _direct_run(self.kernel, _launcher(self.kernel))
         return result
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_changeable(kernel: CachingAutotuner) -> bool:

@@ -142,6 +142,19 @@ def test_what_the_autotuner_does_at_every_launch_it_goes_on_doing(
     assert [name for name, _ in calls] == ["autotuner"] * 2
 
 
+def test_nothing_is_loaded_while_a_cuda_graph_is_captured(
+    load: Any, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = load(autotuner(static_launcher(Loaded(calls))))
+    with monkeypatch.context() as captured:
+        captured.setattr(torch.cuda, "is_initialized", lambda: True)
+        captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        kernel.run("x", "y", 10, stream=3)
+    kernel.run("x", "y", 10, stream=3)
+    kernel.run("x", "y", 10, stream=3)
+    assert [name for name, _ in calls] == ["autotuner", "autotuner", "launched"]
+
+
 @pytest.mark.parametrize("taken", [True, False, None])
 def test_kernels_that_inductor_has_not_written(
     load: Any, calls: Calls, taken: bool | None, monkeypatch: pytest.MonkeyPatch
