@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fp8compile import torch_versions
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 torch_versions.check(torch.__version__, warn_user)
 

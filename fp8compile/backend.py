@@ -26,9 +26,11 @@ from fp8compile.optimizer.trace import traced_optimizer
 from fp8compile.options import Options
 from fp8compile.passes.core.compilation import Input
 from fp8compile.passes.core.stages import DynamoGraph
-from fp8compile.torch_hooks import backward_hooks, compiled_calls, dynamo_stage, trainers
+from fp8compile.torch_hooks import dynamo_stage
+from fp8compile.torch_hooks.calls import compiled_calls, trainers
+from fp8compile.torch_hooks.calls.unwrapped_errors import unwrapped
+from fp8compile.torch_hooks.modules import backward_hooks
 from fp8compile.torch_hooks.patches import apply_patches
-from fp8compile.torch_hooks.unwrapped_errors import unwrapped
 
 Compiled = Callable[..., Any]
 

@@ -21,12 +21,13 @@ from fp8compile.options import Options
 from fp8compile.passes.core.compilation import Input
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.record import Record, key_of
-from fp8compile.torch_hooks import graph_passes, nested_regions
-from fp8compile.torch_hooks.compilations import current_frame
+from fp8compile.torch_hooks import graph_passes
+from fp8compile.torch_hooks.calls.compilations import current_frame
 from fp8compile.torch_hooks.half_passes import EarlyHalfPass, LoweringPass
-from fp8compile.torch_hooks.inductor_settings import inductor_settings, settings_without_fp8
+from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings, settings_without_fp8
 from fp8compile.torch_hooks.inner_compiler import compile_half, run_eagerly
 from fp8compile.torch_hooks.joint_pass import JointPass
+from fp8compile.torch_hooks.modules import nested_regions
 from fp8compile.torch_hooks.partitioner import Partitioner
 
 Compiled = Callable[..., Any]

@@ -20,7 +20,7 @@ from torch import _dynamo
 from fp8compile.backend import fp8
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
-from fp8compile.torch_hooks import compiled_calls
+from fp8compile.torch_hooks.calls import compiled_calls
 
 _registered: dict[str, dict[str, Any]] = {"fp8": {}}
 

@@ -33,7 +33,7 @@ from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import FP8
 from fp8compile.recipe import Recipe
 from fp8compile.torch_hooks import failures
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 NAME = "the automatic mode"
 PATIENCE = 4  # executions that a look waits for the backward pass of its step

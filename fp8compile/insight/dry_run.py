@@ -23,7 +23,7 @@ from fp8compile.insight.explanation import Explanation
 from fp8compile.insight.isolation import backend_aside, function_aside, recompiling, unchanged
 from fp8compile.insight.optimizer_rows import optimizer_of, optimizer_plan
 from fp8compile.plan import store
-from fp8compile.torch_hooks.compilations import reportable
+from fp8compile.torch_hooks.calls.compilations import reportable
 
 
 class _OptimizerReached(Exception):  # noqa: N818

@@ -47,7 +47,7 @@ def function_aside(target: Callable[..., Any]) -> Callable[..., Any]:
 def backend_aside() -> Callable[..., Any]:
     """Return the backend as an object of its own: functions after a graph break, known to Dynamo, compile again."""
     from fp8compile.backend import fp8  # here, so that looking at plans imports no compiler
-    from fp8compile.torch_hooks import compiled_calls
+    from fp8compile.torch_hooks.calls import compiled_calls
 
     aside: Any = functools.partial(fp8)
     aside.__name__ = "fp8"  # what errors call it

@@ -26,7 +26,7 @@ from fp8compile.options import Options
 from fp8compile.plan import store
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.rows import Lowered, MergedUpdate
-from fp8compile.torch_hooks import uncompiled_calls
+from fp8compile.torch_hooks.calls import uncompiled_calls
 from fp8compile.torch_hooks.failures import first_line
 
 HALF = "inference"  # a step has no backward

@@ -18,8 +18,8 @@ from fp8compile.optimizer.state_conversion import Record, decide, is_fp8, parame
 from fp8compile.optimizer.state_recipe import StateRecipe, salt
 from fp8compile.optimizer.states import FP8State
 from fp8compile.state_formats import StateFormat
+from fp8compile.torch_hooks.calls.untraced import never_compiled
 from fp8compile.torch_hooks.local_parts import local_part, sharded_like
-from fp8compile.torch_hooks.untraced import never_compiled
 
 
 def plain_state_dict(opt: Optimizer, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

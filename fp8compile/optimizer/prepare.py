@@ -25,7 +25,7 @@ from fp8compile.optimizer.checkpoints import before_loading
 from fp8compile.optimizer.state_conversion import convert_parameter, convert_states, parameters_of, record_of
 from fp8compile.optimizer.state_recipe import StateRecipe
 from fp8compile.optimizer.torch_methods import REPLACED, is_torchs, original_method, replaced
-from fp8compile.torch_hooks.untraced import never_compiled
+from fp8compile.torch_hooks.calls.untraced import never_compiled
 
 
 def prepare_optimizer(

@@ -22,8 +22,8 @@ from fp8compile.optimizer.state_recipe import Decision, StateRecipe, is_weight, 
 from fp8compile.optimizer.states import FP8State
 from fp8compile.plan.rows import State
 from fp8compile.state_formats import FLOAT32, parse_state_format
+from fp8compile.torch_hooks.calls.untraced import never_compiled
 from fp8compile.torch_hooks.local_parts import local_part, set_local_part, sharded_like
-from fp8compile.torch_hooks.untraced import never_compiled
 
 # by number of the parameter: the dict of its states, and how often each was found plain there while a step was traced
 Found: TypeAlias = dict[int, tuple[dict[str, Any], Counter[str]]]

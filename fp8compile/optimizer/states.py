@@ -26,6 +26,7 @@ from fp8compile.optimizer.new_states import is_one_number, number_of
 from fp8compile.optimizer.state_copies import copied, no_memory
 from fp8compile.optimizer.state_parts import INNER
 from fp8compile.state_formats import GROUP, parse_state_format
+from fp8compile.torch_hooks.calls.untraced import never_compiled
 from fp8compile.torch_hooks.tensor_subclasses import (
     has_values_to_come,
     no_torch_function,
@@ -34,7 +35,6 @@ from fp8compile.torch_hooks.tensor_subclasses import (
     without_memory,
     written_arguments,
 )
-from fp8compile.torch_hooks.untraced import never_compiled
 
 aten = torch.ops.aten
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default}

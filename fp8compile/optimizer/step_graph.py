@@ -31,8 +31,8 @@ from fp8compile.optimizer.unscaling import unscaled_by
 from fp8compile.options import Options
 from fp8compile.passes.core.stages import DynamoGraph
 from fp8compile.plan.plan import Plan
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 from fp8compile.torch_hooks.dynamo_stage import run_step_passes
-from fp8compile.torch_hooks.user_frame import warn_user
 
 
 def prepare_step(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Plan:

@@ -18,9 +18,9 @@ from torch._dynamo.pgo import auto_dynamic, get_code_state  # what it takes for 
 from torch._dynamo.source import AttrSource  # a part of what has a source
 from torch.optim import Optimizer
 
-from fp8compile.torch_hooks import compiled_calls
-from fp8compile.torch_hooks.compilations import translator
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks.calls import compiled_calls
+from fp8compile.torch_hooks.calls.compilations import translator
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 RATES = ("lr", "weight_decay")
 NO_STEPS = ("torch.optim.swa_utils", "torch.optim.lr_scheduler")  # what they compile is part of no step

@@ -10,7 +10,7 @@ from fp8compile.options import Options
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import FP8, Matmul
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 # Left on purpose: a graph of nothing else is no surprise.
 BY_DEFAULT = {Reason.HEAD, Reason.RECIPE, Reason.OPERATIONS, Reason.PLAN, Reason.ADAPTIVE, Reason.CHUNKED_LOSS}

@@ -24,8 +24,8 @@ from fp8compile.plan import plan_warnings, store
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.read_rows import lowered_from
 from fp8compile.plan.rows import Lowered, Recomputed, Saved
-from fp8compile.torch_hooks.compilations import Frame
-from fp8compile.torch_hooks.user_frame import calling_line
+from fp8compile.torch_hooks.calls.compilations import Frame
+from fp8compile.torch_hooks.calls.user_frame import calling_line
 
 
 def key_of(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> str:

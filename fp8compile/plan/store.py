@@ -10,7 +10,7 @@ from fp8compile import process_state
 from fp8compile.plan import plan_warnings
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.printers import printers
-from fp8compile.torch_hooks.compilations import Compilations, Frame
+from fp8compile.torch_hooks.calls.compilations import Compilations, Frame
 
 logger = logging.getLogger("fp8compile")  # quiet unless asked: TORCH_LOGS="fp8compile", or logging's own ways
 _compiled = Compilations()

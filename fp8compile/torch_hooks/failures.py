@@ -17,7 +17,7 @@ from torch import fx
 from fp8compile.errors import first_line as first_line
 from fp8compile.options import Options
 from fp8compile.passes.core.graph_text import graph_text
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 
 def warn(

@@ -16,7 +16,7 @@ from torch._inductor import config as inductor_config  # where the hooks are
 from torch._inductor import custom_graph_pass  # their base class: its uuid() keys the compile caches
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 CUT = "custom_partitioner_fn"
 _several = getattr(custom_graph_pass, "get_custom_graph_passes", None)  # newer torch: a hook holds several passes

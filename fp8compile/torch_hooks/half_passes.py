@@ -22,8 +22,8 @@ from fp8compile.passes.optimizer import skip_overflow
 from fp8compile.plan.rows import Lowered, MergedUpdate
 from fp8compile.source_digest import source_digest
 from fp8compile.torch_hooks import failures
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 from fp8compile.torch_hooks.observer import CompilationObserver
-from fp8compile.torch_hooks.user_frame import warn_user
 
 
 @dataclass

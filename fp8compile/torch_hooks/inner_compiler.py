@@ -20,11 +20,12 @@ from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.plan.record import Record, recall_half, remember_half
 from fp8compile.plan.rows import Lowered
-from fp8compile.torch_hooks import failures, nested_regions
-from fp8compile.torch_hooks.direct_launch import launching_directly
+from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.half_passes import LoweringPass, has_states, lower_half, lower_optimizer
-from fp8compile.torch_hooks.output_strides import keep_strides_of_bases
-from fp8compile.torch_hooks.read_before_write import reading_before_writing
+from fp8compile.torch_hooks.inductor.direct_launch import launching_directly
+from fp8compile.torch_hooks.inductor.output_strides import keep_strides_of_bases
+from fp8compile.torch_hooks.inductor.read_before_write import reading_before_writing
+from fp8compile.torch_hooks.modules import nested_regions
 
 Compiled = Callable[..., Any]
 

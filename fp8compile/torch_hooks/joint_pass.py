@@ -20,7 +20,8 @@ from fp8compile.passes.core.snapshot import Snapshot
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.record import Record
 from fp8compile.source_digest import source_digest
-from fp8compile.torch_hooks import failures, nested_regions
+from fp8compile.torch_hooks import failures
+from fp8compile.torch_hooks.modules import nested_regions
 from fp8compile.torch_hooks.observer import CompilationObserver
 from fp8compile.torch_hooks.partitioner import Partitioner
 

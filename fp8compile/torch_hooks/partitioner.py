@@ -44,8 +44,9 @@ from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason, Why
 from fp8compile.plan.record import Record
 from fp8compile.source_digest import source_digest
-from fp8compile.torch_hooks import failures, nested_regions
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks import failures
+from fp8compile.torch_hooks.calls.user_frame import warn_user
+from fp8compile.torch_hooks.modules import nested_regions
 
 ADDING = {
     aten.index_put.default, aten._unsafe_index_put.default, aten._unsafe_masked_index_put_accumulate.default,

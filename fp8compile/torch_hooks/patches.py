@@ -18,14 +18,10 @@ import torch
 
 from fp8compile import torch_versions
 from fp8compile.passes.lower import known_accesses
-from fp8compile.torch_hooks import (
-    backward_hooks,
-    compiled_calls,
-    direct_launch,
-    read_before_write,
-    recurrent_modules,
-)
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks.calls import compiled_calls
+from fp8compile.torch_hooks.calls.user_frame import warn_user
+from fp8compile.torch_hooks.inductor import direct_launch, read_before_write
+from fp8compile.torch_hooks.modules import backward_hooks, recurrent_modules
 
 IsOurs: TypeAlias = Callable[[Any], bool]  # of a backend, as Dynamo holds it
 
@@ -47,21 +43,21 @@ PERMANENT = (
         "backward_hooks",
         "torch._dynamo.variables.BackwardHookVariable.create, ._setup_hook; compiled_autograd_enabled meanwhile",
         "Dynamo traces backward hooks of modules for compiled autograd alone, and leaves such modules to Python",
-        "torch_hooks.backward_hooks:trace_hooks",
+        "torch_hooks.modules.backward_hooks:trace_hooks",
         apply=backward_hooks.trace_hooks,
     ),
     Patch(
         "recurrent_modules",
         "torch._dynamo.variables.builder.VariableBuilder.wrap_module; config.allow_rnn meanwhile",
         "Dynamo refuses a recurrent module, and leaves what is around it, or called by the same code later, to Python",
-        "torch_hooks.recurrent_modules:call_between_graphs",
+        "torch_hooks.modules.recurrent_modules:call_between_graphs",
         apply=recurrent_modules.call_between_graphs,
     ),
     Patch(
         "call_contexts",
         "torch._TorchCompileWrapper.compiler_fn",
         "torch's wrapper of a backend hands on its `reset` and not its `backend_ctx_ctor`",
-        "torch_hooks.compiled_calls:hand_on_contexts",
+        "torch_hooks.calls.compiled_calls:hand_on_contexts",
         apply=lambda is_ours: compiled_calls.hand_on_contexts(),
     ),
     Patch(
@@ -75,14 +71,14 @@ PERMANENT = (
         "read_before_write",
         "torch._inductor.ir.FallbackKernel.__init__, while a graph of this backend is compiled",
         "Inductor computes what reads a buffer after a custom operator has overwritten it",
-        "torch_hooks.read_before_write:realize_readers_first",
+        "torch_hooks.inductor.read_before_write:realize_readers_first",
         apply=lambda is_ours: read_before_write.realize_readers_first(),
     ),
     Patch(
         "direct_launch",
         "torch._inductor.codecache.PyCodeCache.load_by_key_path, while a graph of this backend is compiled",
         "Inductor's autotuner and Triton's own launcher take the host longer than the launch itself",
-        "torch_hooks.direct_launch:launch_directly",
+        "torch_hooks.inductor.direct_launch:launch_directly",
         apply=lambda is_ours: direct_launch.launch_directly(),
     ),
 )
@@ -91,21 +87,21 @@ TEMPORARY = (
         "reset_of_backends",
         "torch._dynamo.eval_frame.cached_backends has a row more",
         "torch.compiler.reset() tells a backend once; after that, only if something is compiled with it from the start",
-        "torch_hooks.compiled_calls:asked",
+        "torch_hooks.calls.compiled_calls:asked",
         "until torch.compiler.reset()",
     ),
     Patch(
         "option_errors",
         "an OptionError that is a torch._dynamo.exc.ShortenTraceback, too",
         "Dynamo wraps what a backend raises into a BackendCompilerFailed, behind a long traceback",
-        "torch_hooks.unwrapped_errors:unwrapped",
+        "torch_hooks.calls.unwrapped_errors:unwrapped",
         "one error",
     ),
     Patch(
         "base_strides",
         "user_visible_output_idxs of a graph's output has more indices",
         "Inductor keeps the strides of a model's own outputs, not of results that these are views of",
-        "torch_hooks.output_strides:keep_strides_of_bases",
+        "torch_hooks.inductor.output_strides:keep_strides_of_bases",
         "one compilation",
     ),
     Patch(
@@ -119,7 +115,7 @@ TEMPORARY = (
         "buffer_reuse",
         "torch._inductor.config.allow_buffer_reuse = False",
         "Inductor keeps a freed buffer for the next one of its size, however far away that is, and nobody else has it",
-        "torch_hooks.inductor_settings:inductor_settings",
+        "torch_hooks.inductor.inductor_settings:inductor_settings",
         "one compilation",
     ),
     Patch(
@@ -133,42 +129,42 @@ TEMPORARY = (
         "combined_kernels",
         "torch._inductor.config.combo_kernels = True, for optimizers",
         "Inductor makes a kernel for each parameter's step count",
-        "torch_hooks.inductor_settings:inductor_settings",
+        "torch_hooks.inductor.inductor_settings:inductor_settings",
         "one compilation",
     ),
     Patch(
         "caches_while_dumping",
         "torch._inductor.config.force_disable_caches = True, with option `dump`",
         "on a hit of torch's caches no pass runs, and there is nothing to dump",
-        "torch_hooks.inductor_settings:inductor_settings",
+        "torch_hooks.inductor.inductor_settings:inductor_settings",
         "one compilation",
     ),
     Patch(
         "random_numbers",
         "torch._inductor.config.fallback_random = True, with executor=eager",
         "Inductor's random operators ignore their seed when they run without Inductor",
-        "torch_hooks.inductor_settings:inductor_settings",
+        "torch_hooks.inductor.inductor_settings:inductor_settings",
         "one compilation",
     ),
     Patch(
         "vector_width",
         "torch._inductor.config.cpp.simdlen = 256, on CPUs with AVX-512",
         "Inductor's C++ with vectors of 512 bits transposes tiles of BF16 wrongly (GCC 12, torch 2.11 and 2.13)",
-        "torch_hooks.inductor_settings:inductor_settings",
+        "torch_hooks.inductor.inductor_settings:inductor_settings",
         "one compilation",
     ),
     Patch(
         "numbers_in_steps",
         "torch._dynamo.config.capture_scalar_outputs = True",
         "a step of an optimizer that reads a number from a tensor breaks into two graphs",
-        "torch_hooks.compiled_calls:_reading_numbers",
+        "torch_hooks.calls.compiled_calls:_reading_numbers",
         "one call of an optimizer's step",
     ),
     Patch(
         "steps_as_python",
         "torch.compiler.set_stance is force_eager, a hook of the step undoes it; _warned_capturable_if_run_uncaptured",
         "Dynamo traces and guards all parameters of a step, of which one of each kind is all that there is to know",
-        "torch_hooks.compiled_calls:_switch_off",
+        "torch_hooks.calls.compiled_calls:_switch_off",
         "one step, up to its hooks",
     ),
     Patch(

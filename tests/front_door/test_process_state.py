@@ -24,7 +24,7 @@ from fp8compile.options import Options
 from fp8compile.plan import cast_statistics, plan_warnings, store
 from fp8compile.plan.plan import Plan
 from fp8compile.process_state import STORES, Until
-from fp8compile.torch_hooks import compiled_calls, trainers
+from fp8compile.torch_hooks.calls import compiled_calls, trainers
 
 PACKAGE = Path(fp8compile.__file__).parent
 LIBRARIES = (PACKAGE, PACKAGE / "passes", PACKAGE / "kernels")  # links are not followed by rglob

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile.optimizer.state_conversion import MADE_ANEW
 from fp8compile.optimizer.states import FP8State
-from fp8compile.torch_hooks.compilations import translator
+from fp8compile.torch_hooks.calls.compilations import translator
 
 EXACT = "float32"  # states kept in FP32: what is left are the passes
 LARGE, MIXED = ((64, 65), (64, 96)), ((64, 65), (7,))  # a parameter takes a second and more, so there are two

@@ -13,7 +13,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner, Heuristi
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._debug_mode import DebugMode
 
-from fp8compile.torch_hooks import direct_launch
+from fp8compile.torch_hooks.inductor import direct_launch
 
 Calls = list[tuple[str, Any]]
 

@@ -18,7 +18,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 
 import fp8compile
 from fp8compile.errors import Fp8Warning
-from fp8compile.torch_hooks import compiled_calls
+from fp8compile.torch_hooks.calls import compiled_calls
 
 SIZE = 32
 OPTIONS = {"executor": "eager", "strict": True, "select": "all"}

@@ -35,8 +35,8 @@ from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import Options
 from fp8compile.passes.lower import known_accesses
 from fp8compile.torch_hooks import patches
-from fp8compile.torch_hooks.inductor_settings import inductor_settings, settings_without_fp8
-from fp8compile.torch_hooks.output_strides import VISIBLE
+from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings, settings_without_fp8
+from fp8compile.torch_hooks.inductor.output_strides import VISIBLE
 from fp8compile.torch_hooks.patches import PERMANENT, TEMPORARY
 
 PACKAGE = Path(fp8compile.__file__).parent
@@ -122,7 +122,11 @@ def test_nothing_of_torch_is_changed_that_is_not_in_the_list():
             if changes_torch(ast.parse(file.read_text())):
                 changing.add(".".join(file.relative_to(PACKAGE).with_suffix("").parts))
     assert changing <= named
-    assert {"torch_hooks.backward_hooks", "torch_hooks.recurrent_modules", "passes.lower.known_accesses"} <= changing
+    assert {
+        "torch_hooks.modules.backward_hooks",
+        "torch_hooks.modules.recurrent_modules",
+        "passes.lower.known_accesses",
+    } <= changing
 
 
 def test_patches_are_made_once():

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput
 
 from fp8compile.torch_hooks import inner_compiler
-from fp8compile.torch_hooks.output_strides import VISIBLE
+from fp8compile.torch_hooks.inductor.output_strides import VISIBLE
 
 
 @contextlib.contextmanager

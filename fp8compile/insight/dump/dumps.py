@@ -36,7 +36,7 @@ from fp8compile.option_values import read_option
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
 from fp8compile.plan.plan import Plan
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 HALVES = ("joint", "optimizer", "inference", "forward", "backward")  # as a reader meets them
 _lock = threading.Lock()  # torch compiles backward on another thread

@@ -33,7 +33,7 @@ from fp8compile.options import Options
 from fp8compile.plan import store
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.rows import Lowered, MergedUpdate
-from fp8compile.torch_hooks.user_frame import calling_line, warn_user
+from fp8compile.torch_hooks.calls.user_frame import calling_line, warn_user
 
 _templates: dict[tuple[Kind, str], list[Template]] = {}
 _shared: weakref.WeakKeyDictionary[Optimizer, SharedStep] = weakref.WeakKeyDictionary()

@@ -33,7 +33,7 @@ from fp8compile.passes.core.stages import OptimizerGraph, Stage
 from fp8compile.passes.optimizer import merge_updates, skip_overflow, store_load_forwarding, vector_numbers
 from fp8compile.passes.optimizer.state_views import UpdateParameters
 from fp8compile.passes.optimizer.update_rules import call_of
-from fp8compile.torch_hooks.inductor_settings import inductor_settings
+from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings
 
 _compiled: dict[tuple[str, str], Callable[..., Sequence[Tensor]]] = {}  # functions of numbers, by code
 PASSES = (store_load_forwarding.run, merge_updates.run)

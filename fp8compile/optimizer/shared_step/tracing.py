@@ -21,7 +21,7 @@ from fp8compile.optimizer.trace import let_numbers_change, name_sources, trace_a
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.stages import DynamoGraph, UnscaledGradients
-from fp8compile.torch_hooks.inductor_settings import inductor_settings
+from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings
 
 UNSCALED_BY = ("inverse", "overflow")
 

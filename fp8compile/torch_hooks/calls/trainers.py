@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

@@ -4,7 +4,7 @@ torch may leave a function before any backend is asked (an nn.LSTM, an optimizer
 compiled, and torch says nothing. torch enters a backend's `backend_ctx_ctor` around each call of what was compiled with
 it, so here is one: it compares what ran, and what Dynamo gave up, before and after a call. Graphs of this backend count
 their runs, so a graph that Dynamo had in its cache counts as well. Where no graph of this
-backend ran and Dynamo had reasons, one warning names them (`fp8compile/torch_hooks/uncompiled_calls.py`), and
+backend ran and Dynamo had reasons, one warning names them (`fp8compile/torch_hooks/calls/uncompiled_calls.py`), and
 `last_compile()` tells of this call.
 
 Private API of torch, imported here only: torch's wrapper of a backend with its options, which hands on a backend's
@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from fp8compile import process_state
 from fp8compile.plan import store
 from fp8compile.plan.plan import Plan
-from fp8compile.torch_hooks import uncompiled_calls
-from fp8compile.torch_hooks.user_frame import warn_user
+from fp8compile.torch_hooks.calls import uncompiled_calls
+from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 Compiled = Callable[..., Any]
 # is given an optimizer whose step begins, what torch.compile was given beside the backend, and whether the step has a

@@ -1,0 +1,1 @@
+"""What Inductor does otherwise for graphs of this backend."""

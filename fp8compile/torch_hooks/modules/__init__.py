@@ -1,0 +1,1 @@
+"""Modules that Dynamo would leave to Python, or traces by themselves."""
