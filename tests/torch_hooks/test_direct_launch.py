@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -104,6 +105,11 @@ def test_the_kernel_itself_is_left_as_it_is(load: Any, calls: Calls) -> None:
     assert kernel.launchers is tuner.launchers
 
 
+def test_it_can_be_copied(load: Any, calls: Calls) -> None:
+    kernel = load(autotuner(static_launcher(Loaded(calls))))
+    assert copy.copy(kernel).kernel is kernel.kernel
+
+
 def test_graphs_of_others_stay_as_they_are(load: Any, calls: Calls) -> None:
     kernel = load(autotuner(static_launcher(Loaded(calls))), ours=False)
     for _ in range(3):
@@ -159,7 +165,7 @@ def test_nothing_is_loaded_while_a_cuda_graph_is_captured(
 def test_kernels_that_inductor_has_not_written(
     load: Any, calls: Calls, taken: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's launcher takes them where it can; else, or if it fails (None), Triton's is called directly."""
+    """torch's launcher takes them where it can; else, or if it fails (None), the autotuner calls Triton's as before."""
     static = static_launcher(Loaded(calls))
 
     def can_launch(*args: Any) -> Any:
@@ -175,12 +181,13 @@ def test_kernels_that_inductor_has_not_written(
     kernel = load(autotuner(own_launcher(calls), **user))
     for _ in range(2):
         kernel.run("x", "y", 10, stream=3)
-    assert [name for name, _ in calls] == ["autotuner", "launched" if taken else "triton"]
-    assert calls[1][1][-1] == 3  # the stream
+    assert [name for name, _ in calls] == ["autotuner", "launched" if taken else "autotuner"]
+    kernel.run("x", "y", 10, stream=3)
+    assert calls[2] == calls[1]
 
 
 def test_the_launcher_s_own_grid_is_kept(calls: Calls) -> None:
-    launcher = direct_launch._launcher(autotuner(static_launcher(Loaded(calls))))
+    launcher: Any = direct_launch._launcher(autotuner(static_launcher(Loaded(calls))))
     assert isinstance(launcher, FunctionType)
     launcher(torch.ones(1), torch.ones(1), 4097, 0)
     assert calls[0][1][1:4] == (1025, 1, 1)

@@ -64,6 +64,8 @@ class DirectKernel:
         self.run: Launch = self._first_run
 
     def __getattr__(self, name: str) -> Any:
+        if name == "kernel":  # of an object that is being copied, and has none yet
+            raise AttributeError(name)
         return getattr(self.kernel, name)
 
     def _first_run(self, *args: Any, stream: int, **kwargs: Any) -> Any:
@@ -73,7 +75,8 @@ class DirectKernel:
         """
         result = self.kernel.run(*args, stream=stream, **kwargs)
         if not (kwargs.get("benchmark_run") or _is_capturing() or _is_changeable(self.kernel)):
-            self.run = _direct_run(self.kernel, _launcher(self.kernel))
+            launcher = _launcher(self.kernel)
+            self.run = self.kernel.run if launcher is None else _direct_run(self.kernel, launcher)
         return result
 
 
@@ -104,16 +107,19 @@ def _direct_run(kernel: CachingAutotuner, launcher: Launch) -> Launch:
     return run
 
 
-def _launcher(kernel: CachingAutotuner) -> Launch:
-    """Return the function that computes the grid and launches, without Python in between where torch has what it takes.
+def _launcher(kernel: CachingAutotuner) -> Launch | None:
+    """Return the function that computes the grid and launches, without Python in between; None where torch has none.
 
-    It takes the arguments of the kernel and the stream.
+    It takes the arguments of the kernel and the stream. What Triton launches may need memory of an allocator that the
+    autotuner names to it each time, for the thread that launches.
     """
     (launcher,) = kernel.launchers
+    if torch.version.hip is not None or torch.version.xpu is not None:  # their launchers take other arguments
+        return None
     if not getattr(launcher, "_is_static", False):
-        launcher = _made_static(kernel) or launcher
-    if not getattr(launcher, "_is_static", False):
-        return launcher
+        launcher = _made_static(kernel)
+        if launcher is None:
+            return None
     loaded = launcher.__globals__["runner"].__self__
     scratch = (None,) * (bool(loaded.has_global_scratch) + bool(loaded.has_profile_scratch))
     types = loaded.arg_tys + "O" * len(scratch)
