@@ -18,24 +18,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from math import prod
 
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config  # whether a CUDA graph or C++ launches
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry
 
 from fp8compile.devices import Device
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import VIEWS, base, hint, is_tensor, value
-from fp8compile.passes.core.node_views import Getitem
+from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode
+from fp8compile.passes.core.node_views import Getitem, argument
 from fp8compile.passes.matmul.matmul_costs import Costs, Timed, merged_as
 
 # microseconds of a host: a launch of each kind, a gradient that autograd takes, and what FP8 adds for a matmul
 HOST = {"matmul": 38.0, "convolution": 56.0, "attention": 112.0, "other": 50.0, "fused": 22.0, "gradient": 8.0}
 ADDED = 90.0
-SHARE_OF_RATE = {"matmul": 1.0, "convolution": 0.5, "attention": 0.5}  # of the device's BF16 FLOP/s
+SHARE_OF_RATE = {"convolution": 0.5, "attention": 0.5}  # of the device's BF16 FLOP/s
 WITH_BIAS = 0.15  # the same of the attention that takes any bias, which is slower
 
 
@@ -52,15 +52,17 @@ class Times:
         return max(self.gpu, self.host)
 
 
-def times_in_bf16(graph: fx.Graph, device: Device) -> Times:
-    """Return the times of a graph without FP8."""
-    gpu, host = 0.0, 0.0
+def times_in_bf16(graph: fx.Graph, matmuls: Iterable[MatmulNode], device: Device) -> Times:
+    """Return the times of a graph without FP8. matmuls: all of it, convolutions among them."""
+    gpu, host = sum(_flops_of(m) for m in matmuls) * 1e-9 / device.bf16, 0.0
     for node in graph.nodes:
         kind = _kind(node)
         if kind in SHARE_OF_RATE:
             share = WITH_BIAS if "efficient_attention" in operators.name_of(node.target) else SHARE_OF_RATE[kind]
-            gpu += max(_flops(node) * 1e-9 / (device.bf16 * share), device.launch * 1e-3)
+            flops = _attention_flops(node) if kind == "attention" else _convolution_flops(node)
+            gpu += flops * 1e-9 / (device.bf16 * share)
         if kind not in ("", "fused"):
+            gpu += device.launch * 1e-3
             host += HOST[kind]
     kernels = _fused_kernels(graph)
     gpu += sum(max(moved / (device.casts * 1e9), device.launch * 1e-3) for moved in kernels)
@@ -97,17 +99,42 @@ def _kind(node: fx.Node) -> str:
     return "fused" if node.target.namespace in ("aten", "prims") else "other"
 
 
-def _flops(node: fx.Node) -> int:
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
+def _flops_of(matmul: MatmulNode) -> int:
+    """Return the FLOPs of a matmul; those of a convolution are counted for its node."""
+    if matmul.kind == CONVOLUTION:
         return 0
+    return 2 * hint(matmul.batch) * hint(matmul.m) * hint(matmul.n) * hint(matmul.k)
 
-    def shape_of(n: fx.Node) -> Any:
-        x = n.meta.get("val")
-        return tuple(hint(s) for s in x.shape) if isinstance(x, torch.Tensor) else x
 
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), shape_of)
-    return int(formula(*args, **kwargs, out_val=shape_of(node)))
+def _attention_flops(node: fx.Node) -> int:
+    """Return the FLOPs of an attention, forward or backward, as if nothing were masked; 0 of one with another form."""
+    try:
+        query, key, of_value = (_sizes(argument(node, name)) for name in ("query", "key", "value"))
+    except (AttributeError, KeyError):  # no operator, or of other arguments
+        return 0
+    if not len(query) == len(key) == len(of_value) == 4:
+        return 0
+    batch, heads, rows, width = query
+    passes = 2.5 if "backward" in operators.name_of(node.target) else 1.0
+    return int(passes * 2 * batch * heads * rows * key[2] * (width + of_value[3]))
+
+
+def _convolution_flops(node: fx.Node) -> int:
+    """Return the FLOPs of a convolution: an output or more for each of its gradients, a weight's elements each."""
+    tensors = [_sizes(i) for i in node.all_input_nodes if is_tensor(i)]
+    is_backward = "backward" in operators.name_of(
+        node.target
+    )  # of (gradient, input, weight), forward of (input, weight)
+    if len(tensors) < 2 + is_backward:
+        return 0
+    weight = tensors[1 + is_backward]
+    out = tensors[0] if is_backward else _sizes(node)
+    each = 2 * prod(weight[1:])
+    return int((2 if is_backward else 1) * each * prod(out))
+
+
+def _sizes(node: fx.Node) -> tuple[int, ...]:
+    return tuple(hint(s) for s in value(node).shape)
 
 
 def _fused_kernels(graph: fx.Graph) -> list[int]:
@@ -157,12 +184,7 @@ def _is_barrier(node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    if not is_tensor(node):
-        return 0
-    size = value(node).element_size()
-    for s in value(node).shape:
-        size *= hint(s)
-    return size
+    return prod(_sizes(node)) * value(node).element_size() if is_tensor(node) else 0
 
 
 def _gradients(graph: fx.Graph) -> int:

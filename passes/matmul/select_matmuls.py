@@ -118,7 +118,7 @@ def _leave_to_bf16_if_the_host_is_late(candidates: Sequence[Candidate], costs: C
     asked_for = c.options.select == "all" or any(_is_gathered(x.matmul) for x in chosen)
     if not chosen or asked_for or not c.device.has_fp8 or not host_costs.host_launches():
         return
-    bf16 = host_costs.times_in_bf16(c.graph, c.device)
+    bf16 = host_costs.times_in_bf16(c.graph, (x.matmul for x in candidates), c.device)
     fp8 = host_costs.times_in_fp8(bf16, [(x.matmul, x.casts) for x in chosen if x.casts is not None], costs)
     if fp8.step < bf16.step:
         return

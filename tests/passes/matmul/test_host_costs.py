@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from joint import joint
 from test_profitability import layers
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8compile import devices
+from fp8compile import devices, ops
 from fp8compile.passes.matmul import host_costs
 from fp8compile.passes.matmul.grouped_matmuls import casts_of
 from fp8compile.passes.matmul.host_costs import Times
@@ -20,6 +23,7 @@ from fp8compile.passes.matmul.matmul_costs import Costs
 from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import BF16, FP8
 
+aten = torch.ops.aten
 H100 = devices.TABLE["H100"]
 LAUNCHES = host_costs.host_launches
 
@@ -75,22 +79,6 @@ def test_matmuls_that_become_one_are_launched_once() -> None:
     assert added(3) == added(1) == 3 * host_costs.ADDED * 1e-3
 
 
-class Block(nn.Module):
-    """A layer of a decoder: norms, attention, a gated MLP."""
-
-    def __init__(self, dim: int = 64) -> None:
-        super().__init__()
-        self.norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.up, self.down = nn.Linear(dim, 8 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        gate, up = self.up(self.mlp_norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
-
-
 def test_fused_kernels_are_counted() -> None:
     """Forward GELU with the norm, backward both, and a sum over rows for each of four gradients of a vector."""
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64))
@@ -100,13 +88,67 @@ def test_fused_kernels_are_counted() -> None:
     assert max(counted) < 8 * rows
 
 
-def test_what_a_library_computes_is_counted_by_its_flops() -> None:
-    x = torch.randn(2, 16, 64)
-    graph: Any = joint(nn.Sequential(Block(), Block()), x).compilation.graph
-    matmuls = [node for node in graph.nodes if host_costs._kind(node) == "matmul"]
-    of_a_pass = 2 * (2 * 16) * 64 * 64 * (3 + 1 + 8 + 4)  # of a block, [2, 16] tokens of 64
-    assert sum(map(host_costs._flops, matmuls)) == of_a_pass * 3 * 2  # output and two gradients, two blocks
-    assert sum(host_costs._kind(node) == "attention" for node in graph.nodes) == 4
+def traced(step: Any, *shapes: tuple[int, ...], mode: str = "fake") -> fx.Graph:
+    given = [torch.empty(shape) for shape in shapes]
+    graph: fx.Graph = make_fx(step, decomposition_table=select_decomp_table(), tracing_mode=mode)(*given).graph
+    return graph
+
+
+def test_flops_of_attention() -> None:
+    """Of fewer heads of keys than of queries as well."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, heads, 32, 64) for heads in (8, 2, 2))
+    inputs = [graph.placeholder(name) for name in "qkv"]
+    for node, x in zip(inputs, (q, k, v), strict=True):
+        node.meta["val"] = x
+    forward = graph.call_function(aten._scaled_dot_product_flash_attention.default, tuple(inputs))
+    forward.meta["val"] = (q,)
+    assert host_costs._kind(forward) == "attention"
+    assert host_costs._attention_flops(forward) == 2 * 2 * 8 * 32 * 32 * (64 + 64)
+
+
+def test_flops_of_convolutions() -> None:
+    def step(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        y = F.conv2d(x, w, groups=2)
+        return y, *aten.convolution_backward(
+            dy, x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 2, [True, True, False]
+        )
+
+    graph = traced(step, (2, 4, 8, 8), (6, 2, 3, 3), (2, 6, 6, 6))
+    forward, backward = (n for n in graph.nodes if host_costs._kind(n) == "convolution")
+    once = 2 * (2 * 6 * 6 * 6) * (2 * 3 * 3)
+    assert host_costs._convolution_flops(forward) == once
+    assert host_costs._convolution_flops(backward) == 2 * once
+
+
+def test_flops_of_matmuls_are_those_of_the_records() -> None:
+    c = layers(2048, (4096,), 4096, H100, select="all")
+    longer = host_costs.times_in_bf16(c.graph, c.matmuls, H100).gpu
+    without = host_costs.times_in_bf16(c.graph, [], H100).gpu
+    assert longer - without == pytest.approx(3 * 2 * 2048 * 4096 * 4096 * 1e-9 / H100.bf16)
+
+
+def test_symbolic_sizes_stay_symbols() -> None:
+    """A size that was looked at as a number would compile the model again for the next one."""
+    graph = traced(lambda x, w: F.gelu(x @ w).sum(0), (32, 64), (64, 128), mode="symbolic")
+    (x, *_) = graph.find_nodes(op="placeholder")
+    environment = x.meta["val"].shape[0].node.shape_env
+    guards = len(environment.guards)
+    assert host_costs.times_in_bf16(graph, [], H100).host > 0
+    assert len(environment.guards) == guards
+    assert not environment.replacements
+
+
+def test_what_nobody_knows_is_counted_as_a_launch() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(4)
+        sorted_node = graph.call_function(ops.amax, (x, "row", False))
+        sorted_node.meta["val"] = torch.empty(1)
+    graph.output((sorted_node,))
+    assert host_costs.times_in_bf16(graph, [], H100).host == pytest.approx(host_costs.HOST["other"] * 1e-3)
 
 
 def test_the_step_takes_what_the_later_one_takes() -> None:
