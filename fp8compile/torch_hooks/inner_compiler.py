@@ -22,9 +22,8 @@ from fp8compile.plan.record import Record, recall_half, remember_half
 from fp8compile.plan.rows import Lowered
 from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.half_passes import LoweringPass, has_states, lower_half, lower_optimizer
-from fp8compile.torch_hooks.inductor.direct_launch import launching_directly
+from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
 from fp8compile.torch_hooks.inductor.output_strides import keep_strides_of_bases
-from fp8compile.torch_hooks.inductor.read_before_write import reading_before_writing
 from fp8compile.torch_hooks.modules import nested_regions
 
 Compiled = Callable[..., Any]
@@ -51,7 +50,7 @@ def compile_half(
     try:
         plain = not any(map(has_markers, bodies)) and not any(map(has_states, bodies))
         as_torch_does = inductor_config.patch(dict(without_fp8)) if plain else contextlib.nullcontext()
-        with reading_before_writing(), launching_directly(), as_torch_does:
+        with compiling_ours(), as_torch_does:
             compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
     except Exception as error:
         if lowering.dump:

@@ -8,10 +8,10 @@
 Fused kernels are counted as Inductor makes them, roughly: what is computed element by element or along rows, connected,
 with no library's kernel and no sum over rows in between, is one; so is each sum over rows, with what it sums.
 
-From ten models on an H100 with torch 2.11 (`benchmarks/training/short_steps.py`): forward and backward took the host
-0.8 to 1.6 of this estimate in BF16; in FP8 they took it between -60 and 220 microseconds a matmul longer, the median
-being 25, where launches and buffers that were counted come to some 75. So a step near the border may be decided either
-way. A CUDA graph leaves the host out, and these costs.
+From ten models on an H100 with torch 2.11 (`benchmarks/training/short_steps.py`, for FP8 with `host_launches` returning
+False): forward and backward took the host 0.8 to 1.6 of this estimate in BF16; in FP8 they took it between -60 and 220
+microseconds a matmul longer, the median being 25, where launches and buffers that were counted come to some 75. So a
+step near the border may be decided either way. A CUDA graph leaves the host out, and these costs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WITH_BIAS = 0.15  # the same of the attention that takes any bias, which is slow
 
 @dataclass(frozen=True)
 class Times:
-    """How long a graph keeps its GPU and its host, in milliseconds."""
+    """Hold how long a graph keeps its GPU and its host, in milliseconds."""
 
     gpu: float
     host: float
@@ -122,9 +122,7 @@ def _attention_flops(node: fx.Node) -> int:
 def _convolution_flops(node: fx.Node) -> int:
     """Return the FLOPs of a convolution: an output or more for each of its gradients, a weight's elements each."""
     tensors = [_sizes(i) for i in node.all_input_nodes if is_tensor(i)]
-    is_backward = "backward" in operators.name_of(
-        node.target
-    )  # of (gradient, input, weight), forward of (input, weight)
+    is_backward = "backward" in operators.name_of(node.target)  # it reads the gradient, before input and weight
     if len(tensors) < 2 + is_backward:
         return 0
     weight = tensors[1 + is_backward]
@@ -139,6 +137,7 @@ def _sizes(node: fx.Node) -> tuple[int, ...]:
 
 def _fused_kernels(graph: fx.Graph) -> list[int]:
     """Return for each fused kernel how many bytes it reads and writes."""
+    barriers = {node: _is_barrier(node) for node in graph.nodes}
     levels: dict[fx.Node, int] = {}
     kernel: dict[fx.Node, fx.Node] = {}  # of a fused node, or a view of one: the root of the tree that it is in
     tree: dict[fx.Node, fx.Node] = {}
@@ -151,14 +150,14 @@ def _fused_kernels(graph: fx.Graph) -> list[int]:
 
     for node in graph.nodes:
         before = node.all_input_nodes
-        levels[node] = max((levels[i] + _is_barrier(i) for i in before), default=0)
+        levels[node] = max((levels[i] + barriers[i] for i in before), default=0)
         if node.target in VIEWS or Getitem.of(node) is not None:
             if before and before[0] in kernel:
                 kernel[node] = kernel[before[0]]
         elif _kind(node) == "fused" and is_tensor(node):
             tree[node] = kernel[node] = node
-            for i in before if not _is_barrier(node) else ():
-                if i in kernel and levels[i] + _is_barrier(i) == levels[node] and not _is_barrier(i):
+            for i in before if not barriers[node] else ():
+                if i in kernel and levels[i] == levels[node] and not barriers[i]:
                     tree[root(kernel[i])] = root(node)
     moved: dict[fx.Node, set[fx.Node]] = {}  # what each kernel reads or writes
 

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._debug_mode import DebugMode
 
 from fp8compile.torch_hooks.inductor import direct_launch
+from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
 
 Calls = list[tuple[str, Any]]
 
@@ -81,7 +82,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("builtins._kernel_of_a_test", kernel, raising=False)
         if not ours:
             return loaded(tmp_path, kernel).kernel
-        with direct_launch.launching_directly():
+        with compiling_ours():
             return loaded(tmp_path, kernel).kernel
 
     return load

@@ -10,10 +10,8 @@ profiler or a debug mode is on, it is called through its autotuner again, which 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,29 +21,19 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner, Heuristi
 from torch.autograd import profiler
 from torch.utils._debug_mode import get_active_debug_mode
 
+from fp8compile.torch_hooks.inductor.our_graph import is_ours
+
 LOG = logging.getLogger(__name__)
 Launch = Callable[..., None]
 
-_is_on: ContextVar[bool] = ContextVar("_is_on", default=False)
-
-
-@contextlib.contextmanager
-def launching_directly() -> Iterator[None]:
-    """Compile with Inductor, and have the kernels of the graph launched directly."""
-    token = _is_on.set(True)
-    try:
-        yield
-    finally:
-        _is_on.reset(token)
-
 
 def launch_directly() -> None:
-    """Patch how Inductor loads the code of a graph; within `launching_directly` alone it does more."""
+    """Patch how Inductor loads the code of a graph; for graphs of ours it does more."""
     load = PyCodeCache.load_by_key_path
 
     def loaded(*args: Any, **kwargs: Any) -> ModuleType:
         module = load(*args, **kwargs)
-        if _is_on.get():
+        if is_ours():
             kernels = {name: x for name, x in vars(module).items() if type(x) is CachingAutotuner}
             vars(module).update({name: DirectKernel(kernel) for name, kernel in kernels.items()})
         return module

@@ -8,9 +8,7 @@ ones, collectives in place) it does so too late: they are in its list of things 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +16,11 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-_is_on: ContextVar[bool] = ContextVar("_is_on", default=False)
-
-
-@contextlib.contextmanager
-def reading_before_writing() -> Iterator[None]:
-    """Compile with Inductor, and have all that reads a buffer computed before an operator overwrites it."""
-    token = _is_on.set(True)
-    try:
-        yield
-    finally:
-        _is_on.reset(token)
+from fp8compile.torch_hooks.inductor.our_graph import is_ours
 
 
 def realize_readers_first() -> None:
-    """Patch Inductor's node of an operator without a lowering; within `reading_before_writing` alone it does more."""
+    """Patch Inductor's node of an operator without a lowering; for graphs of ours it does more."""
     create: Callable[..., None] = ir.FallbackKernel.__init__
 
     def created(
@@ -45,7 +33,7 @@ def realize_readers_first() -> None:
         *more: Any,
         **settings: Any,
     ) -> None:
-        if _is_on.get() and isinstance(kernel, torch._ops.OpOverload) and kernel._schema.is_mutable:
+        if is_ours() and isinstance(kernel, torch._ops.OpOverload) and kernel._schema.is_mutable:
             arguments, named = unflatten_args(tensor_args, nontensor_args)
             _realize_readers(kernel._schema, arguments, named)
         create(self, layout, kernel, tensor_args, nontensor_args, unflatten_args, *more, **settings)
