@@ -24,7 +24,7 @@ from fp8compile.plan.record import Record, key_of
 from fp8compile.torch_hooks import graph_passes
 from fp8compile.torch_hooks.calls.compilations import current_frame
 from fp8compile.torch_hooks.half_passes import EarlyHalfPass, LoweringPass
-from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings, settings_without_fp8
+from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings
 from fp8compile.torch_hooks.inner_compiler import compile_half, run_eagerly
 from fp8compile.torch_hooks.joint_pass import JointPass
 from fp8compile.torch_hooks.modules import nested_regions
@@ -68,8 +68,7 @@ def compile_graph(
     settings |= {**graph_passes.shared(settings, ours), "custom_partitioner_fn": joint.partitioner}
     inner: Any = functools.partial(run_eagerly, lowering=lowering, record=record)
     if parsed.executor == "inductor":
-        without_fp8 = settings_without_fp8(parsed)
-        inner = functools.partial(compile_half, lowering=lowering, record=record, without_fp8=without_fp8)
+        inner = functools.partial(compile_half, lowering=lowering, record=record)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
     record.close(current_frame(example_inputs))
     return compiled, record.plans

@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from torch import fx
-from torch._inductor import config as inductor_config  # for halves without FP8
 from torch._inductor.compile_fx import compile_fx_inner
 
 from fp8compile.passes.core.compilation import aten, has_markers
@@ -22,6 +20,7 @@ from fp8compile.plan.record import Record, recall_half, remember_half
 from fp8compile.plan.rows import Lowered
 from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.half_passes import LoweringPass, has_states, lower_half, lower_optimizer
+from fp8compile.torch_hooks.inductor.buffer_reuse import reusing_cautiously
 from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
 from fp8compile.torch_hooks.inductor.output_strides import keep_strides_of_bases
 from fp8compile.torch_hooks.modules import nested_regions
@@ -35,13 +34,9 @@ def compile_half(
     *,
     lowering: LoweringPass,
     record: Record,
-    without_fp8: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Compiled:
-    """Compile a half with Inductor, and record what became of it: the hook says so, or what was kept when that ran.
-
-    without_fp8: settings of Inductor for a half that has no FP8.
-    """
+    """Compile a half with Inductor, and record what became of it: the hook says so, or what was kept when that ran."""
     lowering.half, lowering.lowered = _half(settings), None
     keep_strides_of_bases(gm)
     bodies = [body.graph for body in nested_regions.bodies(gm)]
@@ -49,8 +44,7 @@ def compile_half(
     key = hashlib.sha256(f"{text}{lowering.uuid()}".encode()).hexdigest()
     try:
         plain = not any(map(has_markers, bodies)) and not any(map(has_states, bodies))
-        as_torch_does = inductor_config.patch(dict(without_fp8)) if plain else contextlib.nullcontext()
-        with compiling_ours(), as_torch_does:
+        with compiling_ours(), contextlib.nullcontext() if plain else reusing_cautiously():
             compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
     except Exception as error:
         if lowering.dump:

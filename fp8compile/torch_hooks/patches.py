@@ -20,7 +20,7 @@ from fp8compile import torch_versions
 from fp8compile.passes.lower import known_accesses
 from fp8compile.torch_hooks.calls import compiled_calls
 from fp8compile.torch_hooks.calls.user_frame import warn_user
-from fp8compile.torch_hooks.inductor import direct_launch, read_before_write
+from fp8compile.torch_hooks.inductor import buffer_reuse, direct_launch, read_before_write
 from fp8compile.torch_hooks.modules import backward_hooks, recurrent_modules
 
 IsOurs: TypeAlias = Callable[[Any], bool]  # of a backend, as Dynamo holds it
@@ -81,6 +81,13 @@ PERMANENT = (
         "torch_hooks.inductor.direct_launch:launch_directly",
         apply=lambda is_ours: direct_launch.launch_directly(),
     ),
+    Patch(
+        "buffer_reuse",
+        "torch._inductor.codegen.wrapper.AllocateLine.should_reuse_buffer, for halves with FP8",
+        "Inductor's estimate of the peak knows no workspaces: what it keeps through attention nobody else can have",
+        "torch_hooks.inductor.buffer_reuse:hold_nothing_through_unknown_operators",
+        apply=lambda is_ours: buffer_reuse.hold_nothing_through_unknown_operators(),
+    ),
 )
 TEMPORARY = (
     Patch(
@@ -110,20 +117,6 @@ TEMPORARY = (
         "Inductor's C++ counts the inner loop of a tile that it transposes twice, and adds at other places",
         "torch_hooks.partitioner:_but_for_places",
         "one compilation",
-    ),
-    Patch(
-        "buffer_reuse",
-        "torch._inductor.config.allow_buffer_reuse = False",
-        "Inductor keeps a freed buffer for the next one of its size, however far away that is, and nobody else has it",
-        "torch_hooks.inductor.inductor_settings:inductor_settings",
-        "one compilation",
-    ),
-    Patch(
-        "buffer_reuse_without_fp8",
-        "torch._inductor.config.allow_buffer_reuse is what it was",
-        "a half without FP8 is to take the memory and the time that torch's own takes",
-        "torch_hooks.inner_compiler:compile_half",
-        "one half",
     ),
     Patch(
         "combined_kernels",

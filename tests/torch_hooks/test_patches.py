@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import in_place
 import pytest
 import torch
+from test_buffer_reuse import LARGE, around_an_operator, reused
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed
@@ -26,7 +26,6 @@ from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.utils import run_and_get_code
 from torch.optim import SGD, AdamW
 
 import fp8compile
@@ -35,7 +34,7 @@ from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.options import Options
 from fp8compile.passes.lower import known_accesses
 from fp8compile.torch_hooks import patches
-from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings, settings_without_fp8
+from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings
 from fp8compile.torch_hooks.inductor.output_strides import VISIBLE
 from fp8compile.torch_hooks.patches import PERMANENT, TEMPORARY
 
@@ -280,37 +279,8 @@ def test_summed_places_is_needed():
     looked_for_up_to(2, 15)  # seen in 2.11 and 2.13; under 2.15 those tests pass without the change
 
 
-def reusing(x: Tensor, weights: list[Tensor]) -> Tensor:
-    for w in weights:
-        x = x @ w
-    return x
-
-
 def test_buffer_reuse_is_needed():
-    sizes = [
-        64,
-        64,
-        8,
-        16,
-        64,
-        64,
-    ]  # what the first product leaves is free three matmuls before the fourth could take it
-    x, weights = torch.randn(64, 64), [torch.randn(k, n) for k, n in itertools.pairwise(sizes)]
-    with torch.no_grad(), inductor_config.patch(inplace_buffers=False, force_disable_caches=True):
-        _, (code,) = run_and_get_code(torch.compile(reusing), x, weights)
-        with inductor_config.patch(allow_buffer_reuse=False):
-            torch.compiler.reset()
-            _, (ours,) = run_and_get_code(torch.compile(reusing), x, weights)
-    assert "# reuse" not in ours
-    still("# reuse" in code)
-
-
-def test_buffer_reuse_without_fp8_is_needed():
-    """Settings are for a whole compilation; which half has FP8 is known later."""
-    assert inductor_settings(Options())["allow_buffer_reuse"] is False
-    still(settings_without_fp8(Options()) == {"allow_buffer_reuse": True})
-    asked_for = Options.parse({"inductor": {"allow_buffer_reuse": False}})
-    assert settings_without_fp8(asked_for) == {}
+    still(reused(around_an_operator, LARGE, cautious=False))
 
 
 def test_direct_launch_is_needed():

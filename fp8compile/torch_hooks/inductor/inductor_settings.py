@@ -17,10 +17,6 @@ VECTOR_BITS = 256
 def inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str, Any]:
     """Return what to set for one graph, by name. `torch_hooks/patches.py` says what each is for."""
     settings = dict(list_mode_options(options.mode)) if options.mode else {}
-    # Inductor keeps a freed buffer for the next one of its size, however far away. Over two Llama blocks that held 1.1
-    # GiB through attention, whose workspace Inductor's estimate of the peak does not know. torch's allocator does the
-    # same at run time, for everybody.
-    settings["allow_buffer_reuse"] = False
     if of_optimizer:  # step counts and what is computed of them: one kernel, not one for each parameter
         settings |= {"combo_kernels": True, "combo_kernels_autotune": 0}
     if options.dump:  # on a hit no pass runs, and there would be nothing to write
@@ -33,9 +29,3 @@ def inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str,
     if theirs.get("cpp_wrapper"):  # torch sets what belongs to it for forward alone: backward is compiled later
         settings |= get_cpp_wrapper_config()
     return settings | theirs
-
-
-def settings_without_fp8(options: Options) -> dict[str, Any]:
-    """Return what to set otherwise for a half that has no FP8: it is to take the memory and the time of torch's own."""
-    own = {"allow_buffer_reuse": inductor_config.allow_buffer_reuse}
-    return {name: value for name, value in own.items() if name not in dict(options.inductor)}

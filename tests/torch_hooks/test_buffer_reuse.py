@@ -1,0 +1,83 @@
+"""Freed buffers are used again, but not held through operators whose workspace nobody knows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+
+from fp8compile.torch_hooks.inductor.buffer_reuse import SMALL, reusing_cautiously
+from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
+
+# What the first product leaves is free three matmuls before the fourth could take it. The last one makes the peak.
+LARGE = (1024, 1024, 8, 16, 1024, 1024)
+LITTLE = tuple(min(size, 64) for size in LARGE)
+
+
+@torch.library.custom_op("fp8compile_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def products(x: Tensor, weights: list[Tensor]) -> Tensor:
+    for w in weights:
+        x = x @ w
+    return x
+
+
+def around_an_operator(x: Tensor, weights: list[Tensor]) -> Tensor:
+    for n, w in enumerate(weights):
+        x = x @ w
+        if n == 1:
+            x = twice(x)
+    return x
+
+
+def reused(step: Callable[..., Tensor], sizes: tuple[int, ...], cautious: bool) -> bool:
+    """Return True if Inductor's code uses a buffer again; its results are compared to those of eager."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sizes[0], sizes[0], generator=generator)
+    weights = [torch.randn(k, n, generator=generator) / k**0.5 for k, n in itertools.pairwise(sizes)]
+    torch.compiler.reset()
+    context: Any = reusing_cautiously() if cautious else contextlib.nullcontext()
+    with torch.no_grad(), inductor_config.patch(inplace_buffers=False, force_disable_caches=True):
+        with compiling_ours(), context:
+            result, (code,) = run_and_get_code(torch.compile(step), x, weights)
+        torch.testing.assert_close(result, step(x, weights), rtol=1e-3, atol=1e-3)
+    return "# reuse" in code
+
+
+def test_sizes_lie_on_both_sides() -> None:
+    assert 4 * LITTLE[0] ** 2 <= SMALL < 4 * LARGE[0] ** 2
+
+
+@pytest.mark.parametrize(
+    ("step", "sizes", "expected"),
+    [
+        (products, LARGE, True),
+        (products, LITTLE, True),
+        (around_an_operator, LARGE, False),
+        (around_an_operator, LITTLE, True),
+    ],
+)
+def test_a_large_buffer_is_not_held_through_an_unknown_operator(
+    step: Callable[..., Tensor], sizes: tuple[int, ...], expected: bool
+) -> None:
+    assert reused(step, sizes, cautious=True) == expected
+
+
+@pytest.mark.parametrize("sizes", [LARGE, LITTLE])
+def test_other_graphs_are_compiled_as_ever(sizes: tuple[int, ...]) -> None:
+    assert reused(around_an_operator, sizes, cautious=False)
