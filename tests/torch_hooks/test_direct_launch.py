@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +16,22 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner, Heuristi
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._debug_mode import DebugMode
 
-from fp8compile.torch_hooks.inductor import direct_launch
 from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
 
 Calls = list[tuple[str, Any]]
 
 
+CONFIG = {"XBLOCK": 4}
+GRID = {"grid_type": "Grid1D"}
+X, Y = torch.ones(8), torch.ones(8)
+ADDRESSES = X.data_ptr(), Y.data_ptr()
+
+
 class Loaded:
-    """A kernel as torch's static launcher has it: with one scratch argument that Triton adds."""
+    """A kernel as torch's static launcher has it: with a constant, and one scratch argument that Triton adds."""
 
     has_global_scratch, has_profile_scratch, arg_tys, function, num_warps, shared = True, False, "OOi", 17, 4, 512
+    arg_names, full_constexprs = ["x", "y", "xnumel", "XBLOCK"], {3: 4}
 
     def __init__(self, calls: Calls) -> None:
         self.C_impl = SimpleNamespace(_launch_kernel=lambda *args: calls.append(("launched", args)))
@@ -34,9 +42,9 @@ class Loaded:
 
 def static_launcher(loaded: Loaded) -> Any:
     scope: dict[str, Any] = {"runner": loaded.run}
-    exec("def launcher(x, y, n, stream):\n    runner(-(n // -4), 1, 1, stream, x, y, n)", scope)
+    exec("def launcher(x, y, xnumel, stream):\n    runner(-(xnumel // -4), 1, 1, stream, x, y, xnumel)", scope)
     launcher: Any = scope["launcher"]
-    launcher._is_static, launcher.store_cubin, launcher.config = True, False, "config"
+    launcher._is_static, launcher.store_cubin, launcher.config = True, False, CONFIG
     return launcher
 
 
@@ -45,14 +53,14 @@ def own_launcher(calls: Calls) -> Any:
         calls.append(("triton", args))
 
     made: Any = launcher
-    made.store_cubin, made.config = False, "config"
+    made.store_cubin, made.config = False, CONFIG
     return made
 
 
 def autotuner(*launchers: Any, **settings: Any) -> CachingAutotuner:
     kernel = CachingAutotuner.__new__(CachingAutotuner)
     told = {
-        "inductor_meta": {},
+        "inductor_meta": GRID,
         "triton_meta": {},
         "triton_interpret": False,
         "heuristic_type": HeuristicType.POINTWISE,
@@ -90,9 +98,10 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_second_launch_is_direct(load: Any, calls: Calls) -> None:
     kernel = load(autotuner(static_launcher(Loaded(calls))))
-    kernel.run("x", "y", 10, stream=3)
-    kernel.run("a", "b", 9, stream=5)
-    assert calls == [("autotuner", ("x", "y", 10)), ("launched", (17, 3, 1, 1, 4, 512, "OOiO", ("a", "b", 9, None), 5))]
+    kernel.run(X, Y, 10, stream=3)
+    kernel.run(Y, X, 9, stream=5)
+    launched = (17, 3, 1, 1, 4, 512, "OOiO", (*reversed(ADDRESSES), 9, None), 5)
+    assert calls == [("autotuner", (X, Y, 10)), ("launched", launched)]
 
 
 def test_the_kernel_itself_is_left_as_it_is(load: Any, calls: Calls) -> None:
@@ -101,7 +110,7 @@ def test_the_kernel_itself_is_left_as_it_is(load: Any, calls: Calls) -> None:
     before = dict(vars(tuner))
     kernel = load(tuner)
     for _ in range(2):
-        kernel.run("x", "y", 10, stream=3)
+        kernel.run(X, Y, 10, stream=3)
     assert vars(tuner) == before
     assert kernel.launchers is tuner.launchers
 
@@ -114,26 +123,26 @@ def test_it_can_be_copied(load: Any, calls: Calls) -> None:
 def test_graphs_of_others_stay_as_they_are(load: Any, calls: Calls) -> None:
     kernel = load(autotuner(static_launcher(Loaded(calls))), ours=False)
     for _ in range(3):
-        kernel.run("x", "y", 10, stream=3)
+        kernel.run(X, Y, 10, stream=3)
     assert [name for name, _ in calls] == ["autotuner"] * 3
 
 
 def test_who_watches_sees_every_launch(load: Any, calls: Calls) -> None:
     kernel = load(autotuner(static_launcher(Loaded(calls))))
-    kernel.run("x", "y", 10, stream=3)
+    kernel.run(X, Y, 10, stream=3)
     with profile(activities=[ProfilerActivity.CPU]):
-        kernel.run("x", "y", 10, stream=3)
+        kernel.run(X, Y, 10, stream=3)
     with DebugMode():
-        kernel.run("x", "y", 10, stream=3)
-    kernel.run("x", "y", 10, stream=3, benchmark_run=True)
-    kernel.run("x", "y", 10, stream=3)
+        kernel.run(X, Y, 10, stream=3)
+    kernel.run(X, Y, 10, stream=3, benchmark_run=True)
+    kernel.run(X, Y, 10, stream=3)
     assert [name for name, _ in calls] == ["autotuner"] * 4 + ["launched"]
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"inductor_meta": {"coordinate_descent_tuning": True}},
+        {"inductor_meta": {**GRID, "coordinate_descent_tuning": True}},
         {"triton_interpret": True},
         {"dump_launch_params": True},
         {"dump_launch_tensors": True},
@@ -145,7 +154,7 @@ def test_what_the_autotuner_does_at_every_launch_it_goes_on_doing(
 ) -> None:
     kernel = load(autotuner(static_launcher(Loaded(calls)), **settings))
     for _ in range(2):
-        kernel.run("x", "y", 10, stream=3)
+        kernel.run(X, Y, 10, stream=3)
     assert [name for name, _ in calls] == ["autotuner"] * 2
 
 
@@ -156,9 +165,9 @@ def test_nothing_is_loaded_while_a_cuda_graph_is_captured(
     with monkeypatch.context() as captured:
         captured.setattr(torch.cuda, "is_initialized", lambda: True)
         captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        kernel.run("x", "y", 10, stream=3)
-    kernel.run("x", "y", 10, stream=3)
-    kernel.run("x", "y", 10, stream=3)
+        kernel.run(X, Y, 10, stream=3)
+    kernel.run(X, Y, 10, stream=3)
+    kernel.run(X, Y, 10, stream=3)
     assert [name for name, _ in calls] == ["autotuner", "autotuner", "launched"]
 
 
@@ -177,18 +186,42 @@ def test_kernels_that_inductor_has_not_written(
     monkeypatch.setattr(StaticTritonCompileResult, "can_statically_launch", can_launch)
     monkeypatch.setattr(StaticTritonCompileResult, "__init__", lambda self, *args: None)
     monkeypatch.setattr(StaticTritonCompileResult, "make_launcher", lambda self: static)
-    compiled = [SimpleNamespace(config="config", kernel="compiled", compile_meta={})]
+    compiled = [SimpleNamespace(config=CONFIG, kernel="compiled", compile_meta={})]
     user = {"heuristic_type": HeuristicType.USER_AUTOTUNE, "compile_results": compiled}
     kernel = load(autotuner(own_launcher(calls), **user))
     for _ in range(2):
-        kernel.run("x", "y", 10, stream=3)
+        kernel.run(X, Y, 10, stream=3)
     assert [name for name, _ in calls] == ["autotuner", "launched" if taken else "autotuner"]
-    kernel.run("x", "y", 10, stream=3)
+    kernel.run(X, Y, 10, stream=3)
     assert calls[2] == calls[1]
 
 
-def test_the_launcher_s_own_grid_is_kept(calls: Calls) -> None:
-    launcher: Any = direct_launch._launcher(autotuner(static_launcher(Loaded(calls))))
-    assert isinstance(launcher, FunctionType)
-    launcher(torch.ones(1), torch.ones(1), 4097, 0)
-    assert calls[0][1][1:4] == (1025, 1, 1)
+def test_the_grid_is_the_launcher_s(load: Any, calls: Calls) -> None:
+    kernel = load(autotuner(static_launcher(Loaded(calls))))
+    for _ in range(2):
+        kernel.run(X, Y, 4097, stream=0)
+    assert calls[1][1][1:4] == (1025, 1, 1)
+
+
+def test_the_loaded_kernel_lives_as_long_as_it_is_launched(load: Any, calls: Calls) -> None:
+    """Newer torch unloads a kernel together with the object that has loaded it."""
+    gone: list[str] = []
+    made = Loaded(calls)
+    weakref.finalize(made, gone.append, "unloaded")
+    tuner = autotuner(static_launcher(made))
+    kernel = load(tuner)
+    kernel.run(X, Y, 10, stream=3)
+    tuner.launchers.clear()
+    del made
+    gc.collect()
+    kernel.run(X, Y, 10, stream=3)
+    assert not gone
+
+
+def test_arguments_that_are_dropped_otherwise_are_left_to_the_autotuner(load: Any, calls: Calls) -> None:
+    made = Loaded(calls)
+    made.arg_names = ["x", "another", "xnumel", "XBLOCK"]
+    kernel = load(autotuner(static_launcher(made)))
+    for _ in range(2):
+        kernel.run(X, Y, 10, stream=3)
+    assert [name for name, _ in calls] == ["autotuner"] * 2

@@ -31,10 +31,8 @@ from torch.optim import SGD, AdamW
 import fp8compile
 from fp8compile import torch_versions
 from fp8compile.errors import Fp8Warning, OptionError
-from fp8compile.options import Options
 from fp8compile.passes.lower import known_accesses
 from fp8compile.torch_hooks import patches
-from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings
 from fp8compile.torch_hooks.inductor.output_strides import VISIBLE
 from fp8compile.torch_hooks.patches import PERMANENT, TEMPORARY
 

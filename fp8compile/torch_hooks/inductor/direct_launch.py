@@ -1,8 +1,8 @@
 """Launch kernels directly: what Inductor asks at every launch of a Triton kernel is asked at the first one.
 
 Inductor calls a kernel through its autotuner, which looks for tuning, dumps and hooks each time. Kernels that it has
-not written, ours among them, it launches through Triton's own launcher, which takes the host longer than torch's. A
-step of a small model waits for the host, and has some 600 launches.
+not written, ours among them, it launches through Triton's own launcher, which takes the host longer than torch's; and
+torch's asks the driver about each tensor. A step of a small model waits for the host, and has some 600 launches.
 
 After its first launch a kernel of a graph of ours is called as a function that launches it, and nothing else. While a
 profiler or a debug mode is on, it is called through its autotuner again, which tells them.
@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch._inductor.codecache import PyCodeCache
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner, HeuristicType, StaticTritonCompileResult
+from torch._inductor.runtime.triton_heuristics import (
+    CachingAutotuner,
+    GridExpr,
+    HeuristicType,
+    StaticTritonCompileResult,
+)
 from torch.autograd import profiler
 from torch.utils._debug_mode import get_active_debug_mode
 
@@ -63,8 +68,7 @@ class DirectKernel:
         """
         result = self.kernel.run(*args, stream=stream, **kwargs)
         if not (kwargs.get("benchmark_run") or _is_capturing() or _is_changeable(self.kernel)):
-            launcher = _launcher(self.kernel)
-            self.run = self.kernel.run if launcher is None else _direct_run(self.kernel, launcher)
+            self.run = _direct_run(self.kernel) or self.kernel.run
         return result
 
 
@@ -84,39 +88,54 @@ def _is_changeable(kernel: CachingAutotuner) -> bool:
     )
 
 
-def _direct_run(kernel: CachingAutotuner, launcher: Launch) -> Launch:
-    """Return what calls `launcher`, and the autotuner while somebody watches."""
+def _direct_run(kernel: CachingAutotuner) -> Launch | None:
+    """Return a function that launches the kernel by torch's static launcher; None where that takes it not.
 
-    def run(*args: Any, stream: int, **kwargs: Any) -> Any:
-        if kwargs or profiler._is_profiler_enabled or get_active_debug_mode():
-            return kernel.run(*args, stream=stream, **kwargs)
-        return launcher(*args, stream)
-
-    return run
-
-
-def _launcher(kernel: CachingAutotuner) -> Launch | None:
-    """Return the function that computes the grid and launches, without Python in between; None where torch has none.
-
-    It takes the arguments of the kernel and the stream. What Triton launches may need memory of an allocator that the
-    autotuner names to it each time, for the thread that launches.
+    What Triton launches may need memory of an allocator that the autotuner names to it each time, for the thread that
+    launches.
     """
     (launcher,) = kernel.launchers
     if torch.version.hip is not None or torch.version.xpu is not None:  # their launchers take other arguments
         return None
     if not getattr(launcher, "_is_static", False):
         launcher = _made_static(kernel)
-        if launcher is None:
-            return None
+    return _generated(kernel, launcher) if launcher else None
+
+
+def _generated(kernel: CachingAutotuner, launcher: Any) -> Launch | None:
+    """Return a function that does what `launcher` does, the grid included; while somebody watches, the autotuner does.
+
+    Of each tensor it hands on the address: torch's launcher would ask the driver whose that is. None if `launcher`
+    drops arguments in a way that is not known here.
+    """
     loaded = launcher.__globals__["runner"].__self__
-    scratch = (None,) * (bool(loaded.has_global_scratch) + bool(loaded.has_profile_scratch))
-    types = loaded.arg_tys + "O" * len(scratch)
-    launch, function, warps, shared = loaded.C_impl._launch_kernel, loaded.function, loaded.num_warps, loaded.shared
-
-    def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
-        launch(function, x, y, z, warps, shared, types, args + scratch, stream)
-
-    return FunctionType(launcher.__code__, {**launcher.__globals__, "runner": run})
+    given = launcher.__code__.co_varnames[: launcher.__code__.co_argcount - 1]  # the last one is the stream
+    passed = [name for n, name in enumerate(loaded.arg_names) if n not in loaded.full_constexprs and name in given]
+    if len(passed) != len(loaded.arg_tys):
+        return None
+    values = [f"{name}.data_ptr()" if kind == "O" else name for name, kind in zip(passed, loaded.arg_tys, strict=True)]
+    scratch = ["None"] * (bool(loaded.has_global_scratch) + bool(loaded.has_profile_scratch))
+    grid = GridExpr.from_meta(kernel.inductor_meta, launcher.config)
+    lines = [
+        f"def run({', '.join(given)}, *, stream, **others):",
+        "    if others or _profiler._is_profiler_enabled or _debug_mode():",
+        f"        return _autotuner({', '.join(given)}, stream=stream, **others)",
+        *[f"    {line}" for line in grid.prefix],
+        f"    _launch(_function, {grid.x_grid}, {grid.y_grid}, {grid.z_grid}, {loaded.num_warps}, {loaded.shared},",
+        f"            _types, ({''.join(f'{value}, ' for value in [*values, *scratch])}), stream)",
+    ]
+    scope: dict[str, Any] = {
+        "_profiler": profiler,
+        "_debug_mode": get_active_debug_mode,
+        "_autotuner": kernel.run,
+        "_launch": loaded.C_impl._launch_kernel,
+        "_function": loaded.function,
+        "_types": loaded.arg_tys + "O" * len(scratch),
+        "_loaded": loaded,  # torch unloads the kernel when nobody has this any more
+    }
+    exec("\n".join(lines), scope)
+    run: Launch = scope["run"]
+    return run
 
 
 def _made_static(kernel: CachingAutotuner) -> Any:
