@@ -131,7 +131,7 @@ class FP8State(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The state, without its history; assigned to, it takes over the parts of another one, as tensors do."""
+        """The state, without its history; assigned to, it takes over the memory of another one, as tensors do."""
         return self.detach()
 
     @data.setter
@@ -139,8 +139,8 @@ class FP8State(Tensor):
         if not isinstance(value, FP8State) or value.__tensor_flatten__() != self.__tensor_flatten__():
             raise StateError(f"the data of {self} cannot be {type(value).__name__}s of another kind: copy_ into it")
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and device
-        for name in INNER:
-            setattr(self, name, getattr(value, name))
+        for mine, other in zip(self.parts(), value.parts(), strict=True):
+            mine.data = other.data  # compiled steps hold the parts
 
     def share_memory_(self) -> FP8State:
         """Move all parts to shared memory, as `Tensor.share_memory_` does."""

@@ -56,6 +56,13 @@ def count(update: Update, counters: list[Tensor], scalars: Sequence[Tensor]) -> 
     torch._foreach_add_(counters, one)
 
 
+def overflow_in(update: Update, matrix: Tensor | None) -> Tensor | None:
+    """Return the number that is not 0 where a step is skipped, of a matrix with a row a parameter; None without one."""
+    if update.skip is None or matrix is None:
+        return None
+    return matrix[0, update.scalars.index(update.skip)]
+
+
 def parameters(
     update: Update, stored: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor]
 ) -> Iterator[dict[int, Tensors]]:

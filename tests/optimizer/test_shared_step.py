@@ -257,6 +257,28 @@ def test_states_and_parameters_that_become_other_tensors() -> None:
     run(*made, steps=2)
 
 
+def takes_over(state: dict[str, Any]) -> None:
+    """The same tensors, with the memory of others that have other values."""
+    state["exp_avg"].data = fp8compile.FP8State.of(state["exp_avg"].dequantize() * -2, format="log")
+    state["exp_avg_sq"].data = state["exp_avg_sq"].like(torch.clone)
+    state["step"].data = state["step"].data + 3
+
+
+def lies_elsewhere(state: dict[str, Any]) -> None:
+    payload = state["exp_avg"].payload
+    payload.set_(payload.clone().flip(0))
+
+
+@pytest.mark.parametrize("change", [takes_over, lies_elsewhere])
+def test_states_that_get_other_memory(change: Callable[[dict[str, Any]], None]) -> None:
+    made = pair(torch.optim.AdamW)
+    run(*made, steps=2)
+    for opt in made[::2]:
+        change(opt.state[opt.param_groups[0]["params"][0]])  # type: ignore[attr-defined]
+    run(*made, steps=2)
+    assert_shared(made[0])
+
+
 def test_hooks_and_closures_run_where_torch_runs_them() -> None:
     parameters = make_parameters()
     opt = torch.optim.AdamW(parameters)

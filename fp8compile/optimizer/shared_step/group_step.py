@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
-from typing import Any
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8compile.kernels.optimizer import update
-from fp8compile.kernels.optimizer.bound_launch import BoundLaunch, is_usable
+from fp8compile.kernels.optimizer.bound_launch import ALIGNMENT, BoundLaunch, is_usable
 from fp8compile.optimizer import state_ops
 from fp8compile.optimizer.shared_step.kinds import Kind
 from fp8compile.optimizer.shared_step.roles import GRADIENT, SETTING, Role, as_number, setting, tensor_of
 from fp8compile.optimizer.shared_step.template import NumberFunction, Template
+from fp8compile.optimizer.states import FP8State
 from fp8compile.options import Options
 from fp8compile.torch_hooks.local_parts import local_part
 
+if TYPE_CHECKING:
+    from fp8compile.kernels.optimizer.scattered_numbers import ScatteredNumbers
+
+PAYLOAD = attrgetter("payload")
+DTYPE, LAYOUT = Tensor.dtype.__get__, Tensor.layout.__get__  # type: ignore[attr-defined]  # of many tensors, without Python
 PADDED = 256  # on a GPU the numbers of so many parameters, or a multiple, are computed: kinds share compiled code
 Shared = Mapping[str, Tensor]  # by which gradients are unscaled, by name
 
@@ -47,15 +54,21 @@ class Alike:
 
     def __post_init__(self) -> None:
         self.stored = self._flat(self.template.stored)
-        self.addresses = [x.data_ptr() for x in self.stored]
         names = {name for name, _ in self.template.counted} | set(self.template.copied)
         self.vectors = {name: [state[name] for state in self.states] for name in names}
+        self.scattered = {name: _scattered(numbers) for name, numbers in self.vectors.items()}
         self.kept = [x for state in self.states for x in state.values()]
+        self.in_8_bits = [x for x in self.kept if isinstance(x, FP8State)]
+        self.payloads = list(map(PAYLOAD, self.in_8_bits))  # what moves a state moves all parts of it
+        plain = [x for x in map(local_part, self.kept) if type(x) is Tensor]
+        self.placed = [*map(local_part, self.parameters), *self.payloads, *plain]
+        self.addresses = [x.data_ptr() for x in self.placed]
         device = self.stored[0].device
         self.width = len(self.template.stored)
         self.is_distributed = any(isinstance(p, DTensor) for p in self.parameters)
         self.gradients: list[Any] = []
         self.counters = update.counters_of(self.template.update, self.stored)
+        self.scattered_counters = _scattered(self.counters)
         if device.type == "cuda" and all(map(is_usable, self.stored)) and self._reads_gradients_alone():
             self.launch = BoundLaunch(self.template.spec, self.stored, self._flat(self.template.read))
 
@@ -81,29 +94,34 @@ class Alike:
             return as_number(setting(group, role))
         if role.is_shared:
             return self.shared[role.name]
+        scattered = self.scattered.get(role.name)
+        if scattered is not None:
+            return scattered.vector(self._count())
         own = self.vectors.get(role.name) or [state[role.name] for state in self.states]
         vector = torch.stack(own)
         spare = self._count() - len(own)
         return torch.cat([vector, vector[:1].expand(spare)]) if spare else vector
 
-    def is_current(self, states: Mapping[Tensor, Any]) -> bool:
-        """Return True if states and parameters are the tensors that they were, and lie where they lay.
+    def is_current(self) -> bool:
+        """Return True if states are the tensors that they were, and they and the parameters lie where they lay.
 
         Looks at gradients once; `step` takes those.
         """
-        if not all(map(is_, map(states.get, self.parameters), self.states)):
+        now = chain.from_iterable(map(dict.values, self.states))
+        if sum(map(len, self.states)) != len(self.kept) or not all(map(is_, now, self.kept)):
             return False
-        now = [x for state in self.states for x in state.values()]
-        if len(now) != len(self.kept) or not all(map(is_, now, self.kept)):
+        if not all(map(is_, map(PAYLOAD, self.in_8_bits), self.payloads)):
             return False
         if self.is_distributed and not all(map(is_, self._flat(self.template.stored), self.stored)):
             return False
-        self.gradients = [local_part(p.grad) for p in self.parameters]
-        return self.addresses == list(map(Tensor.data_ptr, self.stored)) and self._are_gradients_alike()
+        found = [p.grad for p in self.parameters]
+        self.gradients = list(map(local_part, found)) if self.is_distributed else found
+        return self.addresses == list(map(Tensor.data_ptr, self.placed)) and self._are_gradients_alike()
 
     def _are_gradients_alike(self) -> bool:
-        dtype = self.kind.gradient
-        return all(g is None or (g.dtype is dtype and g.layout is torch.strided) for g in self.gradients)
+        found = [g for g in self.gradients if g is not None]
+        as_ever = map(is_, map(DTYPE, found), repeat(self.kind.gradient))
+        return all(as_ever) and all(map(is_, map(LAYOUT, found), repeat(torch.strided)))
 
     def step(self, group: Mapping[str, Any]) -> None:
         """Update the parameters that have gradients, as `is_current` has seen them."""
@@ -128,11 +146,22 @@ class Alike:
         self, launch: BoundLaunch, gradients: list[Any], active: tuple[bool, ...], matrix: Tensor | None
     ) -> None:
         """Launch the kernel, on copies of gradients that it cannot take where they lie."""
-        found = [g if g is None or is_usable(g) else g.contiguous().clone() for g in gradients]
+        addresses = [0 if g is None else g.data_ptr() for g in gradients]
+        copies: list[Any] = []
+        if any(map((ALIGNMENT - 1).__and__, addresses)) or not all(g is None or g.is_contiguous() for g in gradients):
+            copies = [g if g is None or is_usable(g) else g.contiguous().clone() for g in gradients]
+            addresses = [0 if g is None else g.data_ptr() for g in copies]
         launch.update_only(active)
         if self.template.read:
-            launch.read_again(0, [0 if g is None else g.data_ptr() for g in found])
+            launch.read_again(0, addresses)
         launch(matrix)
+        self._count_random_bits(launch, active, matrix)
+
+    def _count_random_bits(self, launch: BoundLaunch, active: tuple[bool, ...], matrix: Tensor | None) -> None:
+        """Advance the counters of those parameters that were updated."""
+        if self.scattered_counters is not None and all(active):
+            self.scattered_counters.add(1, update.overflow_in(launch.update, matrix))
+            return
         counters = self.counters if all(active) else update.counters_of(launch.update, self._of_active(active))
         update.count(launch.update, counters, [] if matrix is None else [matrix])
 
@@ -153,10 +182,23 @@ class Alike:
         """Write the states that are numbers, of parameters that were updated."""
         overflow = self.shared.get("overflow") if self.kind.is_unscaled else None
         for name, by in self.template.counted:
-            state_ops.add_in_place(_some(self.vectors[name], active), by, overflow)
+            scattered = self.scattered[name]
+            if scattered is not None and all(active):
+                scattered.add(by, overflow)
+            else:
+                state_ops.add_in_place(_some(self.vectors[name], active), by, overflow)
         for name, vector in zip(self.template.copied, vectors, strict=True):
             new = list(vector[: len(active)].unbind())
             torch._foreach_copy_(_some(self.vectors[name], active), _some(new, active))
+
+
+def _scattered(numbers: list[Tensor]) -> ScatteredNumbers | None:
+    """Return what reads and counts numbers by one launch; None where that cannot be."""
+    if not numbers or not numbers[0].is_cuda:
+        return None
+    from fp8compile.kernels.optimizer.scattered_numbers import ScatteredNumbers, are_scattered  # imports Triton
+
+    return ScatteredNumbers(numbers) if are_scattered(numbers) else None
 
 
 def _some(tensors: list[Tensor], active: tuple[bool, ...]) -> list[Tensor]:
@@ -171,15 +213,18 @@ class GroupStep:
     settings: dict[str, Any]
     alike: list[Alike]
     others: list[Tensor]  # without a state, for want of a gradient
+    states: list[Any]  # of all parameters of the optimizer
 
     def is_current(self, opt: Optimizer, group: Mapping[str, Any]) -> bool:
         """Return True if all is as it was but for numbers that may change."""
         now = group["params"]
         if len(now) != len(self.parameters) or not all(map(is_, now, self.parameters)):
             return False
+        if len(opt.state) != len(self.states) or not all(map(is_, opt.state.values(), self.states)):
+            return False
         if any(p.grad is not None for p in self.others) or not same_settings(self.settings, group):
             return False
-        return all(x.is_current(opt.state) for x in self.alike)
+        return all(x.is_current() for x in self.alike)
 
     def step(self, group: Mapping[str, Any]) -> None:
         """Update all parameters of the group that have gradients."""
