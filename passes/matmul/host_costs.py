@@ -8,10 +8,12 @@
 Fused kernels are counted as Inductor makes them, roughly: what is computed element by element or along rows, connected,
 with no library's kernel and no sum over rows in between, is one; so is each sum over rows, with what it sums.
 
-From ten models on an H100 with torch 2.11 (`benchmarks/training/short_steps.py`, for FP8 with `host_launches` returning
-False): forward and backward took the host 0.8 to 1.6 of this estimate in BF16; in FP8 they took it between -60 and 220
-microseconds a matmul longer, the median being 25, where launches and buffers that were counted come to some 75. So a
-step near the border may be decided either way. A CUDA graph leaves the host out, and these costs.
+From eleven models on an H100 with torch 2.11 (`benchmarks/training/short_steps.py`; for FP8 with `host_launches`
+returning False, for BF16 with all matmuls objected to): forward and backward took the host 0.9 to 1.5 of this estimate
+in BF16, and in FP8 between -25 and 80 microseconds a matmul longer, the median being 25. Other hosts take twice as
+long. And a host that falls behind becomes slower still: a launch onto a GPU that has nothing to do took 13.5
+microseconds, where it took 5.6 while the GPU was busy. So a gain of less than `LEAST_GAIN` is left where a slow host
+would be later than the GPU. A CUDA graph leaves the host out, and these costs.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from fp8compile.passes.core.node_views import Getitem, argument
 from fp8compile.passes.matmul.matmul_costs import Costs, Timed, merged_as
 
 # microseconds of a host: a launch of each kind, a gradient that autograd takes, and what FP8 adds for a matmul
-HOST = {"matmul": 38.0, "convolution": 56.0, "attention": 112.0, "other": 50.0, "fused": 22.0, "gradient": 8.0}
-ADDED = 90.0
+HOST = {"matmul": 20.0, "convolution": 30.0, "attention": 60.0, "other": 25.0, "fused": 11.0, "gradient": 4.0}
+ADDED = 30.0
+LEAST_GAIN = 0.015  # of a step
+SLOW_HOST = 2.0  # times slower than that of these figures
 SHARE_OF_RATE = {"convolution": 0.5, "attention": 0.5}  # of the device's BF16 FLOP/s
 WITH_BIAS = 0.15  # the same of the attention that takes any bias, which is slower
 
@@ -50,6 +54,11 @@ class Times:
     def step(self) -> float:
         """The longer of both."""
         return max(self.gpu, self.host)
+
+    @property
+    def waits(self) -> bool:
+        """Return True if a slow host would be later than the GPU."""
+        return SLOW_HOST * self.host > self.gpu
 
 
 def times_in_bf16(graph: fx.Graph, matmuls: Iterable[MatmulNode], device: Device) -> Times:
@@ -76,6 +85,11 @@ def times_in_fp8(bf16: Times, chosen: Iterable[Timed], costs: Costs) -> Times:
     launched = {merged_as(matmul) or matmul for matmul, _, _ in times}
     saved = sum(before - after for _, before, after in times)
     return Times(bf16.gpu - saved, bf16.host + ADDED * len(launched) * 1e-3)
+
+
+def is_shorter(fp8: Times, bf16: Times) -> bool:
+    """Return True if a step in FP8 is shorter than in BF16 by so much that no host makes it longer."""
+    return fp8.step < bf16.step * (1 - (LEAST_GAIN if fp8.waits else 0))
 
 
 def host_launches() -> bool:

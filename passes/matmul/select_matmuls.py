@@ -120,10 +120,10 @@ def _leave_to_bf16_if_the_host_is_late(candidates: Sequence[Candidate], costs: C
         return
     bf16 = host_costs.times_in_bf16(c.graph, (x.matmul for x in candidates), c.device)
     fp8 = host_costs.times_in_fp8(bf16, [(x.matmul, x.casts) for x in chosen if x.casts is not None], costs)
-    if fp8.step < bf16.step:
+    if host_costs.is_shorter(fp8, bf16):
         return
     why = (
-        f"the host would be late: about {bf16.gpu:.1f} ms on the GPU and {bf16.host:.1f} on the host in BF16, "
+        f"the step would be no shorter: about {bf16.gpu:.1f} ms on the GPU and {bf16.host:.1f} on the host in BF16, "
         f"{fp8.gpu:.1f} and {fp8.host:.1f} in FP8 (mode='reduce-overhead' spares the host)"
     )
     for x in chosen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -121,7 +122,10 @@ def test_the_first_step_takes_its_states_and_little_more() -> None:
 
     Of an optimizer that is not prepared, and of one that is; each in a process of its own.
     """
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=600)
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads do not live on in a fork
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=600, env=alone
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2

@@ -26,6 +26,7 @@ from fp8compile.plan.rows import BF16, FP8
 aten = torch.ops.aten
 H100 = devices.TABLE["H100"]
 LAUNCHES = host_costs.host_launches
+WIDTHS = (2048, 2048, 2048)  # of three layers of one input
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +34,8 @@ def host(no_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_costs, "host_launches", LAUNCHES)
 
 
-def decided(tokens: int, count: int = 1, width: int = 4096, **options: str) -> set[tuple[str, Reason]]:
-    rows = layers(tokens, (width,) * count, width, H100, **options).matmuls.rows()
+def decided(tokens: int, **options: str) -> set[tuple[str, Reason]]:
+    rows = layers(tokens, WIDTHS, WIDTHS[0], H100, **options).matmuls.rows()
     return {(row.decision, Reason(row.code)) for row in rows}
 
 
@@ -44,7 +45,7 @@ def test_a_short_step_stays_in_bf16_and_a_long_one_does_not() -> None:
 
 
 def test_the_reason_has_both_times_and_what_to_do() -> None:
-    (text,) = {row.reason for row in layers(2048, (4096,), 4096, H100).matmuls.rows()}
+    (text,) = {row.reason for row in layers(2048, WIDTHS, WIDTHS[0], H100).matmuls.rows()}
     assert "on the GPU" in text
     assert "on the host in BF16" in text
     assert "mode='reduce-overhead'" in text
@@ -63,9 +64,9 @@ def test_a_cuda_graph_leaves_the_host_out(setting: str) -> None:
 
 def test_a_plan_that_is_handed_back_is_followed() -> None:
     """Also where it was made for another host."""
-    plan = layers(2048, (4096,), 4096, H100, select="all").plan
-    plan.matmuls = layers(2048, (4096,), 4096, H100, select="all").matmuls.rows()
-    rows = layers(2048, (4096,), 4096, H100, plan=plan).matmuls.rows()  # type: ignore[arg-type]
+    plan = layers(2048, WIDTHS, WIDTHS[0], H100, select="all").plan
+    plan.matmuls = layers(2048, WIDTHS, WIDTHS[0], H100, select="all").matmuls.rows()
+    rows = layers(2048, WIDTHS, WIDTHS[0], H100, plan=plan).matmuls.rows()  # type: ignore[arg-type]
     assert {row.decision for row in rows} == {FP8}
 
 
@@ -149,6 +150,20 @@ def test_what_nobody_knows_is_counted_as_a_launch() -> None:
         sorted_node.meta["val"] = torch.empty(1)
     graph.output((sorted_node,))
     assert host_costs.times_in_bf16(graph, [], H100).host == pytest.approx(host_costs.HOST["other"] * 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp8", "expected"),
+    [
+        (Times(100.0, 10.0), Times(99.9, 12.0), True),  # the GPU is later on any host
+        (Times(100.0, 40.0), Times(99.9, 60.0), False),  # a slow host would be later, and little is gained
+        (Times(100.0, 40.0), Times(90.0, 60.0), True),
+        (Times(100.0, 40.0), Times(90.0, 101.0), False),
+        (Times(10.0, 40.0), Times(9.0, 40.0), False),
+    ],
+)
+def test_little_is_not_worth_a_slow_host(bf16: Times, fp8: Times, expected: bool) -> None:
+    assert host_costs.is_shorter(fp8, bf16) == expected
 
 
 def test_the_step_takes_what_the_later_one_takes() -> None:
