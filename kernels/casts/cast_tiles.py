@@ -103,10 +103,11 @@ class Launch:
             self.table, self.fields = _sent(torch.tensor(fields, dtype=torch.int64), device), fields
         dtype, blocks = parts[0].kind
         kernel: Any = cast_tiles
-        kernel[(len(self.tiles),)](
-            self.table, self.tiles, FIELDS=FIELDS, DTYPE=DTYPES[dtype], BLOCKS=blocks,
-            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(self.table):
+            kernel[(len(self.tiles),)](
+                self.table, self.tiles, FIELDS=FIELDS, DTYPE=DTYPES[dtype], BLOCKS=blocks,
+                ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+            )  # fmt: skip
 
 
 def _tiles(shapes: Sequence[tuple[int, ...]]) -> Tensor:

@@ -186,10 +186,11 @@ def extremes(tensors: Sequence[Tensor], scale: Tensor | None, format: str) -> tu
     kernel: Any = find_extremes
     for x in tensors:
         in_memory = x.permute(sorted(range(x.dim()), key=lambda d: -x.stride(d))).contiguous()  # as it lies, if dense
-        kernel[(min(PROGRAMS, ceil_div(x.numel(), BLOCK)),)](
-            in_memory, found if scale is None else scale, found, x.numel(),
-            LIMIT=SATURATED[format], COUNTED=scale is not None, BLOCK=BLOCK, PROGRAMS=PROGRAMS, **OPTIONS,
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            kernel[(min(PROGRAMS, ceil_div(x.numel(), BLOCK)),)](
+                in_memory, found if scale is None else scale, found, x.numel(),
+                LIMIT=SATURATED[format], COUNTED=scale is not None, BLOCK=BLOCK, PROGRAMS=PROGRAMS, **OPTIONS,
+            )  # fmt: skip
     return found[0].to(torch.int32).view(torch.float32), found[1]
 
 
@@ -203,12 +204,13 @@ def line_sums(x: Tensor, scale: Tensor, cast: str, largest: Tensor) -> Lines:
     column_sums = torch.empty(down, len(LINE), batches * columns, device=x.device)
     row_amax = torch.linalg.vector_norm(x, torch.inf, -1)  # contiguous, however x lies
     kernel: Any = add_lines
-    kernel[(across * down * batches,)](
-        x, scale, row_amax, largest, row_sums, column_sums, batches, rows, columns,
-        *x.stride(), scale.stride(0) if scale.shape[0] > 1 else 0, *scale.stride()[1:],
-        how.size if how.kind == "block" else (rows if how.kind == "tensor" else 1),
-        how.size if how.kind in ("group", "block") else columns,
-        LIMIT=SATURATED[format], E5M2=format == "e5m2", OF_ROW=len(ROW), OF_LINE=len(LINE),
-        TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, **OPTIONS,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        kernel[(across * down * batches,)](
+            x, scale, row_amax, largest, row_sums, column_sums, batches, rows, columns,
+            *x.stride(), scale.stride(0) if scale.shape[0] > 1 else 0, *scale.stride()[1:],
+            how.size if how.kind == "block" else (rows if how.kind == "tensor" else 1),
+            how.size if how.kind in ("group", "block") else columns,
+            LIMIT=SATURATED[format], E5M2=format == "e5m2", OF_ROW=len(ROW), OF_LINE=len(LINE),
+            TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, **OPTIONS,
+        )  # fmt: skip
     return row_sums.sum(0, dtype=torch.float64), column_sums.sum(0, dtype=torch.float64)

@@ -104,7 +104,8 @@ def check(kernel: Any, region: Region, schedule: Schedule, inputs: Sequence[Tens
     device = inputs[0].device if inputs else torch.device("cpu")
     memory = [_guarded(buffer, names, schedule, device) for buffer in region.buffers]
     buffers = [inner for _, inner in memory]
-    kernel[(schedule.programs,)](*inputs, *buffers, *sizes, num_warps=schedule.warps)
+    with torch.cuda.device_of(buffers[0]):
+        kernel[(schedule.programs,)](*inputs, *buffers, *sizes, num_warps=schedule.warps)
     lines = [
         f"y{i}: written outside of it"
         for i, (outer, _) in enumerate(memory)

@@ -195,5 +195,7 @@ def launch(
     """Run the kernel on `inputs`, which have the strides that its spec was made for; returns its buffers."""
     buffers = empty_buffers(region, schedule, sizes, inputs[0])
     if any(s.numel() for s in buffers):
-        kernel_of(region, schedule, target)[(schedule.programs,)](*inputs, *buffers, *sizes, num_warps=schedule.warps)
+        kernel = kernel_of(region, schedule, target)
+        with torch.cuda.device_of(inputs[0]):
+            kernel[(schedule.programs,)](*inputs, *buffers, *sizes, num_warps=schedule.warps)
     return buffers

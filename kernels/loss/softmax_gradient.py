@@ -120,21 +120,22 @@ def step(
     wide = round_up(classes, 16)
     terms = torch.empty((len(TERMS), rows) if every_term else (rows,), device=logits.device)
     kernel: Any = softmax_gradient
-    kernel[(rows,)](
-        logits,
-        index.contiguous(),
-        terms if weights is None else weights.contiguous(),
-        terms,
-        stride,
-        classes,
-        wide if wide <= stride else classes,
-        curve.inner,
-        0.0 if curve.outer is None else curve.outer,
-        GRADIENT=gradients,
-        WEIGHTED=weights is not None,
-        CAPPED=curve.outer is not None,
-        EVERY_TERM=every_term,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+    with torch.cuda.device_of(logits):
+        kernel[(rows,)](
+            logits,
+            index.contiguous(),
+            terms if weights is None else weights.contiguous(),
+            terms,
+            stride,
+            classes,
+            wide if wide <= stride else classes,
+            curve.inner,
+            0.0 if curve.outer is None else curve.outer,
+            GRADIENT=gradients,
+            WEIGHTED=weights is not None,
+            CAPPED=curve.outer is not None,
+            EVERY_TERM=every_term,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return terms

@@ -7,6 +7,7 @@ millisecond. Here their addresses are a table on the device, made once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -30,14 +31,18 @@ class ScatteredNumbers:
     def vector(self, length: int) -> Tensor:
         """Return the numbers, and the first one again and again up to `length`."""
         found = torch.empty(length, dtype=self.like.dtype, device=self.like.device)
-        read_numbers[(ceil_div(length, BLOCK),)](self.table, found, len(self.table), length, BLOCK=BLOCK)  # type: ignore[reportIndexIssue]
+        kernel: Any = read_numbers
+        with torch.cuda.device_of(found):
+            kernel[(ceil_div(length, BLOCK),)](self.table, found, len(self.table), length, BLOCK=BLOCK)
         return found
 
     def add(self, by: float, unless: Tensor | None = None) -> None:
         """Add `by` to each number; nothing where `unless`, a number on the device, is not 0."""
         count = len(self.table)
         skip = self.like if unless is None else unless  # `like` is 0
-        add_to_numbers[(ceil_div(count, BLOCK),)](self.table, self.like, skip, by, count, BLOCK=BLOCK)  # type: ignore[reportIndexIssue]
+        kernel: Any = add_to_numbers
+        with torch.cuda.device_of(self.table):
+            kernel[(ceil_div(count, BLOCK),)](self.table, self.like, skip, by, count, BLOCK=BLOCK)
 
 
 def are_scattered(tensors: Sequence[Tensor]) -> bool:

@@ -103,9 +103,9 @@ def launch(
     numbers = _packed(scalars, stored[0].device)
     kernel = kernel_of(update, schedule, target)
     widths = len(columns(update)), len(update.scalars)
-    kernel[(len(tables.blocks),)](
-        tables.table, tables.sizes, tables.blocks, numbers, *widths, **schedule.options(target)
-    )
+    arguments = tables.table, tables.sizes, tables.blocks, numbers, *widths
+    with torch.cuda.device_of(stored[0]):
+        kernel[(len(tables.blocks),)](*arguments, **schedule.options(target))
     for original, x in zip(originals, stored, strict=True):
         if original is not x:
             original.copy_(x)
