@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8compile.cuda_capture import is_capturing
 from fp8compile.kernels.optimizer.emit_update import ALIGNMENT, columns
 from fp8compile.kernels.optimizer.update_launch import SCHEDULE, blocks_of, kernel_of, pinned
 from fp8compile.kernels.optimizer.update_spec import from_json
@@ -38,14 +39,21 @@ class BoundLaunch:
         self.active: tuple[bool, ...] = (True,) * count
         self.active_sizes = torch.tensor(self.sizes, dtype=torch.int64, device=self.device)
         self.no_numbers = torch.zeros(1, device=self.device)
+        self.of_graphs: list[Tensor] = []  # what CUDA graphs that were captured read whenever they run
         assert len(columns(self.update)) == self.wide + self.narrow
 
     def read_again(self, column: int, addresses: list[int]) -> None:
         """Let tensor `column` of those that are read lie at these addresses, one a parameter."""
-        if addresses != self.lie.get(column):
+        if addresses == self.lie.get(column):
+            return
+        self.addresses[:, self.wide + column] = torch.tensor(addresses, dtype=torch.int64)
+        on_host = pinned(self.addresses, self.device)
+        self.table = on_host.to(self.device, non_blocking=True)
+        if is_capturing():  # nothing is copied before the graph runs
+            self.of_graphs.append(on_host)
+            self.lie.pop(column, None)
+        else:
             self.lie[column] = addresses
-            self.addresses[:, self.wide + column] = torch.tensor(addresses, dtype=torch.int64)
-            self.table = pinned(self.addresses, self.device).to(self.device, non_blocking=True)
 
     def update_only(self, active: tuple[bool, ...]) -> None:
         """Leave parameters out that have no gradient in this step: they have no elements."""
@@ -57,6 +65,8 @@ class BoundLaunch:
         """Update the parameters; `matrix`: their numbers, FP32 on the device, with a row a parameter or more rows."""
         if not len(self.blocks):
             return
+        if is_capturing():
+            self.of_graphs += [self.table, self.active_sizes]
         numbers = self.no_numbers if matrix is None else matrix
         widths = self.wide + self.narrow, len(self.update.scalars)
         arguments = self.table, self.active_sizes, self.blocks, numbers, *widths

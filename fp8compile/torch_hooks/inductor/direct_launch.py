@@ -26,6 +26,7 @@ from torch._inductor.runtime.triton_heuristics import (
 from torch.autograd import profiler
 from torch.utils._debug_mode import get_active_debug_mode
 
+from fp8compile.cuda_capture import is_capturing
 from fp8compile.torch_hooks.inductor.our_graph import is_ours
 
 LOG = logging.getLogger(__name__)
@@ -67,13 +68,9 @@ class DirectKernel:
         While a CUDA graph is being captured, nothing is loaded onto the GPU.
         """
         result = self.kernel.run(*args, stream=stream, **kwargs)
-        if not (kwargs.get("benchmark_run") or _is_capturing() or _is_changeable(self.kernel)):
+        if not (kwargs.get("benchmark_run") or is_capturing() or _is_changeable(self.kernel)):
             self.run = _direct_run(self.kernel) or self.kernel.run
         return result
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_changeable(kernel: CachingAutotuner) -> bool:

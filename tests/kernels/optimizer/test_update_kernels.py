@@ -7,7 +7,7 @@ import pytest
 import torch
 from updates import Data, adam, data_for, hard, unscaled
 
-from fp8compile.kernels.optimizer import state_transfer, update_launch
+from fp8compile.kernels.optimizer import bound_launch, state_transfer, update_launch
 from fp8compile.kernels.optimizer import update as reference
 from fp8compile.kernels.optimizer.bound_launch import BoundLaunch
 from fp8compile.kernels.optimizer.emit_update import UpdateSchedule
@@ -171,6 +171,24 @@ def test_states_stored_and_read_by_a_kernel(name, noise, dtype):
         assert torch.equal(side, ends)
         read = state_transfer.decode_on_gpu(payload, side, f"{name}{noise}", dtype, "interpreter")
         assert torch.equal(read, state_reference.decode(codes, ends, f"{name}{noise}").to(dtype))
+
+
+def test_a_captured_launch_keeps_what_it_reads(monkeypatch):
+    """A CUDA graph copies the table whenever it runs; a step outside of it sends its own."""
+    mine = data_for(adam("log", "log", root="abs"))
+    launch = BoundLaunch(adam("log", "log", root="abs").to_json(), mine.stored, mine.read, "interpreter")
+    addresses = [x.data_ptr() for x in mine.read]
+    with monkeypatch.context() as captured:
+        captured.setattr(bound_launch, "is_capturing", lambda: True)
+        launch.read_again(0, addresses)
+        of_graph = launch.table
+        launch(torch.zeros(len(launch.sizes), len(launch.update.scalars)))
+    assert not launch.lie  # so the next step sends a table, whatever the addresses
+    launch.read_again(0, addresses)
+    assert launch.lie == {0: addresses}
+    assert any(x is of_graph for x in launch.of_graphs)
+    launch(torch.zeros(len(launch.sizes), len(launch.update.scalars)))
+    assert len(launch.of_graphs) == 3  # on the host, the table, the sizes
 
 
 @pytest.mark.parametrize("noise", ["", "/stochastic"])
