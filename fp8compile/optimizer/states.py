@@ -120,7 +120,7 @@ class FP8State(Tensor):
         return rebuild, (*self._arguments(), state_checks.checksum(self))
 
     def __copy__(self) -> FP8State:
-        return self.like(lambda x: x)
+        return self.like(Tensor.detach)  # the same memory, in parts of its own
 
     def _arguments(self) -> tuple[Any, ...]:
         return *(getattr(self, name) for name in INNER), self.format, self.parameter, self.dtype
@@ -203,7 +203,8 @@ class FP8State(Tensor):
             side = side[first * row // GROUP : -(-last * row // GROUP)]
         low = None if self.low is None else self.low[first:last]
         payload = self.payload[first:last]
-        return FP8State(payload, side, self.counter, low, self.format, self.parameter, self.dtype)
+        counter = None if self.counter is None else self.counter.detach()
+        return FP8State(payload, side, counter, low, self.format, self.parameter, self.dtype)
 
     def check(self) -> None:
         """Raise `StateError` if this cannot be what `store` left."""

@@ -84,9 +84,9 @@ PERMANENT = (
     Patch(
         "buffer_reuse",
         "torch._inductor.codegen.wrapper.AllocateLine.should_reuse_buffer, for halves with FP8",
-        "Inductor's estimate of the peak knows no workspaces: what it keeps through attention nobody else can have",
-        "torch_hooks.inductor.buffer_reuse:hold_nothing_through_unknown_operators",
-        apply=lambda is_ours: buffer_reuse.hold_nothing_through_unknown_operators(),
+        "Inductor keeps freed buffers by an estimate that knows no workspaces, and that takes weights for freed",
+        "torch_hooks.inductor.buffer_reuse:hold_no_memory",
+        apply=lambda is_ours: buffer_reuse.hold_no_memory(),
     ),
 )
 TEMPORARY = (

@@ -88,7 +88,7 @@ def times_in_fp8(bf16: Times, chosen: Iterable[Timed], costs: Costs) -> Times:
 
 
 def is_shorter(fp8: Times, bf16: Times) -> bool:
-    """Return True if a step in FP8 is shorter than in BF16 by so much that no host makes it longer."""
+    """Return True if a step is shorter in FP8: by `LEAST_GAIN` of it, where a slow host would be later than the GPU."""
     return fp8.step < bf16.step * (1 - (LEAST_GAIN if fp8.waits else 0))
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import fp8compile
 from fp8compile.backend import fp8
+from fp8compile.optimizer.shared_step import shared_step
 
 WORLD = 2
 RECIPE = {"first": "log/stochastic", "second": "log/stochastic"}
@@ -74,3 +75,32 @@ def check_checkpoint(model: nn.Module, opt: torch.optim.Optimizer, folder: str) 
 
 def test_fsdp2_and_its_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(trained_and_saved, str(tmp_path))
+
+
+def moved(rank: int) -> None:
+    """A step of one rule sees each part of a state that moves, as offloading moves them."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = nn.Linear(128, 64, bias=False)
+    fully_shard(model, mesh=mesh)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = torch.compile(opt.step, backend="fp8", options={"executor": "eager", "strict": True, "states": RECIPE})
+    (p,) = model.parameters()
+    for _ in range(2):
+        p.grad = distribute_tensor(torch.ones(p.shape), mesh, p.placements)
+        step()
+    known, group = shared_step._shared[opt].groups[0], opt.param_groups[0]
+    state = opt.state[p]["exp_avg"]._local_tensor
+    assert isinstance(state, fp8compile.FP8State)
+    assert known.is_current(opt, group)
+    state.data = state.like(torch.clone)
+    assert not known.is_current(opt, group)
+    for part in state.parts():
+        step()
+        known = shared_step._shared[opt].groups[0]
+        assert known.is_current(opt, group)
+        part.data = part.clone()
+        assert not known.is_current(opt, group)
+
+
+def test_parts_that_move_are_seen(ranks: Ranks) -> None:
+    ranks.run(moved)

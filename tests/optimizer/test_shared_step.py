@@ -264,12 +264,20 @@ def takes_over(state: dict[str, Any]) -> None:
     state["step"].data = state["step"].data + 3
 
 
+def has_another_side(state: dict[str, Any]) -> None:
+    """As after a way to the host and back, from which the payload came to where it was."""
+    state["exp_avg"].data = state["exp_avg"].like(torch.clone)
+    payload = state["exp_avg"].payload
+    x = state["exp_avg"].like(lambda part: part if part is payload else part.mul(2))
+    state["exp_avg"].data = x
+
+
 def lies_elsewhere(state: dict[str, Any]) -> None:
     payload = state["exp_avg"].payload
     payload.set_(payload.clone().flip(0))
 
 
-@pytest.mark.parametrize("change", [takes_over, lies_elsewhere])
+@pytest.mark.parametrize("change", [takes_over, has_another_side, lies_elsewhere])
 def test_states_that_get_other_memory(change: Callable[[dict[str, Any]], None]) -> None:
     made = pair(torch.optim.AdamW)
     run(*made, steps=2)
@@ -277,6 +285,25 @@ def test_states_that_get_other_memory(change: Callable[[dict[str, Any]], None]) 
         change(opt.state[opt.param_groups[0]["params"][0]])  # type: ignore[attr-defined]
     run(*made, steps=2)
     assert_shared(made[0])
+
+
+@pytest.mark.parametrize("part", [*INNER, "parameter", "step"])
+def test_every_part_that_moves_is_seen(part: str) -> None:
+    """What a launch reads and writes lies where it lay: asked of each part by itself."""
+    opt = torch.optim.AdamW(make_parameters((torch.bfloat16,)))
+    step = compiled(opt, states={"parameters": "split"})
+    for i in range(2):
+        set_gradients(opt.param_groups[0]["params"], i)
+        step()
+    known = shared_step._shared[opt].groups[0]
+    assert known.is_current(opt, opt.param_groups[0])
+    parameter = opt.param_groups[0]["params"][0]
+    state = opt.state[parameter]
+    parts = [getattr(x, part, None) for x in (state["exp_avg"], state["exp_avg_sq"])]
+    found = {"parameter": parameter, "step": state["step"]}.get(part) if part not in INNER else None
+    moved = found if found is not None else next(x for x in parts if x is not None)
+    moved.data = moved.data.clone()
+    assert not known.is_current(opt, opt.param_groups[0])
 
 
 def test_hooks_and_closures_run_where_torch_runs_them() -> None:

@@ -94,6 +94,18 @@ def taken_over(state: FP8State) -> Any:
     return other
 
 
+@pytest.mark.parametrize("way", [copy.copy, lambda state: state.detach(), lambda state: state.rows(0, 0, 128)])
+def test_a_copy_that_moves_leaves_the_state_where_it_is(way: Callable[[FP8State], FP8State]) -> None:
+    state = FP8State.of(torch.full((128, 8), 2.0), "stochastic", format="log/stochastic")
+    where = [x.data_ptr() for x in state.parts()]
+    made = way(state)
+    assert [x.data_ptr() for x in made.parts()] == where
+    made.data = FP8State.of(torch.full((128, 8), 5.0), "stochastic", format="log/stochastic")
+    assert [x.data_ptr() for x in state.parts()] == where
+    assert torch.equal(state.dequantize(), torch.full((128, 8), 2.0))
+    assert torch.equal(made.dequantize(), torch.full((128, 8), 5.0))
+
+
 def averaged(state: FP8State) -> Any:
     """The first average of weights is a copy of them."""
     model = nn.Module()

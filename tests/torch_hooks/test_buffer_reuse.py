@@ -1,9 +1,10 @@
-"""Freed buffers are used again, but not held through operators whose workspace nobody knows."""
+"""Freed buffers are used again, but large ones are not held for it."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.utils import run_and_get_code
 
 from fp8compile.torch_hooks.inductor.buffer_reuse import SMALL, reusing_cautiously
@@ -19,6 +21,7 @@ from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
 # What the first product leaves is free three matmuls before the fourth could take it. The last one makes the peak.
 LARGE = (1024, 1024, 8, 16, 1024, 1024)
 LITTLE = tuple(min(size, 64) for size in LARGE)
+EQUAL = (1024,) * 5  # each product takes the place of the one before the last, which has just been freed
 
 
 @torch.library.custom_op("fp8compile_tests::twice", mutates_args=())
@@ -66,16 +69,22 @@ def test_sizes_lie_on_both_sides() -> None:
 @pytest.mark.parametrize(
     ("step", "sizes", "expected"),
     [
-        (products, LARGE, True),
+        (products, LARGE, False),
+        (products, EQUAL, True),
         (products, LITTLE, True),
         (around_an_operator, LARGE, False),
         (around_an_operator, LITTLE, True),
     ],
 )
-def test_a_large_buffer_is_not_held_through_an_unknown_operator(
-    step: Callable[..., Tensor], sizes: tuple[int, ...], expected: bool
-) -> None:
+def test_a_large_buffer_is_not_held(step: Callable[..., Tensor], sizes: tuple[int, ...], expected: bool) -> None:
     assert reused(step, sizes, cautious=True) == expected
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0, False), (SMALL, True), (SMALL + 1, False)])
+def test_sizes_that_only_the_data_knows_are_large(size: int, expected: bool) -> None:
+    line, freed = (types.SimpleNamespace(scheduler_node_index=index) for index in (7, 3))
+    with reusing_cautiously():
+        assert AllocateLine.should_reuse_buffer(line, freed, size) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sizes", [LARGE, LITTLE])

@@ -218,6 +218,30 @@ def test_the_loaded_kernel_lives_as_long_as_it_is_launched(load: Any, calls: Cal
     assert not gone
 
 
+@pytest.mark.parametrize("name", ["others", "types", "launch", "stream_", "_types", "run"])
+def test_arguments_of_any_name(load: Any, calls: Calls, name: str) -> None:
+    made, scope = Loaded(calls), dict[str, Any]()
+    made.arg_names = ["x", name, "xnumel", "XBLOCK"]
+    scope["runner"] = made.run
+    text = f"def launcher(x, {name}, xnumel, stream):\n    runner(-(xnumel // -4), 1, 1, stream, x, {name}, xnumel)"
+    exec(text, scope)
+    launcher: Any = scope["launcher"]
+    launcher._is_static, launcher.store_cubin, launcher.config = True, False, CONFIG
+    kernel = load(autotuner(launcher))
+    for _ in range(2):
+        kernel.run(X, Y, 10, stream=3)
+    assert calls[1] == ("launched", (17, 3, 1, 1, 4, 512, "OOiO", (*ADDRESSES, 10, None), 3))
+
+
+def test_a_kernel_for_several_devices_is_left_to_the_autotuner(load: Any, calls: Calls) -> None:
+    made: Any = Loaded(calls)
+    made.function = None
+    kernel = load(autotuner(static_launcher(made)))
+    for _ in range(2):
+        kernel.run(X, Y, 10, stream=3)
+    assert [name for name, _ in calls] == ["autotuner"] * 2
+
+
 def test_arguments_that_are_dropped_otherwise_are_left_to_the_autotuner(load: Any, calls: Calls) -> None:
     made = Loaded(calls)
     made.arg_names = ["x", "another", "xnumel", "XBLOCK"]

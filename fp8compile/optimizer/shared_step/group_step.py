@@ -58,10 +58,11 @@ class Alike:
         self.vectors = {name: [state[name] for state in self.states] for name in names}
         self.scattered = {name: _scattered(numbers) for name, numbers in self.vectors.items()}
         self.kept = [x for state in self.states for x in state.values()]
-        self.in_8_bits = [x for x in self.kept if isinstance(x, FP8State)]
-        self.payloads = list(map(PAYLOAD, self.in_8_bits))  # what moves a state moves all parts of it
-        plain = [x for x in map(local_part, self.kept) if type(x) is Tensor]
-        self.placed = [*map(local_part, self.parameters), *self.payloads, *plain]
+        mine = list(map(local_part, self.kept))
+        self.in_8_bits = [x for x in mine if isinstance(x, FP8State)]
+        self.payloads = list(map(PAYLOAD, self.in_8_bits))
+        parts = chain.from_iterable(x.parts() for x in self.in_8_bits)
+        self.placed = [*map(local_part, self.parameters), *parts, *(x for x in mine if type(x) is Tensor)]
         self.addresses = [x.data_ptr() for x in self.placed]
         device = self.stored[0].device
         self.width = len(self.template.stored)
@@ -102,11 +103,13 @@ class Alike:
         spare = self._count() - len(own)
         return torch.cat([vector, vector[:1].expand(spare)]) if spare else vector
 
-    def is_current(self) -> bool:
+    def is_current(self, states: Mapping[Tensor, Any]) -> bool:
         """Return True if states are the tensors that they were, and they and the parameters lie where they lay.
 
         Looks at gradients once; `step` takes those.
         """
+        if not all(map(is_, map(states.get, self.parameters), self.states)):
+            return False
         now = chain.from_iterable(map(dict.values, self.states))
         if sum(map(len, self.states)) != len(self.kept) or not all(map(is_, now, self.kept)):
             return False
@@ -213,18 +216,15 @@ class GroupStep:
     settings: dict[str, Any]
     alike: list[Alike]
     others: list[Tensor]  # without a state, for want of a gradient
-    states: list[Any]  # of all parameters of the optimizer
 
     def is_current(self, opt: Optimizer, group: Mapping[str, Any]) -> bool:
         """Return True if all is as it was but for numbers that may change."""
         now = group["params"]
         if len(now) != len(self.parameters) or not all(map(is_, now, self.parameters)):
             return False
-        if len(opt.state) != len(self.states) or not all(map(is_, opt.state.values(), self.states)):
-            return False
         if any(p.grad is not None for p in self.others) or not same_settings(self.settings, group):
             return False
-        return all(x.is_current() for x in self.alike)
+        return all(x.is_current(opt.state) for x in self.alike)
 
     def step(self, group: Mapping[str, Any]) -> None:
         """Update all parameters of the group that have gradients."""

@@ -75,8 +75,6 @@ class SharedStep:
         return not self.refusal
 
     def _bind_all(self, opt: Optimizer) -> None:
-        for group in opt.param_groups:
-            ensure_states(opt, group)
         for i in range(len(opt.param_groups)):
             self._bind(opt, i)
         states = [x for state in opt.state.values() for x in state.values() if isinstance(x, Tensor)]
@@ -104,8 +102,7 @@ class SharedStep:
         others = [p for p in group["params"] if p.grad is None]
         free = {name for kind in kinds for name in kind.moving}
         settings = {name: group[name] for name in opt.defaults if name in group and name not in free}
-        states = list(opt.state.values())
-        self.groups[index] = GroupStep(list(group["params"]), settings, alike, others, states)
+        self.groups[index] = GroupStep(list(group["params"]), settings, alike, others)
         return self.groups[index]
 
     def _moving(self, opt: Optimizer, group: Mapping[str, Any]) -> set[str]:

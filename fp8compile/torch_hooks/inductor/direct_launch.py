@@ -31,6 +31,7 @@ from fp8compile.torch_hooks.inductor.our_graph import is_ours
 
 LOG = logging.getLogger(__name__)
 Launch = Callable[..., None]
+OWN = "_fp8compile_"  # begins the names of a generated function, beside which stand those of a kernel's arguments
 
 
 def launch_directly() -> None:
@@ -96,40 +97,48 @@ def _direct_run(kernel: CachingAutotuner) -> Launch | None:
         return None
     if not getattr(launcher, "_is_static", False):
         launcher = _made_static(kernel)
-    return _generated(kernel, launcher) if launcher else None
+    if launcher is None:
+        return None
+    try:
+        return _generated(kernel, launcher)
+    except Exception as error:  # of a torch that has other launchers: its autotuner knows them
+        LOG.info("%s is launched by its autotuner: %s", kernel.fn.__name__, error)
+        return None
 
 
 def _generated(kernel: CachingAutotuner, launcher: Any) -> Launch | None:
     """Return a function that does what `launcher` does, the grid included; while somebody watches, the autotuner does.
 
     Of each tensor it hands on the address: torch's launcher would ask the driver whose that is. None if `launcher`
-    drops arguments in a way that is not known here.
+    drops arguments in a way that is not known here, and for a kernel that is loaded for several devices.
     """
     loaded = launcher.__globals__["runner"].__self__
     given = launcher.__code__.co_varnames[: launcher.__code__.co_argcount - 1]  # the last one is the stream
     passed = [name for n, name in enumerate(loaded.arg_names) if n not in loaded.full_constexprs and name in given]
-    if len(passed) != len(loaded.arg_tys):
+    if len(passed) != len(loaded.arg_tys) or loaded.function is None or any(x.startswith(OWN) for x in given):
         return None
     values = [f"{name}.data_ptr()" if kind == "O" else name for name, kind in zip(passed, loaded.arg_tys, strict=True)]
     scratch = ["None"] * (bool(loaded.has_global_scratch) + bool(loaded.has_profile_scratch))
     grid = GridExpr.from_meta(kernel.inductor_meta, launcher.config)
     lines = [
-        f"def run({', '.join(given)}, *, stream, **others):",
-        "    if others or _profiler._is_profiler_enabled or _debug_mode():",
-        f"        return _autotuner({', '.join(given)}, stream=stream, **others)",
+        f"def run({', '.join(given)}, *, stream, **{OWN}others):",
+        f"    if {OWN}others or {OWN}profiler._is_profiler_enabled or {OWN}debug_mode():",
+        f"        return {OWN}autotuner({', '.join(given)}, stream=stream, **{OWN}others)",
         *[f"    {line}" for line in grid.prefix],
-        f"    _launch(_function, {grid.x_grid}, {grid.y_grid}, {grid.z_grid}, {loaded.num_warps}, {loaded.shared},",
-        f"            _types, ({''.join(f'{value}, ' for value in [*values, *scratch])}), stream)",
+        f"    {OWN}launch({OWN}function, {grid.x_grid}, {grid.y_grid}, {grid.z_grid},",
+        f"        {loaded.num_warps}, {loaded.shared}, {OWN}types,",
+        f"        ({''.join(f'{value}, ' for value in [*values, *scratch])}), stream)",
     ]
-    scope: dict[str, Any] = {
-        "_profiler": profiler,
-        "_debug_mode": get_active_debug_mode,
-        "_autotuner": kernel.run,
-        "_launch": loaded.C_impl._launch_kernel,
-        "_function": loaded.function,
-        "_types": loaded.arg_tys + "O" * len(scratch),
-        "_loaded": loaded,  # torch unloads the kernel when nobody has this any more
+    known = {
+        "profiler": profiler,
+        "debug_mode": get_active_debug_mode,
+        "autotuner": kernel.run,
+        "launch": loaded.C_impl._launch_kernel,
+        "function": loaded.function,
+        "types": loaded.arg_tys + "O" * len(scratch),
+        "loaded": loaded,  # torch unloads the kernel when nobody has this any more
     }
+    scope: dict[str, Any] = {f"{OWN}{name}": value for name, value in known.items()}
     exec("\n".join(lines), scope)
     run: Launch = scope["run"]
     return run
