@@ -84,7 +84,7 @@ PERMANENT = (
     Patch(
         "buffer_reuse",
         "torch._inductor.codegen.wrapper.AllocateLine.should_reuse_buffer, for halves with FP8",
-        "Inductor keeps freed buffers by an estimate that knows no workspaces, and that takes weights for freed",
+        "Inductor keeps large freed buffers by an estimate of the peak that knows no workspaces",
         "torch_hooks.inductor.buffer_reuse:hold_no_memory",
         apply=lambda is_ours: buffer_reuse.hold_no_memory(),
     ),

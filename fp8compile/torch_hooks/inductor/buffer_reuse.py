@@ -1,10 +1,9 @@
 """Let Inductor use a freed buffer again only where that holds no memory: a small one, or one for the next kernel.
 
 Inductor keeps a freed buffer for a later one of its size, however far away, if by its estimate the peak of the graph
-does not grow. The estimate knows neither the workspace of attention (over two Llama blocks 1.1 GiB were held through
-it) nor that weights stay when backward has read them for the last time: peaks of whole steps grew by up to 8 %. What is
-not used again goes back to torch's allocator and comes from there, for everybody; that takes the host some 2 µs more,
-for which a step of a small model waits. Most buffers of a graph with FP8 are small: amaxes, scales, partial sums.
+does not grow. The estimate knows no workspaces: over two Llama blocks 1.1 GiB were held through attention. What is not
+used again goes back to torch's allocator and comes from there, for everybody; that takes the host some 2 µs more, for
+which a step of a small model waits. Many buffers of a graph with FP8 are small: amaxes, scales, partial sums.
 """
 
 from __future__ import annotations
