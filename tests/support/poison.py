@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # tracing allocates nothing
 
 M_PERTURB = -6  # glibc: what malloc returns is filled with the complement of this byte, what is freed with the byte
+TUNABLES = "glibc.malloc.tcache_count=0"  # a thread's cache hands some blocks out as they were, 1 in 10,000
 NAN, LARGE = 0xFF, 0x7E  # bytes: NaN in all floats, -1 in ints; 448 in E4M3, NaN in E5M2, 8e37 in BF16 and FP32
 SHARE = 0.7  # of a GPU's free memory that is filled
 EACH = 8  # blocks of a size
@@ -27,7 +29,8 @@ ALLOCATORS = ("_empty_strided_cpu", "_empty_strided_cuda")  # of Inductor's code
 
 
 def poison() -> None:
-    """Fill what is allocated from now on."""
+    """Fill what is allocated from now on; in processes that this one starts, as pytest's workers, all of it."""
+    os.environ.setdefault("GLIBC_TUNABLES", TUNABLES)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc reads the lowest byte, and takes 0 alone for "off"
         libc.mallopt(M_PERTURB, 0x100 | (NAN ^ 0xFF))
