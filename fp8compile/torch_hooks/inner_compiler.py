@@ -5,7 +5,6 @@ compile_fx calls it with each half; the hook for halves (`half_passes.py`) has t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from fp8compile.plan.record import Record, recall_half, remember_half
 from fp8compile.plan.rows import Lowered
 from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.half_passes import LoweringPass, has_states, lower_half, lower_optimizer
-from fp8compile.torch_hooks.inductor.buffer_reuse import reusing_cautiously
 from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
 from fp8compile.torch_hooks.inductor.output_strides import keep_strides_of_bases
 from fp8compile.torch_hooks.modules import nested_regions
@@ -43,8 +41,8 @@ def compile_half(
     text = "".join(map(graph_text, bodies))
     key = hashlib.sha256(f"{text}{lowering.uuid()}".encode()).hexdigest()
     try:
-        plain = not any(map(has_markers, bodies)) and not any(map(has_states, bodies))
-        with compiling_ours(), contextlib.nullcontext() if plain else reusing_cautiously():
+        has_fp8 = any(map(has_markers, bodies)) or any(map(has_states, bodies))
+        with compiling_ours(has_fp8):
             compiled: Any = compile_fx_inner(gm, example_inputs, **settings)
     except Exception as error:
         if lowering.dump:

@@ -1,7 +1,7 @@
 """Numbers that lie in tensors of their own, one a parameter: one launch reads them into a vector, or counts them.
 
-torch.stack and torch._foreach_add_ ask each tensor on the host, which for 150 of them takes some tenths of a
-millisecond. Here their addresses are a table on the device, made once.
+torch.stack and torch._foreach_add_ ask each tensor on the host, in every step. Here their addresses are a table on the
+device, made once.
 """
 
 from __future__ import annotations

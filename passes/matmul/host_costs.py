@@ -11,9 +11,9 @@ with no library's kernel and no sum over rows in between, is one; so is each sum
 From eleven models on an H100 with torch 2.11 (`benchmarks/training/short_steps.py`; for FP8 with `host_launches`
 returning False, for BF16 with all matmuls objected to): forward and backward took the host 0.9 to 1.5 of this estimate
 in BF16, and in FP8 between -25 and 80 microseconds a matmul longer, the median being 25. Other hosts take twice as
-long. And a host that falls behind becomes slower still: a launch onto a GPU that has nothing to do took 13.5
-microseconds, where it took 5.6 while the GPU was busy. So a gain of less than `LEAST_GAIN` is left where a slow host
-would be later than the GPU. A CUDA graph leaves the host out, and these costs.
+long. And a host that falls behind becomes slower still, as a launch onto an idle GPU takes it longer. So a gain of
+less than `LEAST_GAIN` is left where a slow host would be later than the GPU. A CUDA graph leaves the host out, and
+these costs.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import types
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.utils import run_and_get_code
 
-from fp8compile.torch_hooks.inductor.buffer_reuse import SMALL, reusing_cautiously
+from fp8compile.torch_hooks.inductor.buffer_reuse import SMALL
 from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
 
 # What the first product leaves is free three matmuls before the fourth could take it. The last one makes the peak.
@@ -48,15 +46,14 @@ def around_an_operator(x: Tensor, weights: list[Tensor]) -> Tensor:
     return x
 
 
-def reused(step: Callable[..., Tensor], sizes: tuple[int, ...], cautious: bool) -> bool:
+def reused(step: Callable[..., Tensor], sizes: tuple[int, ...], has_fp8: bool) -> bool:
     """Return True if Inductor's code uses a buffer again; its results are compared to those of eager."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sizes[0], sizes[0], generator=generator)
     weights = [torch.randn(k, n, generator=generator) / k**0.5 for k, n in itertools.pairwise(sizes)]
     torch.compiler.reset()
-    context: Any = reusing_cautiously() if cautious else contextlib.nullcontext()
     with torch.no_grad(), inductor_config.patch(inplace_buffers=False, force_disable_caches=True):
-        with compiling_ours(), context:
+        with compiling_ours(has_fp8):
             result, (code,) = run_and_get_code(torch.compile(step), x, weights)
         torch.testing.assert_close(result, step(x, weights), rtol=1e-3, atol=1e-3)
     return "# reuse" in code
@@ -77,16 +74,16 @@ def test_sizes_lie_on_both_sides() -> None:
     ],
 )
 def test_a_large_buffer_is_not_held(step: Callable[..., Tensor], sizes: tuple[int, ...], expected: bool) -> None:
-    assert reused(step, sizes, cautious=True) == expected
+    assert reused(step, sizes, has_fp8=True) == expected
 
 
 @pytest.mark.parametrize(("size", "expected"), [(0, False), (SMALL, True), (SMALL + 1, False)])
 def test_sizes_that_only_the_data_knows_are_large(size: int, expected: bool) -> None:
     line, freed = (types.SimpleNamespace(scheduler_node_index=index) for index in (7, 3))
-    with reusing_cautiously():
+    with compiling_ours():
         assert AllocateLine.should_reuse_buffer(line, freed, size) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sizes", [LARGE, LITTLE])
 def test_other_graphs_are_compiled_as_ever(sizes: tuple[int, ...]) -> None:
-    assert reused(around_an_operator, sizes, cautious=False)
+    assert reused(around_an_operator, sizes, has_fp8=False)

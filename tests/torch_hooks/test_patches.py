@@ -278,7 +278,7 @@ def test_summed_places_is_needed():
 
 
 def test_buffer_reuse_is_needed():
-    still(reused(around_an_operator, LARGE, cautious=False))
+    still(reused(around_an_operator, LARGE, has_fp8=False))
 
 
 def test_direct_launch_is_needed():

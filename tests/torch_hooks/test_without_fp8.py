@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8compile import ops
 from fp8compile.passes.regions.region_graph import regions_of
 from fp8compile.torch_hooks import inner_compiler
-from fp8compile.torch_hooks.inductor import buffer_reuse
 
 SIZES = (1024, 1024, 8, 16, 1024, 1024)  # what the first product leaves is free long before the fourth could take it
 NO_FP8 = {"skip": ["*"], "strict": True}
@@ -48,14 +47,14 @@ def code_of(**arguments: Any) -> str:
 
 @pytest.mark.filterwarnings("ignore:.*NOTHING was converted")
 def test_only_graphs_with_fp8_use_buffers_again_with_caution(monkeypatch: pytest.MonkeyPatch) -> None:
-    cautious: list[str] = []
-    with_caution = buffer_reuse.reusing_cautiously
-    monkeypatch.setattr(inner_compiler, "reusing_cautiously", lambda: cautious.append("once") or with_caution())
+    cautious: list[bool] = []
+    compiling = inner_compiler.compiling_ours
+    monkeypatch.setattr(inner_compiler, "compiling_ours", lambda has: cautious.append(has) or compiling(has))
     assert "# reuse" in code_of()
     assert "# reuse" in code_of(backend="fp8", options=NO_FP8)
-    assert not cautious
+    assert cautious == [False]
     code_of(backend="fp8", options=ALL)
-    assert cautious
+    assert cautious == [False, True]
 
 
 @pytest.mark.filterwarnings("ignore:.*NOTHING was converted")

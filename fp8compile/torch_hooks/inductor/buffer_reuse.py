@@ -2,31 +2,17 @@
 
 Inductor keeps a freed buffer for a later one of its size, however far away, if by its estimate the peak of the graph
 does not grow. The estimate knows no workspaces: over two Llama blocks 1.1 GiB were held through attention. What is not
-used again goes back to torch's allocator and comes from there, for everybody; that takes the host some 2 µs more, for
-which a step of a small model waits. Many buffers of a graph with FP8 are small: amaxes, scales, partial sums.
+used again goes back to torch's allocator and comes from there, for everybody; that takes the host longer, for which a
+step of a small model waits. Many buffers of a graph with FP8 are small: amaxes, scales, partial sums.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
-
 from torch._inductor.codegen.wrapper import AllocateLine, FreeIfNotReusedLine
 
+from fp8compile.torch_hooks.inductor.our_graph import is_ours_with_fp8
+
 SMALL = 1 << 20  # bytes; torch's allocator serves them from a pool of their own, of 2 MiB pieces
-
-_is_cautious: ContextVar[bool] = ContextVar("_is_cautious", default=False)
-
-
-@contextlib.contextmanager
-def reusing_cautiously() -> Iterator[None]:
-    """Compile a graph whose freed buffers hold no memory."""
-    token = _is_cautious.set(True)
-    try:
-        yield
-    finally:
-        _is_cautious.reset(token)
 
 
 def hold_no_memory() -> None:
@@ -34,7 +20,7 @@ def hold_no_memory() -> None:
     decided = AllocateLine.should_reuse_buffer
 
     def should_reuse_buffer(self: AllocateLine, free_line: FreeIfNotReusedLine, size: int) -> bool:
-        if not _is_cautious.get():
+        if not is_ours_with_fp8():
             return decided(self, free_line, size)
         # a size of 0 is one that only the data knows
         return 0 < size <= SMALL or free_line.scheduler_node_index + 1 == self.scheduler_node_index
