@@ -15,9 +15,11 @@ torch_versions.check(torch.__version__, warn_user)
 from fp8compile import delayed  # noqa: E402
 from fp8compile.adaptive.adaptive_graph import AdaptiveGraph, adaptive_graphs  # noqa: E402
 from fp8compile.adaptive.settings import Adaptive  # noqa: E402
+from fp8compile.cuda_graphs.captured_step import capture_step  # noqa: E402
 from fp8compile.distributed.fsdp import prepare_fsdp  # noqa: E402
 from fp8compile.distributed.gradients import compress_gradients  # noqa: E402
 from fp8compile.errors import (  # noqa: E402
+    CaptureError,
     CheckpointError,
     Fp8Error,
     Fp8Warning,
@@ -56,6 +58,7 @@ __all__ = [
     "RECIPES",
     "Adaptive",
     "AdaptiveGraph",
+    "CaptureError",
     "Cast",
     "CheckpointError",
     "Delayed",
@@ -84,6 +87,7 @@ __all__ = [
     "VerificationError",
     "adaptive_graphs",
     "adaptive_plan",
+    "capture_step",
     "compiles",
     "compress_gradients",
     "delayed",

@@ -31,6 +31,10 @@ class CheckpointError(Fp8Error, ValueError):
     """A model that cannot be exported in FP8, or a folder that does not hold what a model needs."""
 
 
+class CaptureError(Fp8Error, RuntimeError):
+    """A training step that cannot become one CUDA graph, with the reason."""
+
+
 class Fp8Warning(UserWarning):
     """Something was left undone, with its reason: nothing converted, a pattern without a match, a fall-back."""
 

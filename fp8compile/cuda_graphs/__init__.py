@@ -1,0 +1,1 @@
+"""Whole training steps in one CUDA graph."""

@@ -1,0 +1,369 @@
+"""When a captured step runs as it is, records and replays.
+
+On a CPU a stand-in records: its replay calls the step, and recording changes no tensor, as with a CUDA graph. That
+graphs compute the same is shown in tests/gpu/test_captured_steps.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import fp8compile
+from fp8compile.cuda_graphs import captured_step
+from fp8compile.cuda_graphs.captured_step import CapturedStep
+
+
+@dataclass
+class Replayed:
+    recorder: StandIn
+    step: Callable[..., Any]
+    results: Any
+    gradients: list[Any] = field(default_factory=list)
+
+    def replay(self, args: Any, kwargs: Any) -> Any:
+        self.recorder.did.append("replay")
+        before = [p.grad for p, _ in self.gradients]
+        results = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.step(*args, **kwargs))
+        for (p, gradient), was in zip(self.gradients, before, strict=True):  # a graph writes where it has written
+            if gradient is not None and p.grad is not gradient:
+                gradient.copy_(p.grad)
+            p.grad = was
+        return results
+
+
+@dataclass
+class StandIn:
+    """Records a step by running it, and putting every tensor back."""
+
+    owners: Any
+    did: list[str] = field(default_factory=list)
+
+    def begin_anew(self) -> None:
+        self.did.append("forget")
+
+    def run(self, step: Any, args: Any, kwargs: Any) -> Any:
+        self.did.append("run")
+        return step(*args, **kwargs)
+
+    def record(self, step: Any, args: Any, kwargs: Any) -> Replayed:
+        self.did.append("record")
+        tensors = [*self.owners.parameters(), *(g for _, g in self.owners.gradients() if g is not None)]
+        for opt in self.owners.optimizers:
+            tensors += [x for s in opt.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
+        values = [x.detach().clone() for x in tensors]
+        results = step(*args, **kwargs)
+        for x, value in zip(tensors, values, strict=True):
+            x.detach().copy_(value)
+        return Replayed(self, step, results)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    did: list[str] = []
+
+    def can_record(self: CapturedStep) -> bool:
+        self.recorder = StandIn(self.owners, did)
+        return True
+
+    monkeypatch.setattr(CapturedStep, "_can_record", can_record)
+    return did
+
+
+class Training:
+    """A small model, an optimizer that counts on its tensors, a step of both."""
+
+    def __init__(self, zero: str = "after", **arguments: Any):
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        arguments = {"lr": 0.1, "momentum": 0.9, **arguments}
+        self.opt = torch.optim.SGD(self.model.parameters(), **arguments)
+        self.zero = zero
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        if self.zero == "before":
+            self.opt.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.opt.step()
+        if self.zero == "after":
+            self.opt.zero_grad()
+        return loss
+
+    def captured(self, **given: Any) -> Callable[..., Any]:
+        return fp8compile.capture_step(self.step, self.model, self.opt, **given)
+
+
+def batch(rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, 4)
+
+
+def losses(run: Callable[[torch.Tensor], torch.Tensor], steps: int = 6) -> list[float]:
+    torch.manual_seed(1)
+    return [run(batch()).item() for _ in range(steps)]
+
+
+@pytest.mark.parametrize("zero", ["after", "before"])
+def test_every_call_trains_one_step(recorder: list[str], zero: str) -> None:
+    training = Training(zero)
+    twin = copy.deepcopy(training)
+    assert losses(training.captured(), 6) == pytest.approx(losses(twin.step, 6))
+    assert recorder == ["run"] * 3 + ["record"] + ["replay"] * 3
+
+
+def test_gradients_of_each_shape(recorder: list[str]) -> None:
+    """They lie where its recording writes them."""
+    training = Training("before")
+    twin = copy.deepcopy(training)
+    run = training.captured(warmup=1)
+    for rows in (3, 3, 5, 5, 3, 5, 3):
+        x = batch(rows)
+        run(x)
+        twin.step(x)
+        for p, q in zip(training.model.parameters(), twin.model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert recorder == ["run", "record", "replay"] * 2 + ["replay"] * 3
+
+
+def test_on_a_cpu_the_step_runs_as_it_is() -> None:
+    training = Training()
+    twin = copy.deepcopy(training)
+    assert losses(training.captured()) == losses(twin.step)
+    assert type(training.opt.param_groups[0]["lr"]) is float
+
+
+def test_each_shape_has_its_recording(recorder: list[str]) -> None:
+    run = Training().captured(warmup=1)
+    for rows in (3, 3, 5, 5, 3, 5):
+        run(batch(rows))
+    assert recorder == ["run", "record", "replay"] * 2 + ["replay"] * 2
+
+
+def test_values_of_numbers_are_forms(recorder: list[str]) -> None:
+    training = Training()
+    run = fp8compile.capture_step(lambda x, scale: training.step(x * scale), training.model, training.opt, warmup=1)
+    for scale in (1.0, 1.0, 2.0, 1):
+        run(batch(), scale)
+    assert recorder == ["run", "record", "replay", "run", "run"]
+
+
+def test_more_shapes_than_graphs(recorder: list[str]) -> None:
+    run = Training().captured(warmup=1, most_graphs=1)
+    run(batch(3))
+    run(batch(3))
+    run(batch(5))
+    with pytest.warns(fp8compile.Fp8Warning, match="has 1 graphs"):
+        run(batch(5))
+    run(batch(5))
+    run(batch(3))
+    assert recorder == ["run", "record", "replay", "run", "run", "run", "replay"]
+
+
+def test_schedulers_outside_of_the_step(recorder: list[str]) -> None:
+    training = Training()
+    twin = copy.deepcopy(training)
+    found = []
+    for t, run in ((training, training.captured()), (twin, twin.step)):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(t.opt, 0.5, total_steps=8, cycle_momentum=False)
+        torch.manual_seed(1)
+        found.append([])
+        for _ in range(7):
+            found[-1].append(run(batch()).item())
+            scheduler.step()
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert recorder.count("record") == 1
+
+
+def test_a_rate_that_becomes_a_float(recorder: list[str]) -> None:
+    training = Training()
+    run = training.captured(warmup=1)
+    run(batch())
+    run(batch())
+    before = [p.detach().clone() for p in training.model.parameters()]
+    training.opt.param_groups[0]["lr"] = 0.0
+    run(batch())
+    assert all(map(torch.equal, training.model.parameters(), before))
+    assert recorder == ["run", "record", "replay", "replay"]
+
+
+def _load(t: Training) -> None:
+    t.opt.load_state_dict(copy.deepcopy(t.opt.state_dict()))
+
+
+CHANGES: dict[str, Callable[[Training], Any]] = {
+    "evaluation": lambda t: t.model.eval(),
+    "a loaded checkpoint": _load,
+    "a parameter's memory": lambda t: setattr(t.model[0].weight, "data", t.model[0].weight.data.clone()),
+    "a setting": lambda t: t.opt.param_groups[0].update(weight_decay=0.1),
+    "a gradient": lambda t: setattr(t.model[0].weight, "grad", torch.ones(8, 4)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is_recorded_again(recorder: list[str], change: str) -> None:
+    training = Training()
+    run = training.captured(warmup=1)
+    for _ in range(3):
+        run(batch())
+    twin = copy.deepcopy(training)
+    CHANGES[change](training)
+    CHANGES[change](twin)
+    assert losses(run, 3) == pytest.approx(losses(twin.step, 3), rel=1e-6)
+    assert recorder == ["run", "record", "replay", "replay", "forget", "run", "record", "replay", "replay"]
+
+
+def test_what_changes_in_every_step_is_warned_of(recorder: list[str]) -> None:
+    training = Training()
+    run = training.captured(warmup=1)
+    for i in range(2 * captured_step.MOST_LOST):
+        training.opt.param_groups[0]["weight_decay"] = (i // 2) * 0.1
+        run(batch())
+    training.opt.param_groups[0]["weight_decay"] = 0.0
+    with pytest.warns(fp8compile.Fp8Warning, match="recorded 8 times"):
+        run(batch())
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
+
+def _scheduled(t: Training) -> Callable[..., Any]:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(t.opt, lambda i: 0.9**i)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = t.step(x)
+        scheduler.step()
+        return loss
+
+    return step
+
+
+def _counting(t: Training) -> Callable[..., Any]:
+    t.opt = Counting(t.model.parameters(), lr=0.1)
+    return t.step
+
+
+def _replacing(t: Training) -> Callable[..., Any]:
+    t.model.register_buffer("mean", torch.zeros(4))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        t.model.mean = t.model.mean + x.mean(0)  # not in place
+        return t.step(x)
+
+    return step
+
+
+def _switching(t: Training) -> Callable[..., Any]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = t.step(x)
+        t.model.train(not t.model.training)
+        return loss
+
+    return step
+
+
+def _returning(t: Training) -> Callable[..., Any]:
+    return lambda x: (t.step(x), t)
+
+
+REFUSED: dict[str, tuple[Callable[[Training], Callable[..., Any]], str]] = {
+    "a scheduler": (_scheduled, "writes a learning rate"),
+    "a count in Python": (_counting, "changes states on the host"),
+    "a buffer that is replaced": (_replacing, "changes tensors on the host"),
+    "another mode": (_switching, "changes modes on the host"),
+    "a result of no known kind": (_returning, "returns a Training"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_replay_would_not_do_is_refused(recorder: list[str], case: str) -> None:
+    training = Training()
+    make, text = REFUSED[case]
+    step = make(training)
+    run = fp8compile.capture_step(step, training.model, training.opt)
+    for _ in range(3):
+        run(batch())
+    with pytest.raises(fp8compile.CaptureError, match=text):
+        run(batch())
+    assert "replay" not in recorder
+
+
+def test_gradients_that_are_zeroed_outside(recorder: list[str]) -> None:
+    training = Training(zero="outside")
+    run = training.captured()
+    for _ in range(3):
+        run(batch())
+        training.opt.zero_grad()
+    with pytest.raises(fp8compile.CaptureError, match=r"put zero_grad\(\) into the step"):
+        run(batch())
+    assert all(p.grad is None for p in training.model.parameters())
+
+
+def test_gradients_that_stay_where_they_are_may_be_zeroed_outside(recorder: list[str]) -> None:
+    training = Training(zero="outside")
+    twin = copy.deepcopy(training)
+    found = []
+    for t, run in ((training, training.captured()), (twin, twin.step)):
+        torch.manual_seed(1)
+        found.append([])
+        for _ in range(6):
+            found[-1].append(run(batch()).item())
+            t.opt.zero_grad(set_to_none=False)
+    assert found[0] == pytest.approx(found[1])
+    assert recorder == ["run"] * 3 + ["record"] + ["replay"] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (torch.zeros(3, 4, requires_grad=True), "whose gradient is asked for"),
+        (torch.zeros(3, 4).to_sparse().to_dense().as_subclass(type("Mine", (torch.Tensor,), {})), "not a Mine"),
+        (object(), "not a object"),
+    ],
+)
+def test_inputs_that_no_graph_takes(recorder: list[str], given: Any, text: str) -> None:
+    training = Training()
+    with pytest.raises(fp8compile.OptionError, match=text):
+        training.captured()(given)
+    assert recorder == []
+
+
+def test_owners() -> None:
+    training = Training()
+    with pytest.raises(fp8compile.OptionError, match="not a dict"):
+        fp8compile.capture_step(training.step, {})
+    with pytest.raises(fp8compile.OptionError, match="needs the model"):
+        fp8compile.capture_step(training.step)
+    with pytest.raises(fp8compile.OptionError, match="warmup=0"):
+        training.captured(warmup=0)
+
+
+def test_8_bit_states_are_seen(recorder: list[str]) -> None:
+    model = nn.Linear(64, 64)
+    opt = fp8compile.prepare_optimizer(torch.optim.AdamW(model.parameters(), capturable=True))
+    step = torch.compile(opt.step, backend="fp8", options={"executor": "eager"})
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        step()
+        opt.zero_grad()
+        return loss
+
+    run = fp8compile.capture_step(train, model, opt, warmup=1)
+    for _ in range(3):
+        run(torch.randn(2, 64))
+    state = opt.state[model.weight]["exp_avg"]
+    assert isinstance(state, fp8compile.FP8State)
+    state.payload.data = state.payload.data.clone()
+    run(torch.randn(2, 64))
+    assert recorder == ["run", "record", "replay", "replay", "forget", "run"]
