@@ -64,7 +64,7 @@ def run(c: Compilation) -> None:
         x.objection = next(filter(None, (rule(x, c) for rule in RULES)), None)
         _record_hints(x.matmul, c)
     costs = _profitable(candidates, c)
-    _leave_to_bf16_if_the_host_is_late(candidates, costs, c)
+    _leave_to_bf16_if_no_step_is_shorter(candidates, costs, c)
     for x in candidates:
         _decide(x, costs, c)
         _override(x, costs, c)
@@ -112,20 +112,23 @@ def _profitable(candidates: Sequence[Candidate], c: Compilation) -> Costs:
     return costs
 
 
-def _leave_to_bf16_if_the_host_is_late(candidates: Sequence[Candidate], costs: Costs, c: Compilation) -> None:
-    """Object to all matmuls where FP8 would make the step longer, as it waits for the host."""
+def _leave_to_bf16_if_no_step_is_shorter(candidates: Sequence[Candidate], costs: Costs, c: Compilation) -> None:
+    """Object to all matmuls where FP8 makes the step no shorter: it waits for the host, or its GPU gains too little."""
     chosen = [x for x in candidates if x.objection is None]
     asked_for = c.options.select == "all" or any(_is_gathered(x.matmul) for x in chosen)
-    if not chosen or asked_for or not c.device.has_fp8 or not host_costs.host_launches():
+    if not chosen or asked_for or not c.device.has_fp8:
         return
     bf16 = host_costs.times_in_bf16(c.graph, (x.matmul for x in candidates), c.device)
     fp8 = host_costs.times_in_fp8(bf16, [(x.matmul, x.casts) for x in chosen if x.casts is not None], costs)
-    if host_costs.is_shorter(fp8, bf16):
+    by_host = host_costs.host_launches()
+    if host_costs.is_shorter(fp8, bf16, by_host):
         return
-    why = (
-        f"the step would be no shorter: about {bf16.gpu:.1f} ms on the GPU and {bf16.host:.1f} on the host in BF16, "
-        f"{fp8.gpu:.1f} and {fp8.host:.1f} in FP8 (mode='reduce-overhead' spares the host)"
-    )
+    why = f"the step would be no shorter: about {bf16.gpu:.1f} ms on the GPU in BF16, {fp8.gpu:.1f} in FP8"
+    if by_host:
+        why = (
+            f"the step would be no shorter: about {bf16.gpu:.1f} ms on the GPU and {bf16.host:.1f} on the host in "
+            f"BF16, {fp8.gpu:.1f} and {fp8.host:.1f} in FP8 (mode='reduce-overhead' spares the host)"
+        )
     for x in chosen:
         x.objection = Why(Reason.HOST, why)
 

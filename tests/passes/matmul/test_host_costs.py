@@ -25,13 +25,13 @@ from fp8compile.plan.rows import BF16, FP8
 
 aten = torch.ops.aten
 H100 = devices.TABLE["H100"]
-LAUNCHES = host_costs.host_launches
+IS_SHORTER = host_costs.is_shorter
 WIDTHS = (2048, 2048, 2048)  # of three layers of one input
 
 
 @pytest.fixture(autouse=True)
 def host(no_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_costs, "host_launches", LAUNCHES)
+    monkeypatch.setattr(host_costs, "is_shorter", IS_SHORTER)
 
 
 def decided(tokens: int, **options: str) -> set[tuple[str, Reason]]:
@@ -60,6 +60,16 @@ def test_a_cuda_graph_leaves_the_host_out(setting: str) -> None:
     with inductor_config.patch({setting: True}):
         assert (FP8, Reason.FASTER) in decided(2048)
     assert decided(2048) == {(BF16, Reason.HOST)}
+
+
+def test_a_cuda_graph_of_a_short_step_needs_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    with inductor_config.patch({"triton.cudagraphs": True}):
+        monkeypatch.setattr(host_costs, "times_in_fp8", lambda bf16, *_: Times(bf16.gpu * 0.99, bf16.host))
+        assert decided(2048) == {(BF16, Reason.HOST)}
+        (text,) = {row.reason for row in layers(2048, WIDTHS, WIDTHS[0], H100).matmuls.rows()}
+        assert "host" not in text
+        monkeypatch.setattr(host_costs, "times_in_fp8", lambda bf16, *_: Times(bf16.gpu * 0.97, bf16.host))
+        assert (FP8, Reason.FASTER) in decided(2048)
 
 
 def test_a_plan_that_is_handed_back_is_followed() -> None:
@@ -164,6 +174,18 @@ def test_what_nobody_knows_is_counted_as_a_launch() -> None:
 )
 def test_little_is_not_worth_a_slow_host(bf16: Times, fp8: Times, expected: bool) -> None:
     assert host_costs.is_shorter(fp8, bf16) == expected
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp8", "expected"),
+    [
+        (Times(100.0, 10.0), Times(99.9, 12.0), True),  # a long step
+        (Times(100.0, 90.0), Times(99.0, 110.0), False),  # within the error of the estimate
+        (Times(100.0, 90.0), Times(98.0, 110.0), True),
+    ],
+)
+def test_a_cuda_graph_spares_the_host(bf16: Times, fp8: Times, expected: bool) -> None:
+    assert host_costs.is_shorter(fp8, bf16, waits_for_host=False) == expected
 
 
 def test_the_step_takes_what_the_later_one_takes() -> None:
