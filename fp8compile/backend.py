@@ -28,11 +28,13 @@ from fp8compile.passes.core.compilation import Input
 from fp8compile.passes.core.stages import DynamoGraph
 from fp8compile.torch_hooks import dynamo_stage
 from fp8compile.torch_hooks.calls import compiled_calls, trainers
+from fp8compile.torch_hooks.calls.graph_runs import counted
 from fp8compile.torch_hooks.calls.unwrapped_errors import unwrapped
 from fp8compile.torch_hooks.modules import backward_hooks
 from fp8compile.torch_hooks.patches import apply_patches
 
 Compiled = Callable[..., Any]
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which torch replays CUDA graphs
 
 
 @unwrapped
@@ -64,10 +66,10 @@ def fp8(
     if parsed.adaptive is not None and opt is None:
         compile_again = functools.partial(compile_graph, known=known, namespace=namespace)
         adaptive = AdaptiveGraph(gm, example_inputs, parsed, compile_again)
-        return compiled_calls.counted(with_hooks(adaptive), [adaptive.plan])
+        return counted(with_hooks(adaptive), [adaptive.plan])
     states = prepare_step(opt, gm, example_inputs, parsed) if opt is not None else None
     compiled, made = compile_graph(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)
-    return compiled_calls.counted(with_hooks(compiled), made)
+    return counted(with_hooks(compiled), made, host_launches=parsed.mode not in CUDA_GRAPHS)
 
 
 def _is_fp8(backend: Any) -> bool:

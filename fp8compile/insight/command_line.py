@@ -21,6 +21,7 @@ from fp8compile.insight.dump import stages
 from fp8compile.insight.dump.dumps import dump, graphs
 from fp8compile.insight.dump.report import write_report
 from fp8compile.insight.explanation import Explanation
+from fp8compile.insight.step_times import StepTimes
 from fp8compile.insight.tables.text import TABLES
 from fp8compile.plan.from_json import read_plans
 from fp8compile.plan.store import compiles
@@ -74,7 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("dump")
     report.add_argument("-o", "--output", default="report.html", help="the page (default: report.html)")
 
-    command("doctor", _doctor, "check versions, GPU, FP8 support, assembler and caches, and say what to do")
+    examined = command("doctor", _doctor, "check versions, GPU, FP8 support, assembler and caches, and say what to do")
+    examined.add_argument(
+        "--model",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="run a script instead, with its arguments, and time the parts of its training steps on host and GPU",
+    )
 
     export = command("export", _export, "write a model of Transformers with FP8 weights (docs/serving.md)")
     export.add_argument("--format", default="block", metavar="NAME", help=f"{', '.join(LAYOUTS)} (default: block)")
@@ -167,6 +174,18 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.model is not None:
+        return _time_steps(arguments.model)
     findings = doctor.examine()
     print(doctor.findings_text(findings), end="")
     return 1 if any(f.status == doctor.WRONG for f in findings) else 0
+
+
+def _time_steps(command: Sequence[str]) -> int:
+    """Run a script, and print the times of its training steps."""
+    if not command:
+        raise Fp8Error("doctor --model needs a script that trains")
+    with StepTimes().measuring() as times:
+        _run(Path(command[0]), command[1:])
+    print(times.text(), end="")
+    return 0

@@ -91,6 +91,13 @@ PERMANENT = (
 )
 TEMPORARY = (
     Patch(
+        "backward_times",
+        "torch.autograd.backward is another function",
+        "torch tells nobody when a backward pass begins and ends",
+        "insight.step_times:StepTimes",
+        "`fp8compile doctor --model`",
+    ),
+    Patch(
         "reset_of_backends",
         "torch._dynamo.eval_frame.cached_backends has a row more",
         "torch.compiler.reset() tells a backend once; after that, only if something is compiled with it from the start",

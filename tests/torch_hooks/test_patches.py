@@ -399,3 +399,9 @@ def test_names_of_backends_is_needed():
     utils = pytest.importorskip("accelerate.utils")
     with pytest.raises(ValueError, match="FP8_OF_ANOTHER_NAME"):
         utils.DynamoBackend("FP8_OF_ANOTHER_NAME")
+
+
+def test_backward_times_is_needed():
+    """Of hooks, torch has only those that tensors call."""
+    offered = {name for name in dir(torch.autograd.graph) if name.startswith("register")}
+    still(offered == {"register_multi_grad_hook"})

@@ -17,7 +17,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -33,49 +33,22 @@ from fp8compile import process_state
 from fp8compile.plan import store
 from fp8compile.plan.plan import Plan
 from fp8compile.torch_hooks.calls import uncompiled_calls
+from fp8compile.torch_hooks.calls.graph_runs import OPTIMIZER, Runs, around, runs
 from fp8compile.torch_hooks.calls.user_frame import warn_user
 
-Compiled = Callable[..., Any]
 # is given an optimizer whose step begins, what torch.compile was given beside the backend, and whether the step has a
 # closure, and whether Dynamo has to see it; returns what ends a step that Dynamo does not see, None for any other
 TakeStep = Callable[[Optimizer, Mapping[str, Any], bool, bool], Callable[[], None] | None]
 
 
-@dataclass
-class Runs:
-    """Counts of the graphs of this process: those asked for, those that ran, and of these those with matmuls."""
-
-    asked: int = 0
-    graphs: int = 0
-    matmuls: int = 0
-
-    def clear(self) -> None:
-        """Begin to count anew."""
-        self.asked = self.graphs = self.matmuls = 0
-
-
-_runs = Runs()
 _steps: list[Calls] = []  # of optimizers, that are running
 _given_up: dict[CodeType, Sequence[str]] = {}  # code that Dynamo takes up no more, and why
 
 
 def asked(backend: Callable[..., Any]) -> None:
     """Note that the backend is asked for a graph, and let `torch.compiler.reset()` reach it, also after a reset."""
-    _runs.asked += 1
+    runs.asked += 1
     eval_frame.cached_backends.setdefault(id(backend), backend)
-
-
-def counted(compiled: Compiled, made: Sequence[Plan]) -> Compiled:
-    """Return `compiled`, counting its runs. made: the plans of its graph."""
-    has_matmuls = any(plan.matmuls for plan in made)
-
-    def run(*args: Any) -> Any:
-        _runs.graphs += 1
-        _runs.matmuls += has_matmuls
-        return compiled(*args)
-
-    run.__dict__.update(vars(compiled) if isinstance(compiled, FunctionType) else {})
-    return run
 
 
 def step_is_warned_of() -> bool:
@@ -151,10 +124,14 @@ class Call:
     error: BaseException | None = None
     undo: Callable[[], Any] | None = None
     taken: Callable[[], None] | None = None
+    listened: contextlib.AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> Call:
         self.function, self.optimizer, names = _called()
         self.calls.is_optimizer = self.optimizer is not None
+        if self.optimizer is not None:
+            self.listened = around(OPTIMIZER)
+            self.listened.__enter__()
         if self.optimizer is not None and self._is_taken(self.optimizer, names):
             self.calls.is_known = True
             return self
@@ -163,7 +140,7 @@ class Call:
             _steps.append(self.calls)
         if not self.calls.is_known:
             eval_frame.cached_backends.setdefault(id(reset), _Reset)  # type: ignore[arg-type]
-            self.before = Runs(**vars(_runs))
+            self.before = Runs(**vars(runs))
             self.reasons, self.frames = _reasons(), counters["frames"]["total"]
             self.error = sys.exc_info()[1]
         return self
@@ -191,6 +168,15 @@ class Call:
         return True
 
     def __exit__(self, *_: Any) -> None:
+        try:
+            self._end()
+        finally:
+            if self.listened is not None:
+                self.listened.__exit__(None, None, None)
+                self.listened = None
+
+    def _end(self) -> None:
+        """Undo what was changed for the call, and say what became of it."""
         if self.taken is not None:
             self.taken()
             self.function = self.optimizer = None
@@ -208,15 +194,15 @@ class Call:
             store.nothing_compiled(found)
             warn_user(f"fp8: {found.failure}")
             self.calls.is_warned = True
-        self.calls.is_known = found is not None or _runs != self.before
+        self.calls.is_known = found is not None or runs != self.before
         self.function = self.optimizer = None
 
     def _verdict(self, why: Sequence[str]) -> Plan | None:
         """Return a plan that says why nothing was compiled; None if something was, or nothing was to be."""
-        if _runs.matmuls > self.before.matmuls:
+        if runs.matmuls > self.before.matmuls:
             return None
         name, code = _name_of(self.function, self.optimizer), _code_of(self.function)
-        if _runs.graphs > self.before.graphs or _runs.asked > self.before.asked:
+        if runs.graphs > self.before.graphs or runs.asked > self.before.asked:
             return uncompiled_calls.without_matmuls(name, why) if self.optimizer is None else None
         if counters["frames"]["total"] == self.frames:
             return self._untried(name, code) if _is_on() else None
