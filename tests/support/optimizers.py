@@ -77,7 +77,7 @@ def set_gradients(parameters: Sequence[Tensor], step: int, only: Sequence[int] |
     """The same gradients for the same step, in each parameter's dtype (values that BF16 has)."""
     generator = torch.Generator().manual_seed(100 + step)
     for i, p in enumerate(parameters):
-        gradient = torch.randn(p.shape, generator=generator).bfloat16()
+        gradient = torch.randn(p.shape, generator=generator).bfloat16().to(p.device)
         p.grad = gradient.to(p.dtype) if only is None or i in only else None
 
 
