@@ -32,12 +32,19 @@ from benchmarks.harness import runs
 from benchmarks.harness.columns import MISSING, Row, baseline_of, cells, markdown, ratio
 from benchmarks.harness.runs import Benchmark
 from benchmarks.micro import matmul
-from benchmarks.training import block, compile_time, train_step
+from benchmarks.training import block, compile_time, short_steps, train_step
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = {
-    b.name: b
-    for b in (train_step.BENCHMARK, block.BENCHMARK, compile_time.BENCHMARK, matmul.BENCHMARK, field.BENCHMARK)
+    benchmark.name: benchmark
+    for benchmark in (
+        train_step.BENCHMARK,
+        short_steps.BENCHMARK,
+        block.BENCHMARK,
+        compile_time.BENCHMARK,
+        matmul.BENCHMARK,
+        field.BENCHMARK,
+    )
 }
 PLACE = re.compile(r"(<!-- figures: (\w+) ?(\w*) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NO_TIME = ("left out: ", "stopped ")  # notes that say nothing of a system

@@ -23,7 +23,7 @@ OPTIONS = ("levels", "option_values", "options")
 OPERATORS = ("delayed", "ops")
 # from the top down: what stands higher may import what stands lower
 ROOMS = (
-    "front door", "insight", "serving", "adaptive", "optimizer", "distributed", "torch_hooks", "passes",
+    "front door", "insight", "cuda_graphs", "serving", "adaptive", "optimizer", "distributed", "torch_hooks", "passes",
     "passes.optimizer", "passes.collectives", "passes.loss", "passes.attention", "passes.lower", "passes.regions",
     "passes.save", "passes.matmul", "passes.core", "plan", "options", "operators", "kernels.check", "kernels.optimizer",
     "kernels.casts", "kernels.matmul", "kernels.loss", "kernels.codegen", "kernels.reference", "basics",

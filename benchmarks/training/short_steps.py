@@ -9,7 +9,9 @@ timed, those that compile beside it are stopped.
 
 ms                     from the end of a step to the end of the next, as training queues them
 fwd, bwd, opt          milliseconds of the host: until forward, backward and the optimizer have been launched
-first, later           GiB allocated at most during the first steps, and during later ones
+host                   the same of the whole step; with "a graph a step" (`fp8compile.capture_step`), of its launch
+first, later           GiB allocated at most during the first steps, and during later ones; replays of a CUDA graph
+                       allocate nothing, and hold what the step took when it was captured
 in FP8                 matmuls; the note says why there are none
 
 `--help` and runs.py have the other options.
@@ -47,13 +49,15 @@ NAMES = (
     "ViT-B · BF16", "DINOv2-L wide", "EVA-02-B", "MLP-Mixer-B", "RoBERTa · classes", "T5 · gated", "GPT-2 large wide",
     "Gemma 2", "DistilBERT", "ConvNeXt-T · channels last · BF16", "Autoencoder of convolutions",
 )  # fmt: skip
-GRAPHS = "CUDA graphs"
+GRAPHS, ONE_GRAPH = "CUDA graphs", "a graph a step"
 SYSTEMS = (
     BASELINE,
     System(f"{BASELINE.name}, {GRAPHS}", {"mode": "reduce-overhead"}),
+    System(f"{BASELINE.name}, {ONE_GRAPH}"),
     torchao("tensorwise"),
     ours("8-bit states", eight_bit=True),
     ours(f"8-bit states, {GRAPHS}", eight_bit=True, mode="reduce-overhead"),
+    ours(f"8-bit states, {ONE_GRAPH}", eight_bit=True),
 )
 WARMUP, STEPS, TINY_STEPS = 6, 30, 2
 BUSY = "BUSY_CORES"  # in the environment, for the processes that measure
@@ -64,6 +68,7 @@ COLUMNS = (
     figure("fwd", PARTS[0]),
     figure("bwd", PARTS[1]),
     figure("opt", PARTS[2]),
+    figure("host", "host_ms"),
     figure("first", "first_peak_gib", ".2f"),
     figure("later", "peak_gib", ".2f"),
     Column("in FP8", lambda row, _: row.get("in_fp8") or ""),
@@ -80,24 +85,37 @@ class Training:
         self.run: Any = compiled(self.system, self.task, case.device)
         self.opt, self.opt_step = peers.optimizer(self.system, self.task.model, case.device)
         self.count = 0
+        self.captured: Any = None
+        if ONE_GRAPH in self.system.name:
+            for group in self.opt.param_groups:
+                group["capturable"] = True
+            self.captured = fp8compile.capture_step(self.train, self.task.model, self.opt)
 
-    def step(self) -> tuple[float, float, float]:
-        """Milliseconds until forward, backward and the update were launched."""
+    def step(self) -> list[float]:
+        """Milliseconds until forward, backward and the update were launched; of one graph, until it was."""
         batch = self.task.batches[self.count % len(self.task.batches)]
         self.count += 1
         if GRAPHS in self.system.name:
             torch.compiler.cudagraph_mark_step_begin()
         times = [time.perf_counter()]
+        if self.captured is not None:
+            self.captured(batch)
+            times.append(time.perf_counter())
+        else:
+            self.train(batch, times)
+        return [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
+
+    def train(self, batch: Any, times: list[float] | None = None) -> None:
+        """Train on a batch; adds to `times` when each part was launched."""
+        launched = [] if times is None else times
         with self.row.forward_in(self.device):
             loss = self.task.loss(self.run, batch)
-        times.append(time.perf_counter())
+        launched.append(time.perf_counter())
         loss.backward()
-        times.append(time.perf_counter())
+        launched.append(time.perf_counter())
         self.opt_step()
-        times.append(time.perf_counter())
+        launched.append(time.perf_counter())
         self.opt.zero_grad(set_to_none=True)
-        first, second, third = ((b - a) * 1e3 for a, b in itertools.pairwise(times))
-        return first, second, third
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -112,10 +130,14 @@ def measure(case: Case) -> dict[str, Any]:
         ms = statistics.median(intervals(training.step, count, case.device))
         parts = [waited_for(training) for _ in range(count)]
     peak, _ = peak_gib(training.step, 2, case.device)
+    if any(name in case.system for name in (GRAPHS, ONE_GRAPH)):
+        peak = first
     why = {m.reason for plan in plans for m in plan.matmuls if m.code == "host"}
+    medians = [statistics.median(times) for times in zip(*parts, strict=True)]
     return {
         "ms": ms,
-        **{name: statistics.median(times) for name, times in zip(PARTS, zip(*parts, strict=True), strict=True)},
+        **(dict(zip(PARTS, medians, strict=True)) if len(medians) > 1 else {}),
+        "host_ms": statistics.median(map(sum, parts)),
         "first_peak_gib": first,
         "peak_gib": peak,
         "in_fp8": peers.in_fp8(training.system, training.task.model),
@@ -123,7 +145,7 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def waited_for(training: Training) -> tuple[float, float, float]:
+def waited_for(training: Training) -> list[float]:
     """A step that begins when the GPU has nothing to do."""
     if training.device == "cuda":
         torch.cuda.synchronize()
