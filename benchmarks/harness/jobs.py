@@ -22,6 +22,7 @@ from benchmarks.harness.turns import Turns
 T = TypeVar("T", bound="Sized")
 # as torch, CUDA and its libraries say it
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_EXECUTION_FAILED")
+REAPED = 10.0  # seconds that a killed process may take to give back its GPU memory
 
 
 class Sized(Protocol):
@@ -145,7 +146,7 @@ class Jobs:
     def _stop(self, job: Job, failed: bool) -> None:
         """End a job's process. One that failed may have had the GPU alone."""
         job.process.kill()  # nothing is left to be done: one that has answered would only take its time to exit
-        job.process.join()
+        job.process.join(REAPED)
         turns = self.turns[job.gpu]
         turns.leave(job.process.pid)
         if failed:
