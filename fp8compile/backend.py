@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves  # under compiled autograd an input 
 from fp8compile import delayed
 from fp8compile.adaptive.adaptive_graph import AdaptiveGraph
 from fp8compile.compile_graph import compile_graph
+from fp8compile.cuda_capture import is_to_be_captured
 from fp8compile.errors import OptionError
 from fp8compile.optimizer.shared_step import shared_step
 from fp8compile.optimizer.step_graph import prepare_step
@@ -34,7 +36,6 @@ from fp8compile.torch_hooks.modules import backward_hooks
 from fp8compile.torch_hooks.patches import apply_patches
 
 Compiled = Callable[..., Any]
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which torch replays CUDA graphs
 
 
 @unwrapped
@@ -52,6 +53,8 @@ def fp8(
     """
     compiled_calls.asked(fp8)
     parsed = Options.parse(options, mode)
+    if is_to_be_captured():
+        parsed = replace(parsed, captured=True)
     example_inputs, with_hooks = backward_hooks.insert(gm, example_inputs)
     namespace = ""
     opt = traced_optimizer(gm, example_inputs)
@@ -69,7 +72,7 @@ def fp8(
         return counted(with_hooks(adaptive), [adaptive.plan])
     states = prepare_step(opt, gm, example_inputs, parsed) if opt is not None else None
     compiled, made = compile_graph(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)
-    return counted(with_hooks(compiled), made, host_launches=parsed.mode not in CUDA_GRAPHS)
+    return counted(with_hooks(compiled), made, host_launches=not parsed.replays)
 
 
 def _is_fp8(backend: Any) -> bool:

@@ -56,6 +56,12 @@ _passes: dict[tuple[str, torch.device], _Pass] = {}  # by model
 _models: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
 
+def tensors() -> list[Tensor]:
+    """Return the tensors that steps with delayed scaling read and write."""
+    of_passes = [x for each in _passes.values() for x in (each.overflowed, each.previous_overflowed)]
+    return [*_histories.values(), *_before.values(), *of_passes]
+
+
 def scale(amax: Tensor, key: str, format: str, history: int, margin: int, power_of_two: bool = False) -> Tensor:
     """Return the scale of this step (FP32 []), from the history under `key`; record `amax` (FP32 [])."""
     kept, before = _history(key, history, amax.device)

@@ -26,6 +26,7 @@ AUTO = "auto"  # option `save`: no pattern names anything
 WIRES = ("exact", "fp8", "bf16")
 SELECTIONS = ("profitable", "all")
 OPERATIONS = ("linear", "batched", "convolution")
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which torch replays CUDA graphs
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
 
 Reader = Callable[[str, Any], Any]
@@ -236,6 +237,7 @@ READERS: Mapping[str, Reader] = {
     "verify": _flag,
     "states": _nested(StateRecipe.parse),
     "mode": _one_of(MODES, absent=True),
+    "captured": _flag,
     "inductor": _settings,
     "plan": _plan,
     "adaptive": _nested(Adaptive.parse),

@@ -12,7 +12,7 @@ from fp8compile.adaptive.settings import Adaptive
 from fp8compile.errors import OptionError, shown, unknown_name
 from fp8compile.levels import with_level
 from fp8compile.optimizer.state_recipe import StateRecipe
-from fp8compile.option_values import OPERATIONS, read_option, writable_folder
+from fp8compile.option_values import CUDA_GRAPHS, OPERATIONS, read_option, writable_folder
 from fp8compile.plan.overrides import Overrides
 from fp8compile.recipe import RECIPES, Recipe
 
@@ -53,6 +53,8 @@ class Options:
     verify: check the graph's invariants after each pass.
     states: how an optimizer's states are kept where its step is compiled (`StateRecipe.parse`).
     mode: a torch.compile mode ("reduce-overhead", "max-autotune", …).
+    captured: whoever compiles this replays it as a CUDA graph, so the time of the host is no reason to leave a short
+        step in BF16. `capture_step` sets it for what it compiles.
     inductor: settings of torch._inductor.config for this compilation. Graph passes among them run before ours.
     plan: decisions to carry out: a `Plan`, an `Explanation`, or a path to the JSON of one
     (`fp8compile/plan/overrides.py`).
@@ -80,11 +82,18 @@ class Options:
     verify: bool = True
     states: StateRecipe = field(default_factory=StateRecipe)
     mode: str | None = None
+    captured: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
     plan: Overrides | None = None
     adaptive: Adaptive | None = None
     watch: str | None = None
     dump: str | None = None
+
+    @property
+    def replays(self) -> bool:
+        """True if a CUDA graph launches what is compiled."""
+        of_inductor = bool(dict(self.inductor).get("triton.cudagraphs"))
+        return self.captured or self.mode in CUDA_GRAPHS or of_inductor
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:

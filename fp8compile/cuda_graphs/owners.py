@@ -6,7 +6,8 @@ in a `Snapshot`; what changes in every step anyway, the rates of optimizers, bec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -16,22 +17,25 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from fp8compile import delayed
 from fp8compile.errors import OptionError
 from fp8compile.optimizer.states import FP8State
 from fp8compile.torch_hooks.local_parts import local_part
 
 Owner: TypeAlias = nn.Module | Optimizer | GradScaler
 RATE = "lr"
-SCALER_SETTINGS = ("get_growth_factor", "get_backoff_factor", "get_growth_interval", "is_enabled")
+SCALER_SETTINGS = ("get_growth_factor", "get_backoff_factor", "get_growth_interval")
+SCALER_STATES = ("_scale", "_growth_tracker")
+PLAIN = (bool, int, float, str)  # attributes of modules that a step may read, such as the rate of a dropout
 
 
 @dataclass
 class Snapshot:
     """What a graph of a step relies on: addresses of tensors (None where there is no tensor), modes and settings."""
 
-    modes: list[bool] = field(default_factory=list)  # of modules: training or not
-    tensors: list[Any] = field(default_factory=list)  # parameters and buffers of models
-    gradients: list[Any] = field(default_factory=list)
+    modes: list[Any] = field(default_factory=list)  # of modules: training or not, and other plain attributes
+    tensors: list[Any] = field(default_factory=list)  # parameters, buffers and plain tensors of models
+    trained: list[bool] = field(default_factory=list)  # requires_grad of each parameter
     states: list[Any] = field(default_factory=list)  # of optimizers and scalers; counts in Python as they are
     settings: list[Any] = field(default_factory=list)
 
@@ -41,11 +45,40 @@ class Snapshot:
 
 
 @dataclass
+class Rate:
+    """The tensor that holds the rate of a group. given: the tensor in whose place it is, as long as that is written."""
+
+    group: dict[str, Any]
+    tensor: Tensor
+    given: Tensor | None = None
+    version: int = 0
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Rate:
+        """Put a tensor on the parameters' device into the place of a group's rate: torch gives all groups the same."""
+        value = group[RATE]
+        given = value if isinstance(value, Tensor) else None
+        dtype = torch.float32 if given is None else given.dtype
+        group[RATE] = tensor = torch.as_tensor(value, dtype=dtype).detach().to(group["params"][0].device, copy=True)
+        return cls(group, tensor, given, 0 if given is None else given._version)
+
+    def hold(self) -> None:
+        """Take over what was written in the place of the tensor, or into the one that was given."""
+        value = self.group[RATE]
+        if value is not self.tensor:
+            self.tensor.copy_(torch.as_tensor(value).reshape(self.tensor.shape))
+            self.group[RATE] = self.tensor
+        elif self.given is not None and self.given._version != self.version:
+            self.tensor.copy_(self.given)
+            self.version = self.given._version
+
+
+@dataclass
 class Owners:
     """Models, optimizers and scalers, and the tensors that hold the optimizers' rates."""
 
     all: Sequence[Owner]
-    rates: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)
+    rates: dict[int, Rate] = field(default_factory=dict)  # by the id of the group
 
     def __post_init__(self) -> None:
         for owner in self.all:
@@ -67,70 +100,126 @@ class Owners:
         """The optimizers."""
         return [x for x in self.all if isinstance(x, Optimizer)]
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield every parameter of models and optimizers, once."""
+    @property
+    def scalers(self) -> list[GradScaler]:
+        """The scalers that scale."""
+        return [x for x in self.all if isinstance(x, GradScaler) and x.is_enabled()]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers."""
+        return [group for opt in self.optimizers for group in opt.param_groups]
+
+    def parameters(self) -> list[Tensor]:
+        """Return every parameter of models and optimizers, once."""
         found: dict[int, Tensor] = {}
         for module in self.modules:
             found |= {id(p): p for p in module.parameters()}
-        for opt in self.optimizers:
-            found |= {id(p): p for group in opt.param_groups for p in group["params"]}
-        yield from found.values()
+        for group in self.groups:
+            found |= {id(p): p for p in group["params"]}
+        return list(found.values())
 
     def devices(self) -> set[torch.device]:
         """Return the devices of all parameters."""
         return {p.device for p in self.parameters()}
 
     def hold_rates(self) -> None:
-        """Have every rate in a tensor on the parameters' device, where a scheduler writes it and a graph reads it.
-
-        A float that took the place of such a tensor is written into the tensor.
-        """
-        held = {id(group): rate for group, rate in self.rates}
-        self.rates = []
-        for group in (g for opt in self.optimizers for g in opt.param_groups if g["params"] and RATE in g):
-            value, known = group[RATE], held.get(id(group))
-            if known is None:
-                dtype = value.dtype if isinstance(value, Tensor) else torch.float32
-                known = torch.as_tensor(value, dtype=dtype, device=group["params"][0].device)
-            elif value is not known:
-                known.fill_(value)
-            group[RATE] = known
-            self.rates.append((group, known))
+        """Have every rate in a tensor of its own on the parameters' device: a scheduler writes it, a graph reads it."""
+        for group in self.groups:
+            if id(group) in self.rates:
+                self.rates[id(group)].hold()
+            elif group["params"] and RATE in group:
+                self.rates[id(group)] = Rate.of(group)
 
     def versions_of_rates(self) -> list[int]:
         """Return how often each rate has been written."""
-        return [rate._version for _, rate in self.rates]
+        return [rate.tensor._version for rate in self.rates.values()]
+
+    def versions_of_others(self) -> list[int]:
+        """Return how often each trained parameter has been written that no optimizer has, of models that one has."""
+        mine = {id(p) for group in self.groups for p in group["params"]}
+        found = []
+        for module in self.modules:
+            parameters = list(module.parameters())
+            if any(id(p) in mine for p in parameters):
+                found += [p._version for p in parameters if p.requires_grad and id(p) not in mine]
+        return found
 
     def snapshot(self) -> Snapshot:
         """Return where all tensors lie now, and how modes and settings are."""
         found = Snapshot()
         for module in (m for model in self.modules for m in model.modules()):
             names = vars(module)
-            found.modes.append(module.training)
+            found.modes += (x for x in names.values() if type(x) in PLAIN)
+            found.tensors += (x.data_ptr() for x in names.values() if type(x) is Tensor)
             found.tensors += map(_address, (*names["_parameters"].values(), *names["_buffers"].values()))
         for opt in self.optimizers:
             for group in opt.param_groups:
-                found.settings += (_setting(group[name]) for name in opt.defaults if name in group)
+                found.settings += (_setting(value) for name, value in group.items() if name != "params")
                 found.tensors += map(_address, group["params"])
                 for p in group["params"]:
                     found.states += map(_address, opt.state[p].values() if p in opt.state else ())
-        for scaler in (x for x in self.all if isinstance(x, GradScaler)):
+        for scaler in self.scalers:
             found.settings += (getattr(scaler, name)() for name in SCALER_SETTINGS)
-            found.states += (_address(vars(scaler)[name]) for name in ("_scale", "_growth_tracker"))
-        found.gradients += (_address(p.grad) for p in self.parameters())
+            found.states += (_address(vars(scaler)[name]) for name in SCALER_STATES)
+        found.states += (x.data_ptr() for x in delayed.tensors())
+        found.trained += (p.requires_grad for p in self.parameters())
         return found
 
     def gradients(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return each parameter with its gradient."""
         return [(p, p.grad) for p in self.parameters()]
 
+    def keep(self) -> Callable[[], None]:
+        """Return what puts every tensor that a step may exchange back into its place."""
+        kept: list[tuple[Any, Any]] = []
+        for module in (m for model in self.modules for m in model.modules()):
+            kept += [(vars(module)[name], dict(vars(module)[name])) for name in ("_parameters", "_buffers")]
+        for opt in self.optimizers:
+            kept += [(group, dict(group)) for group in opt.param_groups]
+            kept += [(opt.state, dict(opt.state)), *((state, dict(state)) for state in opt.state.values())]
+        kept += [(vars(scaler), {name: vars(scaler)[name] for name in SCALER_STATES}) for scaler in self.scalers]
+        gradients = self.gradients()
+
+        def put_back() -> None:
+            for there, before in kept:
+                for name in () if SCALER_STATES[0] in before else set(there) - set(before):
+                    del there[name]
+                there.update(before)
+            for p, gradient in gradients:
+                p.grad = gradient
+
+        return put_back
+
+    @contextlib.contextmanager
+    def seeing_zero_grad(self) -> Iterator[set[int]]:
+        """Yield the ids of the parameters whose gradients `zero_grad` of an owner sets to None meanwhile."""
+        emptied: set[int] = set()
+        watched: list[nn.Module | Optimizer] = [*self.modules, *self.optimizers]
+
+        def watching(zero_grad: Callable[..., None]) -> Callable[..., None]:
+            def call(*args: Any, **kwargs: Any) -> None:
+                there = [p for p, gradient in self.gradients() if gradient is not None]
+                zero_grad(*args, **kwargs)
+                emptied.update(id(p) for p in there if p.grad is None)
+
+            return call
+
+        for owner in watched:
+            vars(owner)["zero_grad"] = watching(owner.zero_grad)
+        try:
+            yield emptied
+        finally:
+            for owner in watched:
+                del vars(owner)["zero_grad"]
+
 
 def _address(x: Any) -> Any:
-    """Return where a tensor lies, all parts of an 8-bit state; anything else as it is."""
-    if not isinstance(x, Tensor):
-        return x
-    mine = local_part(x)
-    return tuple(part.data_ptr() for part in mine.parts()) if isinstance(mine, FP8State) else mine.data_ptr()
+    """Return where a tensor lies, all parts of an 8-bit state; of a container, where its tensors lie; else as it is."""
+    if isinstance(x, Tensor):
+        mine = local_part(x)
+        return tuple(part.data_ptr() for part in mine.parts()) if isinstance(mine, FP8State) else mine.data_ptr()
+    return pytree.tree_map(_address, x) if isinstance(x, list | tuple | dict) else x
 
 
 def _setting(value: Any) -> Any:
@@ -139,5 +228,5 @@ def _setting(value: Any) -> Any:
 
 
 def is_number_like(value: Any) -> bool:
-    """Return True for what can be compared, and stays the same: numbers, text, None, settings."""
+    """Return True for what can be compared, and stays the same: numbers, text, None, dtypes, devices."""
     return value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device)

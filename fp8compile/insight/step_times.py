@@ -4,9 +4,10 @@
         train()
     print(times.text())
 
-Parts: forward (graphs compiled for this backend), backward (`loss.backward()`), and optimizer (a compiled step). What
-lies between them is the rest of the step. The first steps are left out; the host is timed in later ones, and then
-each part is profiled by itself in a step of its own, as a profiler makes the host slower.
+Parts: forward (graphs compiled for this backend), backward (`loss.backward()`), and optimizer (compiled steps). What
+lies between them is the rest of the step, which ends where the forward pass after the optimizer begins. The first
+steps are left out; the host is timed in later ones, and then each part, and all of a step, is profiled in a step of its
+own, as a profiler makes the host slower.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from fp8compile.torch_hooks.calls.graph_runs import FORWARD, OPTIMIZER, listenin
 
 BACKWARD = "backward"
 PARTS = (FORWARD, BACKWARD, OPTIMIZER)
+WHOLE = "all of it"
+PROFILED = (*PARTS, WHOLE)
 SKIPPED, TIMED = 6, 10  # steps
+NEEDED = SKIPPED + TIMED + len(PROFILED)
 WAITS = 4 / 3  # a step this much longer than its kernels waits for the host
 
 
 @dataclass
 class StepTimes:
-    """Times of steps, in milliseconds. host: of each part, a number a step; gpu: kernels of each part, in one step."""
+    """Times of steps, in milliseconds. host: of each part, a number a step; gpu: kernels of each part, and of all."""
 
     steps: list[float] = field(default_factory=list)
     host: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -44,6 +48,7 @@ class StepTimes:
     _last: str = ""
     _began: float = 0.0
     _has_optimizer: bool = False
+    _whole: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[StepTimes]:
@@ -56,7 +61,7 @@ class StepTimes:
 
         torch.autograd.backward = timed
         try:
-            with listening(self._part):
+            with self._whole, listening(self._part):
                 yield self
         finally:
             torch.autograd.backward = backward
@@ -64,7 +69,7 @@ class StepTimes:
     @property
     def is_complete(self) -> bool:
         """Return True once every part has been measured."""
-        return self.count >= SKIPPED + TIMED + len(PARTS)
+        return self.count >= NEEDED
 
     @contextlib.contextmanager
     def _part(self, part: str) -> Iterator[None]:
@@ -72,7 +77,7 @@ class StepTimes:
         if self._inside or self.is_complete or (part == FORWARD and not torch.is_grad_enabled()):
             yield
             return
-        if part == FORWARD and self._last == BACKWARD and not self._has_optimizer:
+        if part == FORWARD and self._last == (OPTIMIZER if self._has_optimizer else BACKWARD):
             self._end_step()
         self._inside, self._last = True, part
         try:
@@ -85,14 +90,12 @@ class StepTimes:
                 self._now[part] += (time.perf_counter() - began) * 1e3
         finally:
             self._inside = False
-        if part == OPTIMIZER:
-            self._has_optimizer = True
-            self._end_step()
+        self._has_optimizer |= part == OPTIMIZER
 
     def _profiled(self) -> str:
-        """Return the part that is profiled in this step; "" while the host is timed."""
+        """Return what is profiled in this step; "" while the host is timed."""
         index = self.count - SKIPPED - TIMED
-        return PARTS[index] if 0 <= index < len(PARTS) and torch.cuda.is_available() else ""
+        return PROFILED[index] if 0 <= index < len(PROFILED) and torch.cuda.is_available() else ""
 
     @contextlib.contextmanager
     def _profiling(self, part: str) -> Iterator[None]:
@@ -110,17 +113,20 @@ class StepTimes:
             self.steps.append((now - self._began) * 1e3)
             for part in PARTS:
                 self.host[part].append(self._now[part])
+        self._whole.close()
         self._now.clear()
         self._began = now
         self.count += 1
+        if self._profiled() == WHOLE:
+            self._whole.enter_context(self._profiling(WHOLE))
 
     def text(self) -> str:
         """Return a line a part, and one that says who waits for whom; raises `Fp8Error` if there were too few steps."""
         if not self.is_complete:
-            needed = SKIPPED + TIMED + len(PARTS)
             raise Fp8Error(
-                f"{self.count} steps were seen, and {needed} are needed: each of a model compiled with backend='fp8', "
-                "its backward pass, and best a compiled step of an optimizer"
+                f"{self.count} steps were seen, and {NEEDED} are needed: each of a model compiled with backend='fp8', "
+                "its backward pass, and best a compiled step of an optimizer. Replays of a CUDA graph are not seen: "
+                "time the step as it is, before `capture_step`"
             )
         step = statistics.median(self.steps)
         host = {part: statistics.median(self.host[part]) for part in PARTS}
@@ -128,16 +134,17 @@ class StepTimes:
         lines += [
             f"{part:<12}{host[part]:>8.2f}{f'{self.gpu[part]:.2f}' if part in self.gpu else '–':>8}" for part in PARTS
         ]
-        lines.append(f"{'the rest':<12}{max(0.0, step - sum(host.values())):>8.2f}{'–':>8}")
+        rest = f"{max(0.0, self.gpu[WHOLE] - sum(self.gpu.get(part, 0.0) for part in PARTS)):.2f}" if self.gpu else "–"
+        lines.append(f"{'the rest':<12}{max(0.0, step - sum(host.values())):>8.2f}{rest:>8}")
         return "\n".join([*lines, "", f"A step takes {step:.2f} ms. {self._verdict(step)}"]) + "\n"
 
     def _verdict(self, step: float) -> str:
         if not self.gpu:
             return "There is no GPU."
-        gpu = sum(self.gpu.values())
-        if step > WAITS * gpu:
+        works = f"The GPU works for {self.gpu[WHOLE]:.2f} ms of them: it"
+        if step > WAITS * self.gpu[WHOLE]:
             return (
-                f"The GPU works for {gpu:.2f} ms of them: it waits. If for these launches, options={{'mode': "
-                "'reduce-overhead'}} or fp8compile.capture_step spare them; if for the rest, look at data and logging."
+                f"{works} waits. If for these launches, options={{'mode': 'reduce-overhead'}} or "
+                "fp8compile.capture_step spare them; if for the rest, look at data and logging."
             )
-        return f"The GPU works for {gpu:.2f} ms of them: it has enough to do."
+        return f"{works} has enough to do."

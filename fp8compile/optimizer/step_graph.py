@@ -57,8 +57,7 @@ def prepare_step(opt: Optimizer, gm: fx.GraphModule, example_inputs: Sequence[An
 
 def is_captured(options: Options) -> bool:
     """Return True if a CUDA graph is made of the step, in which a number of the CPU has no place."""
-    settings = dict(options.inductor)
-    return options.mode in ("reduce-overhead", "max-autotune") or bool(settings.get("triton.cudagraphs"))
+    return options.replays and not options.captured  # where `capture_step` does, rates are tensors
 
 
 def _warn_of_rounding(opt: Optimizer) -> None:

@@ -45,7 +45,7 @@ class Reason(StrEnum):
     DEVICE = "device"  # the device has no such FP8 matmul
     GROUPED = "grouped"  # grouped FP8 matmuls cannot do it
     EMPTY = "empty"  # it has no elements
-    HOST = "host"  # the host would launch its kernels too late for it to be faster
+    HOST = "host"  # a short step would be no shorter: its host is late, or its GPU gains too little
 
     # remarks that a matmul's reason adds
     SHARED_CASTS = "shared_casts"  # faster for all that share its casts together

@@ -120,14 +120,14 @@ def _leave_to_bf16_if_no_step_is_shorter(candidates: Sequence[Candidate], costs:
         return
     bf16 = host_costs.times_in_bf16(c.graph, (x.matmul for x in candidates), c.device)
     fp8 = host_costs.times_in_fp8(bf16, [(x.matmul, x.casts) for x in chosen if x.casts is not None], costs)
-    by_host = host_costs.host_launches()
+    by_host = host_costs.host_launches() and not c.options.captured
     if host_costs.is_shorter(fp8, bf16, by_host):
         return
     why = f"the step would be no shorter: about {bf16.gpu:.1f} ms on the GPU in BF16, {fp8.gpu:.1f} in FP8"
     if by_host:
         why = (
             f"the step would be no shorter: about {bf16.gpu:.1f} ms on the GPU and {bf16.host:.1f} on the host in "
-            f"BF16, {fp8.gpu:.1f} and {fp8.host:.1f} in FP8 (mode='reduce-overhead' spares the host)"
+            f"BF16, {fp8.gpu:.1f} and {fp8.host:.1f} in FP8 (mode='reduce-overhead' or capture_step spares the host)"
         )
     for x in chosen:
         x.objection = Why(Reason.HOST, why)

@@ -26,13 +26,14 @@ class Replayed:
     recorder: StandIn
     step: Callable[..., Any]
     results: Any
-    gradients: list[Any] = field(default_factory=list)
+    before: list[Any] = field(default_factory=list)
+    after: list[Any] = field(default_factory=list)
 
     def replay(self, args: Any, kwargs: Any) -> Any:
         self.recorder.did.append("replay")
-        before = [p.grad for p, _ in self.gradients]
+        before = [p.grad for p, _ in self.after]
         results = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.step(*args, **kwargs))
-        for (p, gradient), was in zip(self.gradients, before, strict=True):  # a graph writes where it has written
+        for (p, gradient), was in zip(self.after, before, strict=True):  # a graph writes where it has written
             if gradient is not None and p.grad is not gradient:
                 gradient.copy_(p.grad)
             p.grad = was
@@ -61,7 +62,7 @@ class StandIn:
         values = [x.detach().clone() for x in tensors]
         results = step(*args, **kwargs)
         for x, value in zip(tensors, values, strict=True):
-            x.detach().copy_(value)
+            x.data.copy_(value)  # with no count of it
         return Replayed(self, step, results)
 
 
@@ -201,7 +202,10 @@ CHANGES: dict[str, Callable[[Training], Any]] = {
     "a loaded checkpoint": _load,
     "a parameter's memory": lambda t: setattr(t.model[0].weight, "data", t.model[0].weight.data.clone()),
     "a setting": lambda t: t.opt.param_groups[0].update(weight_decay=0.1),
-    "a gradient": lambda t: setattr(t.model[0].weight, "grad", torch.ones(8, 4)),
+    "a setting of somebody's own": lambda t: t.opt.param_groups[0].update(scale_of_mine=2),
+    "a parameter that is frozen": lambda t: t.model[0].weight.requires_grad_(False),
+    "a module's number": lambda t: setattr(t.model[1], "temperature", 2.0),
+    "a module's tensor": lambda t: setattr(t.model[1], "table", torch.ones(3)),
 }
 
 
@@ -218,15 +222,112 @@ def test_what_has_changed_is_recorded_again(recorder: list[str], change: str) ->
     assert recorder == ["run", "record", "replay", "replay", "forget", "run", "record", "replay", "replay"]
 
 
-def test_what_changes_in_every_step_is_warned_of(recorder: list[str]) -> None:
+def test_a_gradient_from_elsewhere(recorder: list[str]) -> None:
+    """What a backward pass outside of the step has left is added to, as without a graph."""
+    training = Training()
+    run = training.captured(warmup=1)
+    for _ in range(3):
+        run(batch())
+    twin = copy.deepcopy(training)
+    for t in (training, twin):
+        t.model[0].weight.grad = torch.ones(8, 4)
+    assert losses(run, 3) == pytest.approx(losses(twin.step, 3), rel=1e-6)
+    assert recorder == ["run", "record", "replay", "replay", "run", "record", "replay", "replay"]
+
+
+def test_two_steps_of_one_model(recorder: list[str]) -> None:
+    """Each begins with zero_grad, and leaves gradients of its own."""
+    training = Training("before")
+    first, second = training.captured(warmup=1), training.captured(warmup=1)
+    for _ in range(4):
+        first(batch())
+        second(batch())
+    assert recorder == ["run"] * 2 + ["record", "replay"] * 2 + ["replay"] * 4
+
+
+def test_what_changes_in_every_step_ends_it(recorder: list[str]) -> None:
     training = Training()
     run = training.captured(warmup=1)
     for i in range(2 * captured_step.MOST_LOST):
         training.opt.param_groups[0]["weight_decay"] = (i // 2) * 0.1
         run(batch())
     training.opt.param_groups[0]["weight_decay"] = 0.0
-    with pytest.warns(fp8compile.Fp8Warning, match="recorded 8 times"):
+    with pytest.warns(fp8compile.Fp8Warning, match="recorded 8 times, as settings changed.*cycle_momentum=False"):
         run(batch())
+    del recorder[:]
+    for _ in range(5):
+        run(batch())
+    assert recorder == ["run"] * 5
+
+
+def test_inputs_that_are_never_alike_end_it(recorder: list[str]) -> None:
+    training = Training()
+    step = lambda x, i: training.step(x * (1 + i))  # noqa: E731
+    run = fp8compile.capture_step(step, training.model, training.opt, most_graphs=2)
+    for i in range(8):
+        run(batch(), i)
+    with pytest.warns(fp8compile.Fp8Warning, match="its inputs have had 9 forms"):
+        run(batch(), 8)
+    for i in range(9, 20):
+        run(batch(), i)
+    assert recorder == ["run"] * 20
+
+
+def test_rates_that_groups_share(recorder: list[str]) -> None:
+    """torch gives a rate that is a tensor to every group."""
+    training = Training()
+    first, second = training.model[0].weight, training.model[2].weight
+    rate = torch.tensor(0.1)
+    training.opt = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=rate)
+    run = training.captured(warmup=1)
+    run(batch())
+    training.opt.param_groups[0]["lr"] = 0.0
+    before = first.detach().clone(), second.detach().clone()
+    run(batch())
+    assert [float(group["lr"]) for group in training.opt.param_groups] == pytest.approx([0.0, 0.1])
+    assert torch.equal(first, before[0])
+    assert not torch.equal(second, before[1])
+    training.opt.param_groups[1]["lr"] = torch.tensor([0.3])
+    run(batch())
+    assert float(training.opt.param_groups[1]["lr"]) == pytest.approx(0.3)
+
+
+def test_a_scaler_that_does_nothing_is_an_owner(recorder: list[str]) -> None:
+    training = Training()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    run = fp8compile.capture_step(training.step, training.model, training.opt, scaler, warmup=1)
+    losses(run, 3)
+    assert recorder == ["run", "record", "replay", "replay"]
+
+
+def test_states_in_lists(recorder: list[str]) -> None:
+    training = Training()
+    run = training.captured(warmup=1)
+    run(batch())
+    state = training.opt.state[training.model[0].weight]
+    state["factors"] = [torch.ones(2), torch.ones(3)]
+    run(batch())
+    run(batch())
+    state["factors"][1] = torch.ones(3)
+    run(batch())
+    assert recorder == ["run", "record", "replay", "replay", "forget", "run"]
+
+
+def test_a_call_that_fails_is_no_warmup(recorder: list[str]) -> None:
+    training = Training()
+    run = training.captured(warmup=2)
+    with pytest.raises(RuntimeError):
+        run(torch.randn(3, 5))
+    assert not run.captured.calls  # type: ignore[attr-defined]
+
+
+def test_modes_around_the_call_are_forms(recorder: list[str]) -> None:
+    training = Training()
+    run = training.captured(warmup=1)
+    run(batch())
+    with torch.no_grad():
+        assert captured_step._form((batch(),), {}) not in run.captured.calls  # type: ignore[attr-defined]
+    assert captured_step._form((batch(),), {}) in run.captured.calls  # type: ignore[attr-defined]
 
 
 class Counting(torch.optim.SGD):
@@ -271,6 +372,53 @@ def _switching(t: Training) -> Callable[..., Any]:
     return step
 
 
+def _own_count(t: Training) -> Callable[..., Any]:
+    t.opt.param_groups[0]["step"] = 0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        t.opt.param_groups[0]["step"] += 1
+        return t.step(x)
+
+    return step
+
+
+def _forward_count(t: Training) -> Callable[..., Any]:
+    t.model.count = 0  # type: ignore[assignment]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        t.model.count += 1  # type: ignore[operator]
+        return t.step(x)
+
+    return step
+
+
+def _another_optimizer(t: Training) -> Callable[..., Any]:
+    other = torch.optim.SGD([t.model[2].bias], lr=0.1)
+    t.opt = torch.optim.SGD([t.model[0].weight], lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = t.model(x).square().mean()
+        loss.backward()
+        t.opt.step()
+        other.step()
+        t.model.zero_grad()
+        return loss
+
+    return step
+
+
+def _replaced_gradient(t: Training) -> Callable[..., Any]:
+    weight = t.model[0].weight
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = t.model(x).square().mean()
+        loss.backward()
+        weight.grad = weight.grad.clamp(-1, 1)
+        return loss
+
+    return step
+
+
 def _returning(t: Training) -> Callable[..., Any]:
     return lambda x: (t.step(x), t)
 
@@ -280,6 +428,10 @@ REFUSED: dict[str, tuple[Callable[[Training], Callable[..., Any]], str]] = {
     "a count in Python": (_counting, "changes states on the host"),
     "a buffer that is replaced": (_replacing, "changes tensors on the host"),
     "another mode": (_switching, "changes modes on the host"),
+    "a count of an optimizer's own": (_own_count, "changes settings on the host"),
+    "a count of a module": (_forward_count, "changes modes on the host"),
+    "an optimizer that was not given": (_another_optimizer, "not given the optimizer"),
+    "a gradient that is replaced": (_replaced_gradient, "leaves another gradient"),
     "a result of no known kind": (_returning, "returns a Training"),
 }
 
@@ -297,13 +449,26 @@ def test_what_a_replay_would_not_do_is_refused(recorder: list[str], case: str) -
     assert "replay" not in recorder
 
 
+def test_what_a_refused_step_has_exchanged_is_put_back(recorder: list[str]) -> None:
+    training = Training()
+    run = fp8compile.capture_step(_replacing(training), training.model, training.opt)
+    for _ in range(3):
+        run(batch())
+    kept, weight = training.model.mean, training.model[0].weight
+    with pytest.raises(fp8compile.CaptureError):
+        run(batch())
+    assert training.model.mean is kept
+    assert training.model[0].weight is weight
+    assert "zero_grad" not in vars(training.opt)
+
+
 def test_gradients_that_are_zeroed_outside(recorder: list[str]) -> None:
     training = Training(zero="outside")
     run = training.captured()
     for _ in range(3):
         run(batch())
         training.opt.zero_grad()
-    with pytest.raises(fp8compile.CaptureError, match=r"put zero_grad\(\) into the step"):
+    with pytest.raises(fp8compile.CaptureError, match=r"put zero_grad\(\) of the model or the optimizer into"):
         run(batch())
     assert all(p.grad is None for p in training.model.parameters())
 

@@ -59,6 +59,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
         "Valid: |a format's name, a StateRecipe or a mapping|a number of elements|maps names|no linear form|is exact",
     ),
     "mode": (["max-autotun", True, ["default"]], "Valid: default, "),
+    "captured": FLAG,
     "inductor": (
         [None, "max_autotune", ["max_autotune"], {"max_autotun": True}, {"max_autotune": "x"}, {"max_autotune": None},
          {"max_autotune": 1}, {"max_fusion_size": "8"}, {"max_fusion_size": 8.0}, {"triton": {"cudagraphs": True}},

@@ -71,7 +71,7 @@ def test_options_are_parsed_into_their_types():
     [
         (
             {"recpie": "mixed"},
-            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: activation_budget, adaptive, chunk_loss, dump,",
+            r"unknown option 'recpie'\. Did you mean 'recipe'\? Valid: activation_budget, adaptive, captured,",
         ),
         ({"selct": "all"}, r"unknown option 'selct'\. Did you mean 'select'\?"),
         ({"schedule": "auto"}, "option 'schedule' is called 'adaptive'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -350,6 +351,66 @@ def test_what_asks_the_host_is_refused_and_training_goes_on() -> None:
     for x in given:
         theirs.step(x)
     assert_same(mine, theirs)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.randn(8, device="cuda").isfinite().all()  # the generator knows that the capture is over
+    again = mine.captured()
+    for x in given:
+        again(x)
+    assert graphs(again) == 1
+
+
+def test_slices_of_a_batch() -> None:
+    """Their strides are not those of copies: nothing is compiled while a graph is captured."""
+    mine, given = Training(), [torch.cat([x, x], 1)[:, :256] for x in batches()]
+    run = mine.captured()
+    found = [run(x) for x in given]
+    theirs = Training()
+    torch.testing.assert_close(torch.stack(found), torch.stack([theirs.step(x) for x in given]))
+    assert graphs(run) == 1
+
+
+def test_a_pinned_batch_is_written_while_the_step_runs() -> None:
+    found = []
+    for is_captured in (True, False):
+        t, pinned = Training(), torch.empty(128, 256, dtype=torch.bfloat16).pin_memory()
+
+        def step(x: torch.Tensor, t: Training = t) -> torch.Tensor:
+            return t.step(x.cuda())
+
+        run = t.captured(step) if is_captured else step
+        losses = []
+        for x in batches():
+            pinned.copy_(x)
+            losses.append(run(pinned))
+        found.append(torch.stack(losses))
+    assert torch.equal(*found)
+
+
+def test_a_short_step_is_compiled_for_a_graph() -> None:
+    """Its host is no reason to leave it in BF16: as with mode="reduce-overhead"."""
+    codes = []
+    for is_captured in (False, True):
+        torch.compiler.reset()
+        fp8compile.compiles().clear()
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).cuda().bfloat16()
+        run = torch.compile(model, backend="fp8")
+        opt = torch.optim.AdamW(model.parameters(), capturable=True)
+
+        def step(x: torch.Tensor, run: Any = run, opt: Any = opt) -> torch.Tensor:
+            loss = run(x).float().square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss
+
+        step = fp8compile.capture_step(step, model, opt) if is_captured else step
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(5):
+                step(torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16))
+        codes.append({m.code for m in fp8compile.last_compile().plans[0].matmuls})
+    assert "host" in codes[0]
+    assert "faster" in codes[1]
 
 
 def test_batches_on_the_host() -> None:

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from torch._decomp.decompositions_for_rng import PhiloxState
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import guards
 from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import config, cpp_builder
 from torch._inductor.cpu_vec_isa import VecISA
 from torch._logging._internal import trace_log
+from torch.fx._symbolic_trace import Tracer, _Patcher
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.fx.experimental.symbolic_shapes import TLS, ShapeEnv
 
 
@@ -43,6 +46,19 @@ def _forget(state: PhiloxState) -> None:
     functionalize_rng_ops alone."""
     state.seed = state.base_offset = NOTHING
     state.relative_offset, state.offset_advanced_at_least_once = 0, False
+
+
+_patch = _Patcher.patch_method
+
+
+def _patch_method(self: _Patcher, cls: type, name: str, new: Any, deduplicate: bool = True) -> None:
+    """Do what `_Patcher.patch_method` does, but for the tracer of make_fx, which lets modules do what they do.
+
+    Every attribute of `nn.Module` that is set has Python look up anew what it knew of hundreds of classes.
+    """
+    tracers = [cell.cell_contents for cell in new.__closure__ or () if isinstance(cell.cell_contents, Tracer)]
+    if cls is not torch.nn.Module or not tracers or any(type(x) is not PythonKeyTracer for x in tracers):
+        _patch(self, cls, name, new, deduplicate)
 
 
 def _is_understood(instructions: VecISA, code: str) -> bool:
@@ -72,6 +88,9 @@ def quicken() -> None:
     graph_compile._log_joint_graph = lambda *_: None
     graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
     ShapeEnv.suppress_guards = lambda _: Suppressed()
+    # Dynamo looks for garbage after each graph.
+    dynamo_config.run_gc_after_compile = False
+    _Patcher.patch_method = _patch_method
     PhiloxState.reset = _forget
     # Inductor compiles and loads programs to see that instructions work which the processor names: seven seconds.
     config.cpp.vec_isa_ok = True
