@@ -181,12 +181,10 @@ def test_learned_queries_for_a_batch_of_any_size() -> None:
     class Pool(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.query, self.inner = nn.Parameter(noise(1, 1, 32)), linear(32)
-            self.attention = nn.MultiheadAttention(32, 2, batch_first=True).bfloat16()
+            self.query, self.q, self.k = nn.Parameter(noise(1, 1, 32)), linear(32), linear(32)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.inner(x)
-            return self.attention(self.query.repeat(x.shape[0], 1, 1), x, x)[0]
+            return self.q(self.query.repeat(x.shape[0], 1, 1)) @ self.k(x).transpose(1, 2)
 
     model = Pool()
     run = torch.compile(
@@ -265,17 +263,17 @@ def test_an_expert_without_tokens_and_rows_that_a_mask_chooses(executor: str) ->
     """The number of rows is the mask's: what chooses them runs once, and not in backward again."""
     count = 2 if executor == "eager" else 1  # each kernel of C++ takes a second to compile
     experts = nn.ModuleList([nn.Linear(32, 32).bfloat16() for _ in range(count)])
-    behind = {"b": linear()} if executor == "eager" else {}
+    others = {"a": linear(32), "b": linear()} if executor == "eager" else {}
 
     def run(m: Any, x: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.zeros_like(x)
         for i, expert in enumerate(m.experts):
             index = torch.where(choice == i)[0]
             out = out.index_add(0, index, expert(x[index]))
-        chosen = m.a(x)[x[:, 0] > 0]
-        return out, F.gelu(m.b(chosen) if behind else chosen)
+        chosen = (m.a(x) if others else out)[x[:, 0] > 0]
+        return out, F.gelu(m.b(chosen) if others else chosen)
 
-    model, x = Holder(run, experts=experts, a=linear(32), **behind), noise(64, 32)
+    model, x = Holder(run, experts=experts, **others), noise(64, 32)
     plain = copy.deepcopy(model)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         step = compiled(model, executor=executor, save_min_bytes=0)
@@ -304,11 +302,10 @@ def test_optimizer_steps_and_models_without_matmuls_are_quiet() -> None:
 @pytest.mark.parametrize(
     ("sizes", "rows", "recipe"),
     [
-        ((64, 64, 64, 64), 32, "tensorwise"),  # tiles of BF16 that are read across, several in a kernel
-        ((200, 192, 200), 40, "blockwise"),  # columns that are no whole groups of 128
-        ((33, 67, 5), 7, "mixed"),  # columns of a result that was padded and saved in groups
+        ((64, 64, 64), 32, "tensorwise"),  # tiles of BF16 that are read across, several in a kernel
+        ((33, 147, 5), 7, "blockwise"),  # columns that are padded, saved in groups, and no whole groups of 128
     ],
-    ids=["transposed", "groups", "padded"],
+    ids=["transposed", "groups"],
 )
 def test_inductor_on_a_cpu_computes_what_eager_does(sizes: tuple[int, ...], rows: int, recipe: str) -> None:
     """What Inductor's C++ gets wrong is kept out of its way."""
@@ -328,7 +325,8 @@ def test_inductor_on_a_cpu_computes_what_eager_does(sizes: tuple[int, ...], rows
 @pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_jagged_tensors(executor: str) -> None:
     """As many rows as the sequences have together: a symbolic number, padded to a multiple of 16."""
-    model = Holder(lambda m, x: m.b(F.gelu(m.a(x))), a=linear(128), b=nn.Linear(128, 64).bfloat16())
+    behind = {"b": nn.Linear(128, 64).bfloat16()} if executor == "eager" else {}
+    model = Holder(lambda m, x: m.b(F.gelu(m.a(x))) if behind else F.gelu(m.a(x)), a=linear(128), **behind)
     plain, step = copy.deepcopy(model), compiled(model, executor=executor, save_min_bytes=0)
     for lengths in ((5, 11, 16), (3, 4) if executor == "eager" else (3, 4, 2)):  # another number is compiled anew
         found = []
