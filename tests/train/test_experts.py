@@ -213,11 +213,10 @@ def losses(model: nn.Module, run: Any, steps: int = 6) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("build", [mixtral, qwen3_moe])
-def test_models_of_transformers_train_as_in_bf16(build):
+def test_a_model_of_transformers_trains_as_in_bf16():
     torch.manual_seed(0)
-    start = unsettled(build()).state_dict()
-    models = [unsettled(build()) for _ in range(2)]
+    start = unsettled(mixtral()).state_dict()
+    models = [unsettled(mixtral()) for _ in range(2)]
     for model in models:
         model.load_state_dict(start)
     bf16 = losses(models[0], models[0])

@@ -76,7 +76,7 @@ def side_by_side(**models: nn.Module) -> Model:
 
 # ---- the zoo --------------------------------------------------------------------------------------------------------
 
-NAMES = ["llama", "vit", "mixtral", "mlp", "cnn", "checkpoint", "autocast", "graph_break"]
+NAMES = ["llama", "mixtral", "mlp", "cnn", "checkpoint", "autocast", "graph_break"]
 # Draws of the reference's noise, whose few degrees of freedom scatter by 2 dB.
 DRAWS = 3
 # A product may be saved as its factors, silu(gate) · up as two roundings (twice the noise) of which one goes through a
@@ -156,7 +156,7 @@ def test_most_of_it_is_fp8(name: str) -> None:
     assert all(row.reason for row in rows)
 
 
-@pytest.mark.parametrize("name", ["llama", "mlp", "checkpoint"])
+@pytest.mark.parametrize("name", ["llama", "checkpoint"])
 def test_with_fp8_matmuls_too(name: str) -> None:
     ref, _ = kept(name)
     torch.compiler.reset()
@@ -763,17 +763,20 @@ def test_a_frozen_layer_does_not_keep_its_input() -> None:
 
 
 def test_with_inductor() -> None:
-    model = side_by_side(**{name: build(MODELS[name]) for name in ("block", "dropout")})
-    x = [noise(4, 16, D), noise(4, 16, D)]
-    got = step(model, compiled(model, executor="inductor", kernels="inductor"), x)
-    assert {row.path.split(".")[1] for row in rows() if is_fp8(row) and row.path} == {"block", "dropout"}
+    """The mask is Inductor's own: the output says where it was."""
+
+    def run(m: Any, x: Tensor, kept: Tensor | None = None) -> Tensor:
+        y = m.down(F.gelu(m.up(m.norm(x))))
+        return F.dropout(y, 0.3) if kept is None else y * kept / 0.7
+
+    model, x = build(run), noise(4, 16, D)
+    got = step(model, compiled(model, executor="inductor", kernels="inductor"), [x])
+    assert [row.shape for row in rows() if is_fp8(row)] == [(4, 16, D), (4 * 16, INNER)]
+    kept = got["output 0"] != 0
+    assert 0.6 < kept.float().mean() < 0.8
     exact = copy.deepcopy(model).float()
-    wide, plain = step(exact, exact, [v.float() for v in x]), step(model, model, x)
-    masked = {name: v for name, v in wide.items() if "dropout" in name or name == "input 1"}
-    check(got, {name: v for name, v in wide.items() if name not in masked}, plain, NEAR)
-    # the mask is Inductor's own: what down was given says where it was
-    assert sqnr(wide["each.dropout.down.bias"], got["each.dropout.down.bias"]) > 40
-    assert all(v.isfinite().all() for v in got.values())
+    wide, plain = step(exact, exact, [x.float(), kept]), step(model, model, [x, kept])
+    check(got, wide, plain, NEAR)
 
 
 def test_the_rounding_is_that_of_groups() -> None:

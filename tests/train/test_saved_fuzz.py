@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
-FIRST, LAST = map(int, os.environ.get("FP8COMPILE_SEEDS", "0:20").split(":"))
+FIRST, LAST = map(int, os.environ.get("FP8COMPILE_SEEDS", "0:10").split(":"))
 BATCH, LENGTH, WIDTHS = 2, 16, (32, 64, 128)
 DRAWS = 2
 # A product may be saved as its factors, and a value once for two readers that eager gives one rounding each: their
@@ -219,7 +219,7 @@ BAD = {17: "what a norm reads has a mean of its own for each token, from a bias:
 LAYOUT = 144  # an attention's result, which lies in memory as its fake does not, is added to and viewed
 SEEDS = [
     pytest.param(seed, marks=[pytest.mark.xfail(strict=True, reason=BAD[seed])] if seed in BAD else [])
-    for seed in dict.fromkeys((*range(FIRST, LAST), LAYOUT))
+    for seed in dict.fromkeys((*range(FIRST, LAST), *BAD, LAYOUT))
 ]
 
 
@@ -250,7 +250,7 @@ def test_a_seed_makes_the_same_model_again() -> None:
 
 def test_our_cut_without_fp8_forms_is_within_bf16_rounding() -> None:
     """Patterns that name nothing leave one value in FP8: the rest goes through our cut as it is."""
-    for seed in range(FIRST, FIRST + 4):
+    for seed in range(FIRST, FIRST + 2):
         found = Seed(seed)
         names = [n for n in gradients(found.exact) if sqnr(found.exact[n], found.bf16[n]) > 25]
         got = found.run(save={"finish": "fp8", "*": "bf16"})
