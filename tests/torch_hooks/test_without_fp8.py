@@ -53,7 +53,8 @@ def test_only_graphs_with_fp8_use_buffers_again_with_caution(monkeypatch: pytest
     assert "# reuse" in code_of()
     assert "# reuse" in code_of(backend="fp8", options=NO_FP8)
     assert cautious == [False]
-    code_of(backend="fp8", options=ALL)
+    with torch.no_grad():
+        torch.compile(nn.Linear(32, 32, bias=False), backend="fp8", options=ALL)(torch.randn(16, 32))
     assert cautious == [False, True]
 
 
