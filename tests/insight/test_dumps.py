@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from fp8compile.insight.dump import stages
 from fp8compile.insight.dump.memory import timeline
 from fp8compile.passes.core.compilation import Compilation, aten
 from fp8compile.passes.core.stages import HalfGraph, Stage
+from fp8compile.plan.plan import Plan
 from fp8compile.torch_hooks import inner_compiler
 
 ALL = {"select": "all", "executor": "eager"}
@@ -51,6 +52,40 @@ def dumped(folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) ->
     return json.loads((folder / "index.json").read_text())
 
 
+class Made(NamedTuple):
+    """A dump that tests read, its index, and the plans of what was compiled."""
+
+    folder: Path
+    index: dict[str, Any]
+    plans: list[Plan]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("dump")
+    return Made(folder, dumped(folder), list(fp8compile.last_compile().plans))
+
+
+class ByInductor(NamedTuple):
+    """A dump of two compilations by Inductor of what it has compiled before, and what each counted of its caches."""
+
+    folder: Path
+    caches: list[list[str]]
+
+
+@pytest.fixture(scope="module")
+def by_inductor(tmp_path_factory: pytest.TempPathFactory) -> ByInductor:
+    folder, caches = tmp_path_factory.mktemp("inductor"), []
+    model, x = linear()
+    for options in ({}, {"dump": folder}, {"dump": folder}):
+        counters.clear()
+        torch.compiler.reset()
+        step = torch.compile(model, backend="fp8", options={"select": "all", "executor": "inductor", **options})
+        step(x).sum().backward()
+        caches.append([name for name in counters["aot_autograd"] if "cache" in name])
+    return ByInductor(folder, caches)
+
+
 def names(index: dict[str, Any], half: str) -> list[str]:
     return [s["name"] for s in index["graphs"]["graph0"]["stages"] if s["half"] == half]
 
@@ -58,26 +93,24 @@ def names(index: dict[str, Any], half: str) -> list[str]:
 # ---- what is there --------------------------------------------------------------------------------------------------
 
 
-def test_every_stage_is_there_in_order(tmp_path: Path):
-    index = dumped(tmp_path)
+def test_every_stage_is_there_in_order(made: Made):
+    folder, index, _ = made
     assert names(index, "joint") == JOINT
     for half in ("forward", "backward"):
         assert names(index, half) == ["bf16", "cut", "form_regions", "combine_regions"]
-    listing = (tmp_path / "index.txt").read_text()
+    listing = (folder / "index.txt").read_text()
     for stage in index["graphs"]["graph0"]["stages"]:
-        assert (tmp_path / "graph0" / f"{stage['file']}.txt").read_text().count("\n") > 3
+        assert (folder / "graph0" / f"{stage['file']}.txt").read_text().count("\n") > 3
         assert f"  {stage['file']}.txt  .py" in listing
         assert stage["text_only"] == ""
     assert "graph0: recipe=mixed, select='all', executor='eager'" in listing
     assert "FAILED" not in listing
 
 
-def test_the_index_is_in_a_reader_s_order(tmp_path: Path):
+def test_the_index_is_in_a_reader_s_order(by_inductor: ByInductor):
     """Plan, graphs as the passes made them, kernels, code: however the halves came."""
-    model, x = linear()
-    options = {**ALL, "executor": "inductor", "dump": tmp_path}
-    torch.compile(model, backend="fp8", options=options)(x).sum().backward()
-    lines = (tmp_path / "index.txt").read_text().splitlines()
+    text, _ = (by_inductor.folder / "index.txt").read_text().split("graph1:")
+    lines = text.rstrip().splitlines()
     places = [lines.index(f"  {title}") for title in ("plan.txt  plan.json", "graphs, in the order of the passes")]
     places += [lines.index("  Inductor's code")]
     assert places == sorted(places)
@@ -88,13 +121,13 @@ def test_the_index_is_in_a_reader_s_order(tmp_path: Path):
     assert code == ["forward_inductor_code.py", "backward_inductor_code.py"]
 
 
-def test_kernels_are_listed_with_the_graph_that_runs_them(tmp_path: Path):
-    index = dumped(tmp_path)
-    lines = (tmp_path / "index.txt").read_text().splitlines()
+def test_kernels_are_listed_with_the_graph_that_runs_them(made: Made):
+    folder, index, _ = made
+    lines = (folder / "index.txt").read_text().splitlines()
     listed = [line.split() for line in lines[lines.index("  kernels") + 1 :]]
     assert [half for _, half, *_ in listed] == sorted((half for _, half, *_ in listed), reverse=True)
-    files = {(tmp_path / "graph0" / file).resolve() for file, *_ in listed}
-    assert files == set((tmp_path / "kernels").resolve().glob("*.py"))
+    files = {(folder / "graph0" / file).resolve() for file, *_ in listed}
+    assert files == set((folder / "kernels").resolve().glob("*.py"))
     assert len(index["graphs"]["graph0"]["kernels"]) == sum(int((n or ["×1"])[0][1:]) for _, _, *n in listed)
 
 
@@ -115,21 +148,20 @@ def test_a_failing_pass_of_an_optimizer_is_named(tmp_path: Path, monkeypatch: py
     assert graph["stages"][-1]["name"] == f"{step}_failed"
 
 
-def test_the_plan_is_the_plan(tmp_path: Path):
-    dumped(tmp_path)
-    (plan,) = fp8compile.last_compile().plans
-    assert fp8compile.Explanation.from_json((tmp_path / "graph0/plan.json").read_text()).plans == [plan]
-    assert (tmp_path / "graph0/plan.txt").read_text() == fp8compile.Explanation([plan]).full_text()
-    files = sorted(f.stem for f in (tmp_path / "kernels").glob("*.py"))
+def test_the_plan_is_the_plan(made: Made):
+    folder, _, (plan,) = made
+    assert fp8compile.Explanation.from_json((folder / "graph0/plan.json").read_text()).plans == [plan]
+    assert (folder / "graph0/plan.txt").read_text() == fp8compile.Explanation([plan]).full_text()
+    files = sorted(f.stem for f in (folder / "kernels").glob("*.py"))
     assert files == sorted({kernel.name for kernel in plan.kernels})
 
 
-def test_the_same_model_gives_the_same_text(tmp_path: Path):
-    for folder in ("a", "b"):
-        dumped(tmp_path / folder)
-    for file in sorted((tmp_path / "a").rglob("*")):
-        if file.is_file():
-            assert file.read_bytes() == (tmp_path / "b" / file.relative_to(tmp_path / "a")).read_bytes(), file
+def test_the_same_model_gives_the_same_text(made: Made, tmp_path: Path):
+    dumped(tmp_path)
+    files = {path.relative_to(made.folder) for path in made.folder.rglob("*") if path.is_file()}
+    assert files == {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    for file in sorted(files):
+        assert (made.folder / file).read_bytes() == (tmp_path / file).read_bytes(), file
 
 
 def test_explain_dumps_a_model_that_is_compiled_already(tmp_path: Path):
@@ -166,11 +198,10 @@ def test_dumped_graphs_run_and_compute_what_the_model_does(tmp_path: Path):
             assert 20 * torch.log10(e.norm() / (g - e).norm()) > least  # dB: FP32 itself, and FP8 with its casts
 
 
-def test_a_dumped_file_runs_by_itself(tmp_path: Path):
-    dumped(tmp_path)
+def test_a_dumped_file_runs_by_itself(made: Made):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    graph = next((tmp_path / "graph0").glob("*_forward_combine_regions.py"))
-    kernel = min((tmp_path / "kernels").glob("*.py"))
+    graph = next((made.folder / "graph0").glob("*_forward_combine_regions.py"))
+    kernel = min((made.folder / "kernels").glob("*.py"))
     # one process for both: a graph ends by itself, a kernel with a status
     code = f"import runpy; [runpy.run_path(f, run_name='__main__') for f in ({str(graph)!r}, {str(kernel)!r})]"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
@@ -197,25 +228,18 @@ def test_constants_are_written_beside_the_graph(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_warm_cache_is_dumped_too(tmp_path: Path):
-    model, x = linear()
-
-    def step(**options: Any) -> None:
-        torch.compiler.reset()
-        compiled = torch.compile(model, backend="fp8", options={"select": "all", **options})
-        compiled(x).sum().backward()
-
-    step()
-    for number in range(2):
-        counters.clear()
-        step(dump=tmp_path)
-        assert not [name for name in counters["aot_autograd"] if "cache" in name]  # neither asked nor fed
-        graph = json.loads((tmp_path / "index.json").read_text())["graphs"][f"graph{number}"]
+def test_a_warm_cache_is_dumped_too(by_inductor: ByInductor):
+    first, *dumping = by_inductor.caches
+    assert first
+    assert dumping == [[], []]  # neither asked nor fed
+    graphs = json.loads((by_inductor.folder / "index.json").read_text())["graphs"]
+    assert list(graphs) == ["graph0", "graph1"]
+    for name, graph in graphs.items():
         stages_of = {half: [s["name"] for s in graph["stages"] if s["half"] == half] for half in ("joint", "backward")}
         assert stages_of == {"joint": JOINT, "backward": ["bf16", "cut", "lower_markers"]}
         assert [code["half"] for code in graph["code"]] == ["forward", "backward"]
         for code in graph["code"]:
-            assert "def call" in (tmp_path / f"graph{number}" / code["file"]).read_text()
+            assert "def call" in (by_inductor.folder / name / code["file"]).read_text()
 
 
 def test_the_context_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -306,8 +330,10 @@ def test_a_failure_of_inductor_in_backward(tmp_path: Path, monkeypatch: pytest.M
         return inner(*args, **settings)
 
     monkeypatch.setattr(inner_compiler, "compile_fx_inner", fails)
+    model, x = linear()
+    step = torch.compile(model, backend="fp8", options={**ALL, "executor": "inductor", "dump": tmp_path})
     with pytest.raises(Exception, match="no compiler"):
-        dumped(tmp_path, executor="inductor")
+        step(x).sum().backward()
     assert "FAILED    backward graph: Inductor did not compile it: RuntimeError: no compiler" in str(
         fp8compile.last_compile()
     )
@@ -316,19 +342,19 @@ def test_a_failure_of_inductor_in_backward(tmp_path: Path, monkeypatch: pytest.M
 # ---- differences ----------------------------------------------------------------------------------------------------
 
 
-def test_the_difference_of_two_stages(tmp_path: Path):
-    dumped(tmp_path)
-    text = fp8compile.diff(str(tmp_path), "input", "graph0/joint/share_casts")
+def test_the_difference_of_two_stages(made: Made):
+    folder = made.folder
+    text = fp8compile.diff(str(folder), "input", "graph0/joint/share_casts")
     assert text.startswith("--- graph0/joint/input\n+++ graph0/joint/share_casts\n")
     assert "-%addmm: bf16[16, 64] = addmm(" in text
     assert "fp8.scaled_mm(" in text
-    assert stages.diff(tmp_path, "select_matmuls", "assign_scales") == ""
-    assert stages.find(tmp_path, "10_joint_quantize_matmuls.txt").name == "graph0/joint/quantize_matmuls"
+    assert stages.diff(folder, "select_matmuls", "assign_scales") == ""
+    assert stages.find(folder, "10_joint_quantize_matmuls.txt").name == "graph0/joint/quantize_matmuls"
     with pytest.raises(OptionError, match="Did you mean 'graph0/joint/share_casts'"):
-        fp8compile.diff(tmp_path, "input", "joint/share_cast")
+        fp8compile.diff(folder, "input", "joint/share_cast")
     with pytest.raises(Fp8Error, match="is no dump"):
-        fp8compile.diff(tmp_path / "elsewhere", "input", "share_casts")
-    assert len(fp8compile.diff(tmp_path, "input", "share_casts", context=0)) < len(text)
+        fp8compile.diff(folder / "elsewhere", "input", "share_casts")
+    assert len(fp8compile.diff(folder, "input", "share_casts", context=0)) < len(text)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -369,9 +395,9 @@ def test_memory_over_time_is_what_a_run_takes():
     assert found.peak == max(measured.alive)
 
 
-def test_a_dump_compares_memory_with_bf16(tmp_path: Path):
-    dumped(tmp_path)
-    memory = json.loads((tmp_path / "graph0/memory.json").read_text())
+def test_a_dump_compares_memory_with_bf16(made: Made):
+    folder = made.folder
+    memory = json.loads((folder / "graph0/memory.json").read_text())
     for kind in ("bf16", "compiled"):
         for half in ("forward", "backward"):
             line = memory[kind][half]
@@ -379,6 +405,6 @@ def test_a_dump_compares_memory_with_bf16(tmp_path: Path):
             assert line["peak"] == max(line["start"], *line["alive"])
     # backward starts with what it is given, parameters apart: weights are 64×32 and 48×64, biases 64 and 48
     for kind, name in (("bf16", "backward_bf16"), ("compiled", "backward_cut")):
-        (file,) = (tmp_path / "graph0").glob(f"*_{name}.py")
+        (file,) = (folder / "graph0").glob(f"*_{name}.py")
         given = [x for x in fp8compile.example_inputs(file) if tuple(x.shape) not in ((64, 32), (48, 64), (64,), (48,))]
         assert memory[kind]["backward"]["start"] == sum(x.nbytes for x in given)
