@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,12 @@ def explained(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> Plan:
 
 
 @functools.cache
+def of_mlp() -> Plan:
+    """What becomes of `mlp`, explained once."""
+    return explained(*mlp())
+
+
+@functools.cache
 def of_llama() -> fp8compile.Explanation:
     """What becomes of a Llama, explained once."""
     case = ZOO["llama"]()
@@ -75,15 +82,22 @@ def test_an_unedited_plan_changes_nothing(tmp_path: Path):
     for table in ("matmuls", "saved", "kernels"):
         rows = [sorted(map(str, explanation.rows(table))) for explanation in (before, after)]
         assert rows[0] == rows[1]
-    # and without select="all", which would leave everything on a CPU: the plan alone says what becomes FP8
-    pinned = fp8compile.explain(case.model, loss=case.loss, options={"strict": True, "plan": str(file)}, **case.inputs)
-    assert [m.decision for m in pinned.plans[0].matmuls] == [m.decision for m in before.plans[0].matmuls]
-    assert [(m.left, m.right) for m in pinned.plans[0].matmuls] == [(m.left, m.right) for m in before.plans[0].matmuls]
+
+
+def test_a_plan_alone_says_what_becomes_fp8(tmp_path: Path):
+    """Without select="all", which would leave everything on a CPU."""
+    (model, x), file = mlp(), tmp_path / "plan.json"
+    file.write_text(edited(of_mlp(), "2", "output", decision="bf16").to_json())
+    pinned = fp8compile.explain(model, x, options={"strict": True, "plan": str(file)}).plans[0]
+    assert [(m.path, m.role) for m in pinned.kept] == [("2", "output")]
+    casts = [[(m.left, m.right) for m in plan.matmuls if m not in pinned.kept] for plan in (pinned, of_mlp())]
+    del casts[1][[(m.path, m.role) for m in of_mlp().matmuls].index(("2", "output"))]
+    assert casts[0] == casts[1]
 
 
 def test_one_matmul_to_bf16():
     model, x = mlp()
-    before = explained(model, x)
+    before = of_mlp()
     plan = edited(before, "2", "grad_weight", decision="bf16")
     after = explained(model, x, plan=plan)
     assert differing(before, after) == [("2", "grad_weight")]
@@ -97,7 +111,7 @@ def test_one_matmul_to_bf16():
 
 def test_casts_of_one_matmul():
     model, x = mlp()
-    before = explained(model, x)
+    before = of_mlp()
     rows = {"left": {"format": "e5m2", "granularity": "row"}, "right": {"format": "e4m3", "granularity": "row"}}
     plan = edited(before, "4", "grad_input", **rows)
     after = explained(model, x, plan=plan)
@@ -105,29 +119,40 @@ def test_casts_of_one_matmul():
     row = next(m for m in after.matmuls if (m.path, m.role) == ("4", "grad_input"))
     assert (row.left, row.right) == (Operand("e5m2", "row"), Operand("e4m3", "row"))
     role = {"left": {"format": "e5m2", "granularity": "row"}, "right": {"granularity": "row"}}
-    last = gradients(model, x, plan=plan)[-1]  # of the last bias: no cast takes part
-    assert torch.equal(last, gradients(model, x)[-1])
-    assert not torch.equal(gradients(model, x, plan=plan)[0], gradients(model, x)[0])
+    usual, changed = gradients(model, x), gradients(model, x, plan=plan)
+    assert torch.equal(changed[-1], usual[-1])  # of the last bias: no cast takes part
+    assert not torch.equal(changed[0], usual[0])
     of_all = explained(model, x, recipe={"base": "mixed", "grad_input": role})
     assert (row.left, row.right) == next((m.left, m.right) for m in of_all.matmuls if m.role == "grad_input")
 
 
+class Gated(nn.Module):
+    """Two layers that become one, of an input that needs its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(32, 48, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(x).sigmoid() * self.up(x)
+
+
 def test_a_merged_row_speaks_of_its_members():
-    case, before = ZOO["llama"](), of_llama().plans[0]
-    path = "model.layers.0.self_attn.(q_proj+k_proj+v_proj)"
-    plan = edited(before, path, "output", decision="bf16")
-    after = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": plan}, **case.inputs).plans[0]
-    left = [(m.path.rsplit(".")[-1], m.role) for m in after.kept if m.path != "lm_head"]
-    assert left == [("q_proj", "output"), ("k_proj", "output"), ("v_proj", "output")]
-    assert {m.reason for m in after.kept if m.path != "lm_head"} == {"the plan says so"}
-    # The gradients of those three are still FP8, now each by itself: they are merged together with their outputs.
-    assert sum(m.decision == "fp8" for m in after.matmuls) == len(before.converted) - 1 + 2 + 2
+    model, x = Gated().bfloat16(), torch.randn(16, 32).bfloat16().requires_grad_()
+    before = explained(model, x)
+    after = explained(model, x, plan=edited(before, "(gate+up)", "output", decision="bf16"))
+    assert [(m.path, m.role) for m in after.kept] == [("gate", "output"), ("up", "output")]
+    assert {m.reason for m in after.kept} == {"the plan says so"}
+    # The gradients of both are still FP8, now each by itself: they are merged together with their outputs.
+    assert sum(m.decision == "fp8" for m in before.matmuls) == 3
+    assert sum(m.decision == "fp8" for m in after.matmuls) == 4
 
 
 def test_bf16_to_fp8_takes_the_casts_of_the_recipe():
-    case, before = ZOO["llama"](), of_llama().plans[0]
-    plan = edited(before, "lm_head", "output", decision="fp8")
-    after = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": plan}, **case.inputs).plans[0]
+    model, x = nn.Sequential(OrderedDict(up=nn.Linear(32, 64), lm_head=nn.Linear(64, 48))).bfloat16(), mlp()[1]
+    before = explained(model, x)
+    assert {m.path for m in before.kept} == {"lm_head"}
+    after = explained(model, x, plan=edited(before, "lm_head", "output", decision="fp8"))
     assert differing(before, after) == [("lm_head", "output")]
     row = next(m for m in after.matmuls if (m.path, m.role) == ("lm_head", "output"))
     assert (str(row.left), str(row.right), row.reason) == ("e4m3 row", "e4m3 tensor", "the plan says so")
@@ -145,7 +170,7 @@ def test_repeated_modules_are_told_apart_by_occurrence():
 
 def test_rows_may_be_deleted_and_the_batch_may_differ():
     model, x = mlp()
-    data = json.loads(edited(explained(model, x), "0", "output", decision="bf16").to_json())
+    data = json.loads(edited(of_mlp(), "0", "output", decision="bf16").to_json())
     data["matmuls"] = [row for row in data["matmuls"] if row["decision"] == "bf16"]
     after = explained(model, torch.randn(32, 32).bfloat16(), plan=Plan.from_json(json.dumps(data)))
     assert [(m.path, m.role) for m in after.kept] == [("0", "output")]
@@ -177,14 +202,37 @@ def test_where_the_weight_is_on_the_left_columns_are_tokens():
     assert len(explained(model, wider, plan=plan).converted) == 3
 
 
+class Broken(nn.Module):
+    """Two layers of a kind, with a graph break between them."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = nn.RMSNorm(32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.up(self.norm(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Broken.Layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
 def test_a_plan_of_several_graphs():
-    case = ZOO["graph_break"]()
-    both = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs)
-    again = fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": both}, **case.inputs)
+    model, x = Broken().bfloat16(), torch.randn(16, 32).bfloat16()  # a graph for it, and one for what takes a gradient
+    both = fp8compile.explain(model, x, options=ALL)
+    assert len(both.plans) == 2
+    again = fp8compile.explain(model, x, options={**ALL, "plan": both})
     assert again == both
     both.plans[1] = edited(both.plans[1], "up", "output", decision="bf16")
     with pytest.raises(Exception, match="several graphs with the same modules and different decisions"):
-        fp8compile.explain(case.model, loss=case.loss, options={**ALL, "plan": both}, **case.inputs)
+        fp8compile.explain(model, x, options={**ALL, "plan": both})
 
 
 # ---- what cannot be -------------------------------------------------------------------------------------------------
@@ -215,7 +263,7 @@ def _another_size(row: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_a_row_that_cannot_be_carried_out_is_an_error(change: Callable[[dict[str, Any]], None], message: str):
     model, x = mlp()
-    data = json.loads(explained(model, x).to_json())
+    data = json.loads(of_mlp().to_json())
     which = "0" if "grad_input" in message else "2"
     change(next(row for row in data["matmuls"] if (row["path"], row["role"]) == (which, "output")))
     for strict in (True, False):  # a plan that does not fit is never passed over
@@ -226,7 +274,7 @@ def test_a_row_that_cannot_be_carried_out_is_an_error(change: Callable[[dict[str
 @pytest.mark.parametrize("role", ["output", "grad_input", "grad_weight"])
 def test_of_the_sizes_that_of_the_tokens_alone_may_differ(role: str):
     model, x = mlp()
-    plan = explained(model, x)
+    plan = of_mlp()
     row = next(m for m in plan.matmuls if (m.path, m.role) == ("2", role))
     tokens = "k" if role == "grad_weight" else "m"
     for size in ("m", "n", "k"):
@@ -236,17 +284,6 @@ def test_of_the_sizes_that_of_the_tokens_alone_may_differ(role: str):
         else:
             with pytest.raises(Exception, match=f"2 {role} is M×N×K = .* a plan of another model"):
                 explained(model, x, plan=Plan(matmuls=[*other.matmuls, plan.matmuls[0]]))
-
-
-class Gated(nn.Module):
-    """Two layers that become one, of an input that needs its gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(32, 48, bias=False) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gate(x).sigmoid() * self.up(x)
 
 
 def test_sizes_of_a_merged_row_are_those_of_its_members_together():
@@ -270,9 +307,19 @@ def test_a_plan_of_another_model_is_refused():
         explained(model, x, plan=other)
 
 
+class Scores(nn.Module):
+    """A product of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys = (nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.queries(x) @ self.keys(x).t()
+
+
 def test_what_can_never_be_fp8():
-    case = ZOO["llama_eager_attention"]()
-    before = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs).plans[0]
+    before = explained(Scores().bfloat16(), torch.randn(16, 32).bfloat16())
     row = next(m for m in before.matmuls if m.role == "other")
     before.update(row.node, decision="fp8")
     with pytest.raises(OptionError, match="cannot be FP8: neither operand comes from"):
@@ -325,8 +372,7 @@ def test_errors_name_row_and_field(change: dict[str, Any], message: str, tmp_pat
 
 
 def test_the_content_of_a_plan_is_part_of_the_options(tmp_path: Path):
-    model, x = mlp()
-    plan = explained(model, x)
+    plan = of_mlp()
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
     one = Options.parse({"plan": file})
