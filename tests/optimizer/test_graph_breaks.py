@@ -271,10 +271,14 @@ def test_no_update_is_lost(make: type[Moments]) -> None:
                 assert opt.state[p][name] == x, name
         if make is not Inline:  # of which Dynamo makes no graph at all
             assert formats(opt, p)
-    assert_no_more_graphs(opt, graphs, LARGE)
+    if make not in COUNTED_BELOW:
+        assert_no_more_graphs(opt, graphs, LARGE)
 
 
-@pytest.mark.parametrize("make", [Item, Half, Inline, Reads, Replaces, Foreach])
+COUNTED_BELOW = [Half, Reads, Replaces, Foreach]
+
+
+@pytest.mark.parametrize("make", COUNTED_BELOW)
 def test_eight_bit_states_take_no_more_graphs_than_plain_ones(make: type[Moments]) -> None:
     opt, reference, graphs = both(make, None, MIXED)
     for p, q, start in zip(parameters_of(opt), parameters_of(reference), make_parameters(MIXED), strict=True):
