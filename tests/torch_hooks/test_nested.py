@@ -44,7 +44,7 @@ class Nested(Plain):
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
+        self.linear = nn.Linear(SIZE, SIZE, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(F.silu(x))
@@ -64,7 +64,7 @@ class Mixer(nn.Module):
         return F.gelu(x) @ weight
 
 
-def stack(block: type[nn.Module], layers: int = 3) -> nn.Sequential:
+def stack(block: type[nn.Module], layers: int = 2) -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [block() for _ in range(layers)]
     return nn.Sequential(nn.Linear(SIZE, SIZE), *blocks, nn.Linear(SIZE, SIZE)).bfloat16()
@@ -108,9 +108,10 @@ def test_a_step_is_that_of_layers_without_regions(recipe: str) -> None:
 
 @pytest.mark.slow
 def test_through_inductor() -> None:
-    model, plain = stack(SmallNested, 2), stack(Small, 2)
+    """One layer, and behind it two in a region."""
+    model, plain = (stack(block)[:-1] for block in (SmallNested, Small))
     assert_close(gradients(compiled(model, executor="inductor"), model), gradients(plain, plain))
-    assert [len(plan.converted) for plan in fp8compile.last_compile().plans] == [3, 5]
+    assert [len(plan.converted) for plan in fp8compile.last_compile().plans] == [3, 2]
 
 
 def test_weights_are_told_from_what_comes_with_a_batch() -> None:
@@ -164,7 +165,7 @@ def test_casts_of_all_layers_are_measured() -> None:
     for _ in range(2):
         assert_close(gradients(watched, model), gradients(plain, plain))
     rows = watched.statistics.rows()
-    assert {row.path for row in rows} >= {"0", "4"}
+    assert {row.path for row in rows} >= {"0", "3"}
     assert any(row.path.endswith("up") for row in rows)
 
 
