@@ -69,7 +69,8 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle = nn.Linear(SIZE, SIZE), nn.Sequential(nn.GELU(), nn.Linear(SIZE, SIZE))
+        self.first, last = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(2))
+        self.middle = nn.Sequential(nn.GELU(), last)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.middle(self.first(x))
