@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,10 +51,13 @@ def assert_as_in_eager(step: Callable[[Tensor, Tensor], Any], x: Tensor, z: Tens
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("step", [one, some_of_which_one_is_read_for_a_third, all_of_them, computed])
-def test_custom_operators(step: Callable[[Tensor, Tensor], Any]) -> None:
-    assert_as_in_eager(step, torch.arange(1.0, 5.0), torch.full((4,), 3.0))
-    assert_as_in_eager(step, torch.ones(()), torch.full((), 3.0))
+@pytest.mark.parametrize(
+    ("step", "shape"),
+    [(one, ()), (some_of_which_one_is_read_for_a_third, (4,)), (all_of_them, (4,)), (computed, ())],
+    ids=lambda x: getattr(x, "__name__", "vector" if x else "number"),
+)
+def test_custom_operators(step: Callable[[Tensor, Tensor], Any], shape: tuple[int, ...]) -> None:
+    assert_as_in_eager(step, torch.arange(1.0, 1.0 + math.prod(shape)).reshape(shape), torch.full(shape, 3.0))
 
 
 def test_a_view() -> None:
@@ -65,9 +69,9 @@ def test_step_counts_that_other_states_are_computed_from() -> None:
 
     def optimizer() -> torch.optim.Optimizer:
         generator = torch.Generator().manual_seed(0)
-        parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((96, 64), (7,), (5, 3), (1,))]
+        parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((96, 64), (7,))]
         kind, arguments = OPTIMIZERS["nadam"]
-        return kind([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.003}], lr=0.01, **arguments)
+        return kind([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.003}], lr=0.01, **arguments)
 
     mine, theirs = optimizer(), optimizer()
     step = torch.compile(mine.step, backend=lambda gm, inputs: fp8(gm, inputs))  # a graph of all parameters
@@ -76,13 +80,13 @@ def test_step_counts_that_other_states_are_computed_from() -> None:
             set_gradients([p for group in opt.param_groups for p in group["params"]], i)
             call()
     products = [[state["mu_product"] for state in opt.state.values()] for opt in (mine, theirs)]
-    assert len(products[0]) == 4
+    assert len(products[0]) == 2
     torch.testing.assert_close(*products)
 
 
 def test_other_backends_are_left_alone() -> None:
     """What torch does wrong, it does as before (`test_patches.py` asks whether it still does)."""
     before = torch.compile(one)(torch.ones(()), torch.ones(()))
-    torch.compile(one, backend="fp8")(torch.ones(()), torch.ones(()))
+    assert torch.compile(one, backend="fp8")(torch.ones(()), torch.ones(())) == 3
     torch.compiler.reset()
     assert torch.equal(torch.compile(one)(torch.ones(()), torch.ones(())), before)
