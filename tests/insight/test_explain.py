@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import linecache
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -44,6 +45,13 @@ def mlp(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), *more, nn.GELU(), nn.Linear(64, 32)).bfloat16()
 
 
+@functools.cache
+def of_graph_break() -> Explanation:
+    """What becomes of two blocks with a graph break between them, explained once."""
+    case = ZOO["graph_break"]()
+    return fp8compile.explain(case.model, loss=case.loss, options={**ALL, "executor": "eager"}, **case.inputs)
+
+
 def batch(*shape: int) -> torch.Tensor:
     return torch.randn(shape or (16, 32)).bfloat16()
 
@@ -67,12 +75,23 @@ def test_flops_are_those_that_torch_counts():
 
 
 def test_repeated_layers_are_one_and_the_table_fits_a_terminal():
-    case = ZOO["qwen2"]()
-    shown = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs).full_text()
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"layers": nn.Sequential(*(nn.Sequential(OrderedDict(mlp=Gated())) for _ in range(2)))})
+    model, head, x = layers.bfloat16(), nn.Linear(64, 256).bfloat16(), torch.randn(32, 64, dtype=torch.bfloat16)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.lm_head = model, head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lm_head(self.model["layers"](x))
+
+    shown = fp8compile.explain(Model(), x, options=ALL).full_text()
     assert max(map(len, shown.splitlines())) <= 120
-    assert "model.layers.{0-1}.mlp.(gate_proj+up_proj)  ×2    modeling_qwen2.py" in shown
-    assert "grad_weight     256×64×64  fp8   e4m3 tensor × e4m3 tensor  every matmul that can run" in shown
-    assert shown[: shown.index("saved for backward  ")].count("mlp.down_proj") == 1
+    assert "model.layers.{0-1}.mlp.(gate+up)  ×2    test_explain.py" in shown
+    assert "grad_weight     256×64×32  fp8   e4m3 tensor × e4m3 tensor  every matmul that can run" in shown
+    assert shown[: shown.index("saved for backward  ")].count("mlp.down") == 1
     assert "3× the output head (lm_head=True converts it)" in shown
 
 
@@ -145,15 +164,15 @@ def test_a_model_without_anything_to_convert_says_so_and_why():
 
 
 def test_every_graph_between_breaks_is_there():
-    case = ZOO["graph_break"]()
-    explanation = fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs)
+    case, explanation = ZOO["graph_break"](), of_graph_break()
     assert len(explanation.plans) == 2
     assert explanation.totals.fp8 == case.matmuls
     assert {row["graph"] for row in explanation.rows()} == {0, 1}
     assert str(explanation).startswith("2 graphs: 2× training · recipe mixed · cpu")
     assert explanation.full_text().startswith("all 2 graphs")
     assert all(f"graph {i}: training" in explanation.table("saved") for i in (0, 1))
-    assert fp8compile.explain(case.model, loss=case.loss, options=ALL, **case.inputs) == explanation
+    options = {**ALL, "executor": "eager"}
+    assert fp8compile.explain(case.model, loss=case.loss, options=options, **case.inputs) == explanation
 
 
 def test_the_last_compile_has_every_graph_of_its_call():
@@ -164,9 +183,8 @@ def test_the_last_compile_has_every_graph_of_its_call():
     compiled = torch.compile(case.model, backend="fp8", options=options)
     case.loss(compiled(**case.inputs)).backward()
     last = fp8compile.last_compile()
-    explained = fp8compile.explain(case.model, loss=case.loss, options=options, **case.inputs)
     assert len(last.plans) == 2
-    assert str(last) == str(explained)
+    assert str(last) == str(of_graph_break())
     assert len(last.converted) == last.totals.fp8 == case.matmuls
     assert last.saved_bytes == last.totals.saved_after == sum(plan.saved_bytes for plan in last.plans)
     assert len(last.kernels) == sum(len(half.kernels) for half in last.halves.values()) == last.totals.kernels
@@ -525,7 +543,7 @@ class Trainer:
 
 
 def test_paths_are_those_of_the_compiled_step(monkeypatch: pytest.MonkeyPatch):
-    model, x = mlp(), batch()
+    model, x = nn.Sequential(nn.GELU(), nn.Linear(32, 32)).bfloat16(), batch()
     monkeypatch.setitem(globals(), "GLOBAL_MODEL", model)
 
     def outer(x: torch.Tensor) -> None:
@@ -539,7 +557,7 @@ def test_paths_are_those_of_the_compiled_step(monkeypatch: pytest.MonkeyPatch):
         torch.compile(step, backend="fp8", options={**ALL, "executor": "eager"})(x)
         paths = [row.path for row in fp8compile.last_compile().matmuls]
         assert [row["path"] for row in explanation.rows()] == paths
-        assert {path.split(".")[-1] for path in paths} == {"0", "2"}
+        assert {path.split(".")[-1] for path in paths} == {"1"}
         model.zero_grad()
 
 

@@ -78,8 +78,7 @@ def compiled(opt: torch.optim.Optimizer, how: str, arguments: Any = FP8) -> Call
     return torch.compile(opt.step, **arguments)
 
 
-@pytest.mark.parametrize("how", ["method", "bound"])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(("name", "how"), [*zip(FUSED, ["method", "bound"] * 2, strict=True)])
 def test_a_fused_step_is_said_once_with_the_cure(name: str, how: str) -> None:
     m = model()
     opt = getattr(torch.optim, name)(m.parameters(), lr=1e-2, fused=True)
