@@ -5,7 +5,7 @@ from __future__ import annotations
 import interpreter
 import pytest
 import torch
-from updates import Data, adam, data_for, hard, unscaled
+from updates import SIZES, Data, adam, data_for, hard, unscaled
 
 from fp8compile.kernels.optimizer import bound_launch, state_transfer, update_launch
 from fp8compile.kernels.optimizer import update as reference
@@ -16,6 +16,8 @@ from fp8compile.kernels.reference import state_reference
 
 FORMATS = ["log", "e4m3", "e5m2", "e4m3/linear", "e5m2/linear"]
 SCHEDULE = UpdateSchedule(groups=16)
+WIDE = UpdateSchedule(groups=256)  # all in one tile, which the interpreter runs in the time of one
+FEW = (2048, 1, 0, 129, 2300)  # a full tile, less than a group, nothing, a group and a bit, a tile and a bit
 
 pytestmark = pytest.mark.skipif(
     not interpreter.INTERPRETED, reason="needs TRITON_INTERPRET=1, set before Triton's import"
@@ -28,8 +30,8 @@ def files(tmp_path, monkeypatch):
     interpreter.prepare()
 
 
-def both(update: Update) -> tuple[Data, Data]:
-    mine, theirs = data_for(update), data_for(update)
+def both(update: Update, sizes: tuple[int, ...] = SIZES) -> tuple[Data, Data]:
+    mine, theirs = data_for(update, sizes), data_for(update, sizes)
     update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
     reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
     return mine, theirs
@@ -48,7 +50,7 @@ def assert_equal(update: Update, mine: Data, theirs: Data) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_states_bit_for_bit(name, noise):
     update = adam(f"{name}{noise}", f"{name}{noise}", root="abs")
-    assert_equal(update, *both(update))
+    assert_equal(update, *both(update, FEW))
 
 
 @pytest.mark.parametrize("parameter", ["float32", "bfloat16", "stochastic", "split"])
@@ -64,7 +66,7 @@ def test_parameters_bit_for_bit(parameter):
 def test_hard_groups_bit_for_bit(name, positive, noise):
     update, mine = hard(f"{name}{noise}", positive)
     theirs = mine.clone()
-    update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
+    update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", WIDE)
     reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
     assert_equal(update, mine, theirs)
 
@@ -77,7 +79,7 @@ def test_states_in_fp32():
 @pytest.mark.parametrize("root", ["sigmoid", "tanh"])
 def test_functions_come_with_those_that_they_call(root):
     """Sigmoids and tanhs are made of exp and a division, each with a few roundings of 2^-24."""
-    mine, theirs = both(adam("float32", "float32", root=root))
+    mine, theirs = both(adam("float32", "float32", root=root), FEW)
     for x, y in zip(mine.stored, theirs.stored, strict=True):
         assert torch.allclose(x, y, rtol=1e-5, atol=1e-6)
 
@@ -85,13 +87,13 @@ def test_functions_come_with_those_that_they_call(root):
 def test_non_finite_values_reach_every_format():
     for name in FORMATS:
         update = adam(name, name)
-        mine, theirs = data_for(update), data_for(update)
+        mine, theirs = data_for(update, (100, 2048)), data_for(update, (100, 2048))
         for data in (mine, theirs):
-            data.read[4][300] = torch.inf
-            data.read[4][900] = torch.nan
+            data.read[1][300] = torch.inf
+            data.read[1][900] = torch.nan
         update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "interpreter", SCHEDULE)
         reference.run(theirs.stored, theirs.read, theirs.scalars, update.to_json())
-        k = 4 * update.width(update.stored)
+        k = update.width(update.stored)
         payload, side = mine.stored[k + 1 : k + 3]
         assert not side[2, 1].isfinite()
         assert not side[7, 1].isfinite()
@@ -105,7 +107,7 @@ def test_unscaled_and_skipped(parameter):
     """Bit for bit as the reference, which unscales as GradScaler does; of parameters to skip nothing is written."""
     plain = adam("log", "log/stochastic", parameter, "bfloat16", root="abs")
     update = unscaled(plain)
-    mine, theirs, simple = data_for(update), data_for(update), data_for(plain)
+    mine, theirs, simple = data_for(update, FEW), data_for(update, FEW), data_for(plain, FEW)
     inverse, wide = torch.tensor(3.0 * 2**14).double().reciprocal().float(), update.width(update.stored)
     for data in (mine, theirs):
         for k in range(0, len(data.scalars), 3):
@@ -175,7 +177,7 @@ def test_states_stored_and_read_by_a_kernel(name, noise, dtype):
 
 def test_a_captured_launch_keeps_what_it_reads(monkeypatch):
     """A CUDA graph copies the table whenever it runs; a step outside of it sends its own."""
-    mine = data_for(adam("log", "log", root="abs"))
+    mine = data_for(adam("log", "log", root="abs"), FEW)
     launch = BoundLaunch(adam("log", "log", root="abs").to_json(), mine.stored, mine.read, "interpreter")
     addresses = [x.data_ptr() for x in mine.read]
     with monkeypatch.context() as captured:
@@ -195,7 +197,7 @@ def test_a_captured_launch_keeps_what_it_reads(monkeypatch):
 def test_a_launch_that_is_made_again(noise):
     """New gradients, numbers with rows to spare, and a parameter that is left out for a step."""
     update = adam(f"log{noise}", f"log{noise}", root="abs")
-    mine, theirs = data_for(update), data_for(update)
+    mine, theirs = data_for(update, FEW), data_for(update, FEW)
     launch = BoundLaunch(update.to_json(), mine.stored, mine.read, "interpreter")
     count = len(launch.sizes)
     wide, narrow, each = len(mine.stored) // count, len(mine.read) // count, len(mine.scalars) // count
@@ -203,7 +205,7 @@ def test_a_launch_that_is_made_again(noise):
         read = [x + step for x in mine.read]
         numbers = torch.stack([x.float() for x in mine.scalars]).view(count, each)
         launch.read_again(0, [x.data_ptr() for x in read])
-        left_out = 4 if step == 1 else -1  # the one of 5000 elements
+        left_out = 4 if step == 1 else -1  # the one of 2300 elements
         launch.update_only(tuple(i != left_out for i in range(count)))
         launch(torch.cat([numbers, numbers]))
         members = [i for i in range(count) if i != left_out]
