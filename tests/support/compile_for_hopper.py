@@ -20,7 +20,7 @@ import compile_watching
 
 # 1024 takes minutes of ptxas, and has no operator of its own; 298 and 426 cast one number, and zeros, four at a time;
 # -10037 has rows of 1000 in groups of 64, reduced: whole, they take more than the shared memory has.
-SEEDS = (1026, 1027, 1028, 1030, 1031, 298, 426, -10037)
+SEEDS = (1027, 1028, 1030, 1031, 298, 426, -10037)
 SCRIPTS: dict[str, Callable[[], None]] = {
     "regions": lambda: compile_regions.main(0, 0, *SEEDS),
     "softmax": lambda: compile_softmax.main(verbose=False),

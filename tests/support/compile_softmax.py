@@ -1,6 +1,6 @@
-"""Compile the softmax of chunked losses for Hopper, without a GPU, in all its forms; prints how many compiled.
+"""Compile the softmax of chunked losses for Hopper, without a GPU, in its forms; prints how many compiled.
 
-    python tests/support/compile_softmax.py [--verbose]
+    python tests/support/compile_softmax.py [--verbose]     with it, in all forms
 
 A process of its own, as Triton is either interpreted or compiled in one.
 """
@@ -32,11 +32,13 @@ FORMS = [
 ]
 DTYPES = ("bf16", "fp16", "fp32")
 KERNELS = {(DTYPES[i % 3], form) for i, form in enumerate(FORMS)} | {(dtype, FORMS[-1]) for dtype in DTYPES}
+SOME = {("bf16", FORMS[0]), ("fp16", FORMS[1]), ("fp32", FORMS[6]), ("bf16", FORMS[7]), ("fp32", FORMS[7])}  # each branch
 
 
 def main(verbose: bool) -> None:
     compiled = 0
-    for dtype, form in sorted(KERNELS):
+    kernels = KERNELS if verbose else SOME
+    for dtype, form in sorted(kernels):
         values = dict(zip(NAMES, form, strict=True)) | {"BLOCK": softmax_gradient.BLOCK}
         signature = {"logits": f"*{dtype}"} | SIGNATURE
         source = ASTSource(softmax_gradient.softmax_gradient, signature, values, ALIGNED)
@@ -46,7 +48,7 @@ def main(verbose: bool) -> None:
         if verbose:
             ptx = str(asm["ptx"])
             print(dtype, form, {op: ptx.count(op) for op in ("ld.global", "st.global", "ex2", "bar.sync")})
-    print(f"{compiled} of {len(KERNELS)} compiled")
+    print(f"{compiled} of {len(kernels)} compiled")
 
 
 if __name__ == "__main__":
