@@ -18,7 +18,6 @@ from fp8compile.passes.matmul import matmul_costs
 from fp8compile.passes.matmul.merge_matmuls import common_path
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
-RECIPES = ("mixed", "rowwise", "tensorwise")
 graphs: list = []
 
 
@@ -77,6 +76,12 @@ def merged(plan, role: str) -> list[tuple[str, ...]]:
     return [m.merged for m in plan.matmuls if m.role == role and m.merged]
 
 
+def assert_payloads_are_concatenated(graph):
+    """And nothing in high precision but biases and scales, which have 96 numbers at most."""
+    large = [n.meta["val"] for n in graph.find_nodes(op="call_function", target=aten.cat.default)]
+    assert {str(v.dtype) for v in large if v.numel() > 96} == {"torch.float8_e4m3fn"}
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
@@ -85,14 +90,16 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shape"), [((32, 32, 32), (16, 32)), ((32, 16, 48), (4, 8, 32)), ((16, 16), (16, 32))]
+    ("sizes", "shape", "bias", "dtype"),
+    [((32, 16, 48), (4, 8, 32), False, torch.float32), ((16, 16), (16, 32), True, torch.bfloat16)],
 )
-def test_with_row_scales_forward_is_bitwise_that_of_separate_matmuls(monkeypatch, sizes, shape):
-    model, x = Projections(sizes=sizes, bias=(False,) * len(sizes)), torch.randn(shape)
+def test_with_row_scales_forward_is_bitwise_that_of_separate_matmuls(monkeypatch, sizes, shape, bias, dtype):
+    model, x = Projections(sizes=sizes, bias=(bias,) * len(sizes)).to(dtype), torch.randn(shape, dtype=dtype)
     separate, separate_gradients = run_unmerged(monkeypatch, model, x)
     outputs, gradients, plan = run(model, x)
     names = tuple("qkv"[: len(sizes)])
     assert merged(plan, "output") == merged(plan, "grad_input") == merged(plan, "grad_weight") == [names]
+    assert_payloads_are_concatenated(graphs[-1])
     for got, wanted in zip(outputs, separate, strict=True):
         assert torch.equal(got, wanted)
     for got, wanted in zip(gradients[1:], separate_gradients[1:], strict=True):
@@ -104,13 +111,15 @@ def test_with_row_scales_forward_is_bitwise_that_of_separate_matmuls(monkeypatch
 
 @pytest.mark.parametrize(
     ("bias", "recipe"),
-    [((True, False, True), "mixed"), ((False,) * 3, "rowwise"), ((True,) * 3, "tensorwise")],
+    [((True, False, True), "mixed"), ((True,) * 3, "tensorwise")],
 )
 def test_merged_projections_compute_what_separate_ones_do(monkeypatch, bias, recipe):
     model, x = Projections(bias=bias), torch.randn(4, 8, 32)
     separate, separate_gradients = run_unmerged(monkeypatch, model, x, recipe)
     outputs, gradients, plan = run(model, x, recipe)
     assert merged(plan, "output") == [("q", "k", "v")]
+    if recipe == "mixed":
+        assert_payloads_are_concatenated(graphs[-1])
     # tensor scales of merged operands are shared: errors of casts differ, by 2^-4 at worst (E4M3), 2^-3 (E5M2)
     bound = 2**-3 if recipe == "tensorwise" else 2**-4
     for got, wanted in zip(outputs + gradients, separate + separate_gradients, strict=True):
@@ -152,16 +161,15 @@ def test_a_member_may_have_far_smaller_gradients(recipe, smaller):
     assert relative(found[1], found[0]) < 2**-4
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["mixed", "rowwise"])
 def test_gate_and_up_become_one_matmul(monkeypatch, recipe):
     model, x = SwiGLU(), torch.randn(4, 8, 32)
     separate, separate_gradients = run_unmerged(monkeypatch, model, x, recipe)
     outputs, gradients, plan = run(model, x, recipe)
     for role in ("output", "grad_input", "grad_weight"):
         assert merged(plan, role) == [("gate", "up")]
-    bound = 2**-3 if recipe == "tensorwise" else 2**-4  # as above
     for got, wanted in zip(outputs + gradients, separate + separate_gradients, strict=True):
-        assert relative(got, wanted) < bound
+        assert relative(got, wanted) < 2**-4  # as above
     if recipe == "rowwise":
         assert torch.equal(outputs[0], separate[0])
 
@@ -214,31 +222,11 @@ def test_a_group_that_reads_what_another_group_made(monkeypatch):
         assert relative(got, wanted) < 2**-3  # two casts that differ, one after the other
 
 
-def test_bf16_models_merge_too(monkeypatch):
-    model, x = Projections(bias=(True, True, False)).bfloat16(), torch.randn(16, 32, dtype=torch.bfloat16)
-    separate, _ = run_unmerged(monkeypatch, model, x)
-    outputs, _, plan = run(model, x)
-    assert merged(plan, "output") == [("q", "k", "v")]
-    for got, wanted in zip(outputs, separate, strict=True):
-        assert torch.equal(got, wanted)
-
-
 # --- the plan and the graph
 
 
-def test_the_plan_has_one_row_in_the_place_of_its_members():
-    _, _, plan = run(Projections(sizes=(32, 16, 48)), torch.randn(16, 32))
-    rows = {m.role: (m.path, m.kind, m.m, m.n, m.k, m.merged) for m in plan.matmuls}
-    assert len(plan.matmuls) == 3
-    assert rows == {
-        "output": ("(q+k+v)", "mm", 16, 96, 32, ("q", "k", "v")),
-        "grad_input": ("(q+k+v)", "mm", 16, 32, 96, ("q", "k", "v")),
-        "grad_weight": ("(q+k+v)", "mm", 96, 32, 16, ("q", "k", "v")),
-    }
-
-
-def test_its_estimated_times_are_those_of_all_members(monkeypatch):
-    """By one that knows each: the report adds rows up."""
+def test_the_plan_has_one_row_in_the_place_of_its_members(monkeypatch):
+    """Its estimated times are those of all of them, by one that knows each: the report adds rows up."""
     asked: dict[str, list[tuple[float, float]]] = {}
     plain = matmul_costs.Costs.milliseconds
 
@@ -249,19 +237,17 @@ def test_its_estimated_times_are_those_of_all_members(monkeypatch):
     monkeypatch.setattr(devices, "describe", lambda device: replace(devices.TABLE["H200"], emulated=True))
     monkeypatch.setattr(matmul_costs.Costs, "milliseconds", milliseconds)
     _, _, plan = run(Projections(sizes=(32, 16, 48)), torch.randn(16, 32), select="all")
+    rows = {m.role: (m.path, m.kind, m.m, m.n, m.k, m.merged) for m in plan.matmuls}
     assert len(plan.matmuls) == 3
+    assert rows == {
+        "output": ("(q+k+v)", "mm", 16, 96, 32, ("q", "k", "v")),
+        "grad_input": ("(q+k+v)", "mm", 16, 32, 96, ("q", "k", "v")),
+        "grad_weight": ("(q+k+v)", "mm", 96, 32, 16, ("q", "k", "v")),
+    }
     for row in plan.matmuls:
         bf16, fp8 = zip(*asked[row.role], strict=True)
         assert len(bf16) == 3
         assert (row.milliseconds_bf16, row.milliseconds_fp8) == pytest.approx((sum(bf16), sum(fp8)))
-
-
-@pytest.mark.parametrize("recipe", ["mixed", "rowwise"])
-def test_no_concatenation_in_high_precision_is_materialised(recipe):
-    run(Projections(bias=(True, True, True)), torch.randn(16, 32), recipe)
-    (graph,) = graphs
-    large = [n.meta["val"] for n in graph.find_nodes(op="call_function", target=aten.cat.default)]
-    assert {str(v.dtype) for v in large if v.numel() > 96} == {"torch.float8_e4m3fn"}  # biases and scales have 96
 
 
 @pytest.mark.parametrize(
@@ -330,7 +316,7 @@ def test_one_weight_used_twice_stays_separate():
     assert {m.decision for m in plan.matmuls} == {"fp8"}
 
 
-@pytest.mark.parametrize("n", [8, 24, 40])
+@pytest.mark.parametrize("n", [8, 24])
 def test_parts_that_need_padding_stay_separate(monkeypatch, n):
     model, x = Projections(sizes=(32, n), bias=(True, True)), torch.randn(16, 32)
     separate, _ = run_unmerged(monkeypatch, model, x)
