@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import look_after, look_before_stage, replace_pass, run_half
+from pipelines import look_after, look_after_stage, look_before_stage, replace_pass, run_half
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes import micro_pipeline_tp
 from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -70,13 +72,25 @@ class OfOne(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def exposed(graphs: list[fx.Graph], function: Any, **options: Any) -> tuple[fx.Graph, Any, Any]:
-    """The graph of `function` after the pass, and what it computes before and after."""
-    torch.manual_seed(0)
-    x, weight = torch.randn(2, 32, 64).bfloat16(), nn.Parameter(torch.randn(48, 64).bfloat16())
-    with torch.no_grad():
-        torch.compile(function, backend="fp8", options={**EAGER, **options})(x, weight)
+@functools.cache
+def compiled(function: Any, recipe: str) -> fx.Graph:
+    """The graph of `function` as it leaves the pipeline."""
+    graphs: list[fx.Graph] = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        look_after_stage(patch, Stage.JOINT, lambda c: graphs.append(copy_graph(c.graph)))
+        torch.compile(function, backend="fp8", options={**EAGER, "recipe": recipe})(*given())
     (graph,) = graphs
+    return graph
+
+
+def given() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(2, 32, 64).bfloat16(), nn.Parameter(torch.randn(48, 64).bfloat16())
+
+
+def exposed(function: Any, recipe: str) -> tuple[fx.Graph, Any, Any]:
+    """The graph of `function` after the pass, and what it computes before and after."""
+    graph, (x, weight) = copy_graph(compiled(function, recipe)), given()
     inputs = [x if n.meta["val"].dim() == 3 else weight for n in graph.find_nodes(op="placeholder")]
     before = OfOne(fx.GraphModule({}, copy_graph(graph))).run(*inputs)
     expose_matmuls(graph)
@@ -86,17 +100,17 @@ def exposed(graphs: list[fx.Graph], function: Any, **options: Any) -> tuple[fx.G
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mixed"])
 @pytest.mark.parametrize("function", [gathered, scattered])
-def test_the_same_values_in_one_call(graphs, function, recipe):
-    graph, before, after = exposed(graphs, function, recipe=recipe)
+def test_the_same_values_in_one_call(function, recipe):
+    graph, before, after = exposed(function, recipe)
     assert not list(graph.find_nodes(op="call_function", target=ops.scaled_mm))
     assert len(list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default))) == 1
     for a, b in zip(after, before, strict=True):
         assert (a.float() - b.float()).norm() < 0.001 * b.float().norm()
 
 
-def test_inductor_would_pipeline_the_gather(graphs):
+def test_inductor_would_pipeline_the_gather():
     """Its own functions find the payload on the wire, as what it is, and the matmul that reads it."""
-    graph, _, _ = exposed(graphs, gathered, recipe="tensorwise")
+    graph, _, _ = exposed(gathered, "tensorwise")
     module = fx.GraphModule({}, graph)
     view_to_reshape(module)
     found = {m.shard_node.meta["val"].dtype: m for m in micro_pipeline_tp.find_all_gather_patterns(module.graph)}
@@ -108,8 +122,8 @@ def test_inductor_would_pipeline_the_gather(graphs):
     assert payload.res_node not in matmul.arg_ancestor_nodes
 
 
-def test_inductor_would_pipeline_the_scatter(graphs):
-    graph, _, _ = exposed(graphs, scattered, recipe="tensorwise")
+def test_inductor_would_pipeline_the_scatter():
+    graph, _, _ = exposed(scattered, "tensorwise")
     module = fx.GraphModule({}, graph)
     view_to_reshape(module)
     (match,) = micro_pipeline_tp.find_reduce_scatter_patterns(module.graph)
@@ -120,14 +134,14 @@ def test_inductor_would_pipeline_the_scatter(graphs):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mixed"])
-def test_others_become_calls_in_the_end(graphs, recipe):
-    graph, before, _ = exposed(graphs, alone, recipe=recipe)
+def test_others_become_calls_in_the_end(recipe):
+    graph, before, _ = exposed(alone, recipe)
+    assert len(list(graph.find_nodes(op="call_function", target=ops.scaled_mm))) == 1, "until then"
     call_matmuls(graph)
     graph.lint()
     assert not list(graph.find_nodes(op="call_function", target=ops.scaled_mm))
     inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
-    torch.manual_seed(0)
-    x, weight = torch.randn(2, 32, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    x, weight = given()
     after = OfOne(fx.GraphModule({}, graph)).run(*(x if n.dim() == 3 else weight for n in inputs))
     for a, b in zip(after, before, strict=True):
         assert (a.float() - b.float()).norm() < 0.001 * b.float().norm()
@@ -136,8 +150,8 @@ def test_others_become_calls_in_the_end(graphs, recipe):
 @pytest.mark.parametrize(
     ("recipe", "setting"), [("blockwise", None), ("mixed", "max_autotune"), ("mixed", "max_autotune_gemm")]
 )
-def test_what_is_no_call_or_is_to_be_tuned_stays(graphs, recipe, setting):
-    graph, _, _ = exposed(graphs, alone, recipe=recipe)
+def test_what_is_no_call_or_is_to_be_tuned_stays(recipe, setting):
+    graph, _, _ = exposed(alone, recipe)
     with inductor_config.patch({setting: True} if setting else {}):
         call_matmuls(graph)
     assert len(list(graph.find_nodes(op="call_function", target=ops.scaled_mm))) == 1
@@ -171,9 +185,9 @@ def test_a_number_of_rows_that_only_the_data_knows_is_not_asked_for(monkeypatch)
             assert node.target(*args).shape == node.meta["val"].shape
 
 
-def test_a_scale_that_is_one_of_several_is_copied(graphs):
+def test_a_scale_that_is_one_of_several_is_copied():
     """cuBLAS refuses one that does not begin at a multiple of 16 bytes; in backward it is an input."""
-    graph, _, _ = exposed(graphs, alone, recipe="tensorwise")
+    graph, _, _ = exposed(alone, "tensorwise")
     (matmul,) = graph.find_nodes(op="call_function", target=ops.scaled_mm)
     with graph.inserting_before(next(iter(graph.nodes))):
         saved = graph.placeholder("saved")
@@ -187,13 +201,8 @@ def test_a_scale_that_is_one_of_several_is_copied(graphs):
     assert called.args[3].target is not aten.clone.default
 
 
-def test_others_stay(graphs):
-    graph, _, _ = exposed(graphs, alone, recipe="tensorwise")
-    assert len(list(graph.find_nodes(op="call_function", target=ops.scaled_mm))) == 1
-
-
-def test_groups_along_k_stay(graphs):
-    graph, _, _ = exposed(graphs, scattered, recipe="blockwise")
+def test_groups_along_k_stay():
+    graph, _, _ = exposed(scattered, "blockwise")
     assert not list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default))
 
 
@@ -221,6 +230,8 @@ def test_inductor_pipelines_both_ends(monkeypatch, wanted):
             raise SeenError
 
     look_before_stage(monkeypatch, Stage.HALF, look)
+    # Inductor writes all of its code, and calls the kernels of C++; compiling them takes seconds and shows nothing more
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     x, first, second = (torch.randn(n, k).bfloat16() for n, k in ((64, 128), (256, 128), (128, 256)))
     compiled = torch.compile(between, backend="fp8", options={"select": "all", "recipe": "tensorwise", "strict": True})
