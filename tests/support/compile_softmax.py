@@ -32,7 +32,13 @@ FORMS = [
 ]
 DTYPES = ("bf16", "fp16", "fp32")
 KERNELS = {(DTYPES[i % 3], form) for i, form in enumerate(FORMS)} | {(dtype, FORMS[-1]) for dtype in DTYPES}
-SOME = {("bf16", FORMS[0]), ("fp16", FORMS[1]), ("fp32", FORMS[6]), ("bf16", FORMS[7]), ("fp32", FORMS[7])}  # each branch
+SOME = {
+    ("bf16", FORMS[0]),
+    ("fp16", FORMS[1]),
+    ("fp32", FORMS[6]),
+    ("bf16", FORMS[7]),
+    ("fp32", FORMS[7]),
+}  # each branch
 
 
 def main(verbose: bool) -> None:
