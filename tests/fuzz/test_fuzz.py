@@ -134,7 +134,7 @@ def _half_of_rows(patch: pytest.MonkeyPatch) -> None:
 
 # How it shows, and a seed whose model shows it: of those before 70 one that takes little time.
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
-    "no padding": (_no_padding, "generated VerificationError", 1),  # the verifier sees it first
+    "no padding": (_no_padding, "generated VerificationError", 30),  # the verifier sees it first
     "no padding, unverified": (_no_padding_unverified, "generated not finite", 30),
     "wrong sum": (_wrong_sum, "generated apart", 41),
     "half of rows": (_half_of_rows, "inductor off", 32),
@@ -146,7 +146,7 @@ def test_what_is_planted_is_found_and_made_small(name: str, monkeypatch: pytest.
     plant, expected, seed = PLANTED[name]
     with monkeypatch.context() as patch:
         plant(patch)
-        small, verdict = shrink(draw(seed), lambda s: judge(s, Settings()), most=8)
+        small, verdict = shrink(draw(seed), lambda s: judge(s, Settings()), most=8 if len(draw(seed).steps) > 1 else 2)
         assert expected in manner(verdict), verdict.reasons
         assert len(small.steps) <= 2
     assert judge(small, Settings()).status == OK  # without what was planted
