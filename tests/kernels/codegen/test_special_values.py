@@ -84,10 +84,10 @@ def test_scale_is_never_subnormal(format: str, granularity: str) -> None:
     assert (codes == (0x48 if format == "e4m3" else 0x44)).all()  # 4.0
 
 
-@pytest.mark.parametrize(("dtype", "granularity", "multiple"), [
-    (dtype, granularity, (1, 16)[(i + j) % 2])
-    for i, dtype in enumerate((torch.bfloat16, torch.float16)) for j, granularity in enumerate(GRANULARITIES)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "granularity", "multiple"),
+    [((torch.bfloat16, torch.float16)[i % 2], name, (1, 16)[i // 2 % 2]) for i, name in enumerate(GRANULARITIES)],
+)
 def test_every_16_bit_number(dtype: torch.dtype, granularity: str, multiple: int) -> None:
     """All of BF16 and FP16 through one cast, in a shape that divides nothing, against the contract in plain torch."""
     every = torch.arange(2**16).to(torch.uint16).view(dtype)
