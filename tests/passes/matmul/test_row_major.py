@@ -118,7 +118,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "dynamic"), [*((case, False) for case in CASES), ("patches", True), ("gated", True)])
+@pytest.mark.parametrize(("case", "dynamic"), [(case, case in ("patches", "gated")) for case in CASES])
 def test_copied_once_and_read_in_rows(case: str, dynamic: bool, graphs: list[fx.Graph], strided: list[str]) -> None:
     build, shape, count = CASES[case]
     torch.manual_seed(0)
