@@ -181,12 +181,18 @@ def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
 
 
-@pytest.mark.parametrize("name", ["lm_head", "head", "classifier", "embed_out", "score"])
-def test_a_head_is_known_by_its_name(name):
-    plan = step(Language(name), TOKENS)
-    assert reasons(plan, name) == {HEAD}
-    assert {m.role for m in plan.matmuls if m.path == name} == {"output", "grad_input", "grad_weight"}
-    assert reasons(plan, "fc") == {"every matmul that can run"}
+def test_a_head_is_known_by_its_name():
+    """Each of a language model of its own, all in one graph."""
+    names = ["lm_head", "head", "classifier", "embed_out", "score"]
+    models = nn.ModuleDict({f"of_{name}": Language(name) for name in names})
+    plan = step(
+        module(lambda self, tokens: torch.stack([m(tokens) for m in self.models.values()]), models=models), TOKENS
+    )
+    for name in names:
+        path = f"models.of_{name}.{name}"
+        assert reasons(plan, path) == {HEAD}
+        assert {m.role for m in plan.matmuls if m.path == path} == {"output", "grad_input", "grad_weight"}
+        assert reasons(plan, f"models.of_{name}.fc") == {"every matmul that can run"}
 
 
 def test_a_head_is_known_by_the_embedding_that_it_shares():
@@ -550,11 +556,10 @@ def test_symbolic_sizes_are_padded_as_the_batch_needs():
     assert row.padded == (f"K {row.k} to a multiple of 16",)
 
 
-@pytest.mark.parametrize("device", ["H100", "H200"])
 @pytest.mark.parametrize("recipe", ["mixed", "rowwise", "blockwise"])
-def test_costs_of_convolutions(monkeypatch, recipe, device):
+def test_costs_of_convolutions(monkeypatch, recipe):
     """A convolution's gradients come three at a time, and none is ever added to another."""
-    monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE[device])
+    monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE["H100"])
     case = ZOO["cnn"]()
     options = {"executor": "eager", "strict": True, "recipe": recipe, "kernels": "inductor"}
     with pytest.warns(Fp8Warning, match="NOTHING was converted"):
