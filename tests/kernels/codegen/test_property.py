@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import interpreter
@@ -17,8 +18,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of infinities and nan
 ]
 
-CHUNKS, SEEDS = 9, 25
-SLOW = (176,)  # 256 rows one by one, in five tiles each: as long in Triton's interpreter as 200 others
+# With the others they have every operator, store, kind of tile, and way to read a tensor that the first 225 have.
+RARE = (108, 111, 126, 127, 137, 147, 151, 177, 178, 191, 192, 200, 203, 212)
+CHUNKS = [*(range(n, n + 25) for n in range(0, 100, 25)), RARE]
+IMAGES = (*range(1000, 1025), 1025, 1026, 1027, 1029, 1035, 1040, 1045)  # as the first 50
 
 
 @pytest.fixture(autouse=True)
@@ -27,24 +30,22 @@ def _casts(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     interpreter.prepare()
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_agrees_with_reference(chunk: int) -> None:
-    for seed in range(chunk * SEEDS, (chunk + 1) * SEEDS):
-        wrong = "" if seed in SLOW else regions.failures(seed, "interpreter", "cpu")
+@pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: f"from {chunk[0]}")
+def test_agrees_with_reference(chunk: Sequence[int]) -> None:
+    for seed in chunk:
+        wrong = regions.failures(seed, "interpreter", "cpu")
         assert not wrong, wrong
 
 
-@pytest.mark.parametrize("chunk", range(2))
-def test_what_images_have_for_all_of_their_rows(chunk: int) -> None:
-    for seed in range(1000 + chunk * SEEDS, 1000 + (chunk + 1) * SEEDS):
+def test_what_images_have_for_all_of_their_rows() -> None:
+    for seed in IMAGES:
         wrong = regions.failures(seed, "interpreter", "cpu", images=True)
         assert not wrong, wrong
 
 
-@pytest.mark.parametrize("chunk", range(2))
-def test_partials_that_are_stored_twice(chunk: int) -> None:
+def test_partials_that_are_stored_twice() -> None:
     """As gradients of the biases of two layers that are added up."""
-    for seed in range(chunk * SEEDS, (chunk + 1) * SEEDS):
+    for seed in range(50):
         if regions.with_partials_twice(regions.draw(seed)) != regions.draw(seed):
             wrong = regions.failures(seed, "interpreter", "cpu", partials_twice=True)
             assert not wrong, wrong
@@ -65,7 +66,7 @@ def test_comparison_notices_one_wrong_element() -> None:
     """The bounds are no excuse: of kernels' results with one element changed to its next code but one, or by 2^-10,
     nearly all are found out. Those that are not depend on a cancellation, or are the lesser entries of a maximum."""
     noticed = tried = 0
-    for seed in range(300, 360):
+    for seed in range(300, 330):
         draw = regions.draw(seed)
         sizes = draw.sizes[-1]
         inputs = check_kernel.random_inputs(draw.region, sizes, 4 * seed, "cpu")
@@ -78,7 +79,7 @@ def test_comparison_notices_one_wrong_element() -> None:
                 _change(changed[store.buffer], store.offset if isinstance(store.offset, int) else 0)
                 tried += 1
                 noticed += check_kernel.compare(draw.region, draw.schedule, inputs, sizes, changed) != []
-    assert tried > 100
+    assert tried > 50
     assert noticed >= 0.9 * tried, (noticed, tried)
 
 
