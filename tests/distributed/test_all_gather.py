@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fp8compile
+from fp8compile import process_state
 from fp8compile.distributed import fsdp
 from fp8compile.passes.matmul import merge_matmuls
 
@@ -77,12 +78,14 @@ def assert_direct(gathered: int) -> None:
 
 
 def by_blocks(rank: int) -> None:
+    process_state.reset()  # the plan is looked at
     run = train_sharded(shard(compile_blocks(prepared(make_model()))))
     assert_direct(6)  # three linears, each read by output and grad_input
     assert_as_alone(run, reference, LOSS, GRADIENT)
 
 
 def whole(rank: int) -> None:
+    process_state.reset()  # Dynamo leaves alone what it could not compile before
     model = shard(prepared(make_model(**ONE)))
     run = train_sharded(model, call=torch.compile(model, backend=backend()))
     assert_as_alone(
@@ -140,22 +143,29 @@ def rows_for_one_rank(rank: int) -> None:
     assert not payload.float()[rows[rank] :].any()
 
 
+def uneven_model() -> Model:
+    model = make_model(dim=128, hidden=208, **ONE)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.gate.weight[128:] *= 16
+            block.up.weight[:128] *= 1 / 16
+            block.down.weight[:, 128:] *= 8
+    return model
+
+
+@functools.cache
+def reference_by_128_blocks() -> Run:
+    return alone(uneven_model(), base="blockwise", rounded=in_fp8(128))
+
+
 def by_128_blocks(rank: int) -> None:
     """Shards of 104 rows cut blocks of 128, and every block has another magnitude."""
 
-    def uneven_model() -> Model:
-        model = make_model(dim=128, hidden=208, **ONE)
-        with torch.no_grad():
-            for block in model.blocks:
-                block.gate.weight[128:] *= 16
-                block.up.weight[:128] *= 1 / 16
-                block.down.weight[:, 128:] *= 8
-        return model
-
+    process_state.reset()
     model = shard(compile_blocks(prepared(uneven_model(), "block(128)"), recipe="blockwise"))
     run = train_sharded(model)
     assert_direct(6)
-    assert_as_alone(run, lambda: alone(uneven_model(), base="blockwise", rounded=in_fp8(128)), LOSS, GRADIENT)
+    assert_as_alone(run, reference_by_128_blocks, LOSS, GRADIENT)
 
 
 def checkpointed(rank: int) -> None:
@@ -227,7 +237,7 @@ def hybrid(rank: int) -> None:
 
 
 CASES: list[Any] = [
-    by_blocks, whole, kept_unsharded, uneven, rows_for_one_rank, by_128_blocks, checkpointed, frozen, tied, from_meta,
+    whole, by_128_blocks, by_blocks, kept_unsharded, uneven, rows_for_one_rank, checkpointed, frozen, tied, from_meta,
     offloaded, in_bf16, hybrid,
 ]  # fmt: skip
 
@@ -248,9 +258,9 @@ class Kept:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_as_one_process_with_rounded_weights(ranks: Ranks, case: Any) -> None:
-    ranks.run(case)
+    ranks.run(case, group=__name__)
 
 
-@pytest.mark.parametrize("case", [by_blocks, uneven, by_128_blocks, offloaded, hybrid], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [by_128_blocks, by_blocks, uneven, offloaded, hybrid], ids=lambda case: case.__name__)
 def test_where_shards_are_kept(ranks: Ranks, case: Any) -> None:
-    ranks.run(Kept(case))
+    ranks.run(Kept(case), group=__name__)

@@ -46,13 +46,13 @@ def train_part(model: nn.Module, part: int, parts: int, steps: int = 2) -> Resul
 
 
 def alone(parts: int) -> Result:
-    return train_alone(make_model(), compile_blocks, parts=parts)
+    return train_alone(make_model(layers=1), compile_blocks, parts=parts)
 
 
 def hsdp(rank: int) -> None:
     """Shards within pairs of ranks, copies between them; both ranks of a pair train the same part."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = compile_blocks(make_model())
+    model = compile_blocks(make_model(layers=1))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=BF16)
     fully_shard(model, mesh=mesh, mp_policy=BF16)
@@ -63,7 +63,7 @@ def hsdp(rank: int) -> None:
 
 def tensor_and_data_parallel(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = make_model()
+    model = make_model(layers=1)
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN)
     compile_blocks(model)
@@ -78,4 +78,4 @@ def tensor_and_data_parallel(rank: int) -> None:
 
 @pytest.mark.parametrize("case", [hsdp, tensor_and_data_parallel], ids=lambda case: case.__name__)
 def test_as_one_process(four: Ranks, case: Any) -> None:
-    four.run(case)
+    four.run(case, group=__name__)

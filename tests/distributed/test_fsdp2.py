@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8compile
+from fp8compile import process_state
 
 # Gradients of a rank are rounded to BF16 (2⁻⁹) before they are averaged in FP32, on both sides alike; what is left is
 # the order of additions in FP32, which may flip a rounding of the next step.
@@ -39,9 +40,9 @@ FULL = MixedPrecisionPolicy()
 
 
 @functools.cache
-def in_one_process(**sizes: Any) -> Run:
+def in_one_process(dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Run:
     """Blocks compiled in one process: what most cases are compared with, trained once."""
-    run = train_alone(make_model(**sizes), compile_blocks)
+    run = train_alone(make_model(**sizes), compile_blocks, dtype)
     assert_in_fp8()
     return run
 
@@ -53,12 +54,14 @@ def assert_in_fp8() -> None:
 
 
 def by_blocks(rank: int) -> None:
+    process_state.reset()  # the plan is looked at
     run = train_sharded(shard(compile_blocks(make_model())))
     assert_in_fp8()
     assert_as_alone(run, in_one_process, LOSS, GRADIENT)
 
 
 def whole(rank: int) -> None:
+    process_state.reset()  # Dynamo leaves alone what it could not compile before
     model = shard(make_model())
     run = train_sharded(model, call=torch.compile(model, backend=backend()))
     reference = lambda: train_alone(make_model(), lambda m: torch.compile(m, backend=backend()))  # noqa: E731
@@ -67,7 +70,7 @@ def whole(rank: int) -> None:
 
 def in_fp32(rank: int) -> None:
     run = train_sharded(shard(compile_blocks(make_model(**ONE)), FULL))
-    assert_as_alone(run, lambda: train_alone(make_model(**ONE), compile_blocks, torch.float32), 1e-5, 1e-4)
+    assert_as_alone(run, lambda: in_one_process(torch.float32, **ONE), 1e-5, 1e-4)
 
 
 def kept_unsharded(rank: int) -> None:
@@ -153,6 +156,7 @@ def uneven(rank: int) -> None:
 
 
 def tied(rank: int) -> None:
+    process_state.reset()
     sizes: Any = {"tied": True, **ONE}
     model = shard(make_model(**sizes))
     run = train_sharded(model, call=torch.compile(model, backend=backend()))
@@ -181,20 +185,21 @@ def offloaded(rank: int) -> None:
 
 def replicated(rank: int) -> None:
     """DistributedDataParallel: around compiled blocks, and compiled itself; FP32 parameters."""
+    process_state.reset()
     for compiled in (False, True):
         ddp = DistributedDataParallel(make_model(**ONE) if compiled else compile_blocks(make_model(**ONE)))
         run = train_sharded(ddp, call=torch.compile(ddp, backend=backend()) if compiled else None)
         run.gradients = {name.removeprefix("module."): g for name, g in run.gradients.items()}
-        prepare = (lambda m: torch.compile(m, backend=backend())) if compiled else compile_blocks
-        assert_as_alone(run, lambda prepare=prepare: train_alone(make_model(**ONE), prepare, torch.float32), 1e-5, 1e-4)
+        whole = lambda: train_alone(make_model(**ONE), lambda m: torch.compile(m, backend=backend()), torch.float32)  # noqa: E731
+        assert_as_alone(run, whole if compiled else lambda: in_one_process(torch.float32, **ONE), 1e-5, 1e-4)
 
 
 CASES: list[Any] = [
-    by_blocks, whole, in_fp32, kept_unsharded, accumulated, checkpointed, from_meta, uneven, tied, frozen, offloaded,
-    replicated,
+    whole, tied, replicated, by_blocks, in_fp32, kept_unsharded, accumulated, checkpointed, from_meta, uneven, frozen,
+    offloaded,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_as_one_process(ranks: Ranks, case: Any) -> None:
-    ranks.run(case)
+    ranks.run(case, group=__name__)

@@ -105,7 +105,7 @@ def overflow(rank: int, format: str) -> None:
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("case", [ddp, fed_back, sharded, overflow])
 def test_exchange(ranks: Ranks, case: Any, format: str) -> None:
-    ranks.run(case, format)
+    ranks.run(case, format, group=__name__)
 
 
 def errors(rank: int) -> None:

@@ -96,7 +96,7 @@ CASES = [
 @pytest.mark.parametrize(("schedule", "stages", "prepare"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_schedules(ranks: Ranks, schedule: Any, stages: int, prepare: Any) -> None:
     found: dict[str, Tensor] = {}
-    for part in ranks.run(piped, schedule, stages, prepare):
+    for part in ranks.run(piped, schedule, stages, prepare, group=__name__):
         found |= part
     expected = alone(stages, prepare)
     assert found.keys() == expected.keys()

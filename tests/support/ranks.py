@@ -61,11 +61,15 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(rank, *args)` returns on each rank. Raises what a rank raised, as text."""
+    def run(self, function: Callable[..., Any], *args: Any, group: str = "") -> list[Any]:
+        """What `function(rank, *args)` returns on each rank. Raises what a rank raised, as text.
+
+        group: what the last function has compiled is not forgotten if it was of the same group: for the same backend
+        code is compiled again only where guards say that it must be.
+        """
         succeeded, self.failed = not self.failed, True
         for task in self.tasks:
-            task.put((function, args))
+            task.put((function, args, group))
         found, failures = {}, []
         for _ in range(self.world):
             rank, failure, result = self._next()
@@ -102,6 +106,7 @@ def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results
     torch.set_num_threads(1)
     quicken()
     poison()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than run what is not compiled
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -109,9 +114,12 @@ def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
+    before = ""
     while (task := tasks.get()) is not None:
-        function, args = task
-        process_state.reset()
+        function, args, group = task
+        if not group or group != before:
+            process_state.reset()
+        before = group
         torch.manual_seed(0)
         try:
             results.put((rank, "", function(rank, *args)))

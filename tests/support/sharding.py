@@ -81,9 +81,14 @@ def local_batch(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     return tokens.chunk(dist.get_world_size())[dist.get_rank()], targets.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+_backends: dict[str, Callable[..., Any]] = {}
+
+
 def backend(**options: Any) -> Callable[..., Any]:
-    """The FP8 backend as torch.compile takes it, with the quick executor."""
-    return lambda gm, inputs, **kw: fp8(gm, inputs, options={**EAGER, **options})
+    """The FP8 backend as torch.compile takes it, with the quick executor: of equal options the same one, so that code
+    which it has compiled is found again."""
+    given = {**EAGER, **options}
+    return _backends.setdefault(repr(given), lambda gm, inputs, **kw: fp8(gm, inputs, options=given))
 
 
 def compile_blocks(model: Model, **options: Any) -> Model:
