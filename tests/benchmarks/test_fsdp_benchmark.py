@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
-import quick
+from ranks import printed_by
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.distributed import fsdp
 
 
 def test_tiny_run(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    command = quick.command("benchmarks.distributed.fsdp", "--tiny", "--more", "--json", str(file))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    text = printed_by(fsdp.main, ["--tiny", "--more", "--json", str(file)])
     figures = json.loads(file.read_text())
     rows = {row["name"]: row for row in figures["rows"]}
     assert len(rows) == 7
@@ -30,7 +22,7 @@ def test_tiny_run(tmp_path: Path) -> None:
     assert all(row["note"] == "torchao is not installed" for row in rows.values() if row not in ran)
     for row in ran:
         assert abs(row["loss"] - rows["bf16"]["loss"]) < 0.01
-        assert row["name"] in done.stdout
+        assert row["name"] in text
     # (2 · 64 · 64 + 2 · 64 · 32 + 3 · 64 · 128) elements of linears, half of them received, twice a step
     linears = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
     saved = rows["bf16"]["gather_mib"] - rows["ours + FP8 gather"]["gather_mib"]

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
-import quick
+from ranks import printed_by
 
-ROOT = Path(__file__).parents[2]
-from benchmarks.distributed import sharded_loss as benchmark  # noqa: E402
-from benchmarks.distributed import sharded_loss_report as shown  # noqa: E402
+from benchmarks.distributed import sharded_loss as benchmark
+from benchmarks.distributed import sharded_loss_report as shown
 
 TEXT = Path(asyncio.__file__).parent  # that no change of this project changes
 STEPS, BATCH = 12, 8
 LAST = STEPS // 6
 OURS, GATHER, STATES = "ours", "ours + FP8 gather", "ours + FP8 gather, 8-bit states"
-
-
-def run(*arguments: str) -> str:
-    """What it prints."""
-    command = quick.command("benchmarks.distributed.sharded_loss", *arguments)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout
 
 
 def assert_table(text: str, rows: dict[tuple[int, str], Any]) -> None:
@@ -53,7 +40,7 @@ def assert_table(text: str, rows: dict[tuple[int, str], Any]) -> None:
 def test_two_ranks_train_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "losses.json", tmp_path / "losses.svg"
     common = ("--tiny", "--steps", str(STEPS), "--text", str(TEXT), "--json", str(file))
-    text = run(*common, "--picture", str(picture))
+    text = printed_by(benchmark.main, [*common, "--picture", str(picture)])
     rows = {(row["ranks"], row["system"]): row for row in json.loads(file.read_text())["rows"]}
     assert list(rows) == [(1, "BF16"), (1, OURS), (2, "BF16"), (2, OURS), (2, GATHER), (2, STATES)]
     for (ranks, system), row in rows.items():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-import quick
+from ranks import printed_by
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.distributed import tensor_parallel
 
 # Of 2 × 32 tokens of 64 elements a rank receives the other's half. In a block that happens to the inputs of attention
 # and feed-forward, and to the gradients of their outputs.
@@ -30,12 +28,8 @@ BYTES = {
 @pytest.mark.slow
 def test_tiny_run(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    command = quick.command("benchmarks.distributed.tensor_parallel", "--tiny", "--blocks", "1")
-    command += ["--json", str(file), "--only", ",".join([*BYTES, "torchao*"])]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = ["--tiny", "--blocks", "1", "--json", str(file), "--only", ",".join([*BYTES, "torchao*"])]
+    text = printed_by(tensor_parallel.main, arguments)
     figures = json.loads(file.read_text())
     assert (figures["ranks"], figures["device"], figures["size"]["length"]) == (2, "cpu", 32)
     rows = {row["name"]: row for row in figures["rows"]}
@@ -44,7 +38,7 @@ def test_tiny_run(tmp_path: Path) -> None:
     assert {name: round(row["gather_mib"] * 2**20) for name, row in rows.items()} == BYTES
     for name, row in rows.items():
         assert row["note"] == ""
-        assert name in done.stdout
+        assert name in text
         assert abs(row["loss"] - rows["bf16"]["loss"]) < 0.01
         # two operands rounded to E4M3, 2⁻⁴ / √3 of an element at most, before this gradient and once more in it
         assert 0.02 < row["gradient_error"] < 0.15 or name == "bf16"

@@ -5,6 +5,8 @@ CPUs are copies of one process that has imported it and has run nothing.
 
     def worker(rank): …; return value                     # at the top of the test file
     def test_it(ranks): first, second = ranks.run(worker)
+
+What starts its ranks by itself has such a copy of its own: `printed_by(function, *args)`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import queue
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,6 +103,30 @@ class Ranks:
             if process.is_alive():
                 process.kill()
         self.folder.cleanup()
+
+
+def printed_by(function: Callable[..., Any], *args: Any) -> str:
+    """What `function(*args)` prints in a process of its own, which may start others."""
+    with tempfile.TemporaryDirectory(prefix="fp8compile-printed-") as folder:
+        file = Path(folder, "text")
+        process = copies().Process(target=_print_into, args=(str(file), function, args))
+        process.start()
+        process.join(SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        text = file.read_text()
+        assert process.exitcode == 0, f"exit code {process.exitcode}:\n{text[-4000:]}"
+        return text
+
+
+def _print_into(file: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    to = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(to, stream)
+    torch.set_num_threads(1)
+    quicken()
+    function(*args)
 
 
 def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results: Any) -> None:
