@@ -18,10 +18,8 @@ BY_TENSOR = ROWS * COLUMNS + 4  # and the other rank's amax
 BY_ROWS = ROWS * (COLUMNS + 4)  # and an amax for each row
 BYTES = {
     "bf16": GATHERS * (BF16 + BF16),
-    "ours mixed wire=bf16": GATHERS * (BF16 + BF16),
     "ours mixed wire=exact": GATHERS * (BF16 + BY_TENSOR),
     "ours mixed wire=fp8": GATHERS * (BY_ROWS + BY_TENSOR),
-    "ours tensorwise wire=exact": GATHERS * (BY_TENSOR + BY_TENSOR),
 }
 
 
@@ -43,9 +41,6 @@ def test_tiny_run(tmp_path: Path) -> None:
         # two operands rounded to E4M3, 2⁻⁴ / √3 of an element at most, before this gradient and once more in it
         assert 0.02 < row["gradient_error"] < 0.15 or name == "bf16"
     assert rows["bf16"]["gradient_error"] == 0
-    whole, exact = (rows[f"ours mixed wire={wire}"] for wire in ("bf16", "exact"))
-    assert whole["loss"] == exact["loss"]  # to the bit
-    assert whole["gradient_error"] == exact["gradient_error"]
     rounded, exact = (rows[f"ours mixed wire={wire}"] for wire in ("fp8", "exact"))
     assert rounded["loss"] == exact["loss"]  # only gradients of weights read rounded activations
     assert rounded["gradient_error"] != exact["gradient_error"]

@@ -111,7 +111,7 @@ def printed_by(function: Callable[..., Any], *args: Any) -> str:
         file = Path(folder, "text")
         process = copies().Process(target=_print_into, args=(str(file), function, args))
         process.start()
-        process.join(SECONDS)
+        process.join(400)
         if process.is_alive():
             process.kill()
             process.join()
