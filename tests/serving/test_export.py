@@ -59,12 +59,15 @@ def expected(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return payload, torch.stack(scales)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_files(format: str, tmp_path: Path) -> None:
-    """Names, dtypes, shapes and values of all tensors; the config is one that its library validates."""
+def test_files(tmp_path: Path) -> None:
     model = trained(llama(intermediate_size=200))
-    exported = fp8compile.export(model, tmp_path / "out", format)
-    files = load_file(tmp_path / "out" / "model.safetensors")
+    for format in FORMATS:
+        assert_files(model, fp8compile.export(model, tmp_path / format, format), tmp_path / format, format)
+
+
+def assert_files(model: Any, exported: fp8compile.Exported, out: Path, format: str) -> None:
+    """Names, dtypes, shapes and values of all tensors; the config is one that its library validates."""
+    files = load_file(out / "model.safetensors")
     layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)} - {"lm_head"}
     assert set(exported.quantized) == layers
     assert exported.kept == {"lm_head": "in training: the output head (lm_head=True converts it)"}
@@ -82,7 +85,7 @@ def test_files(format: str, tmp_path: Path) -> None:
         assert list(got.shape) == shape
         assert torch.equal(got, scale.reshape(shape))
         assert torch.equal(files[name].view(torch.uint8), payload.view(torch.uint8))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "bfloat16"
     if format == "block":
@@ -95,14 +98,19 @@ def test_files(format: str, tmp_path: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_loads_it(format: str, tied: bool, tmp_path: Path) -> None:
+def test_transformers_loads_it(tied: bool, tmp_path: Path) -> None:
     model = trained(llama(tie_word_embeddings=tied))
-    exported = fp8compile.export(model, tmp_path / "out", format)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    mine = llama(tie_word_embeddings=tied)
-    fp8compile.load(mine, tmp_path / "out")
+    for format in FORMATS:
+        model.train()
+        exported = fp8compile.export(model, tmp_path / format, format)
+        assert_loads(model, exported, llama(tie_word_embeddings=tied), tmp_path / format)
+
+
+def assert_loads(model: Any, exported: fp8compile.Exported, mine: Any, out: Path) -> None:
+    """By Transformers and by us alike, near what was exported."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    fp8compile.load(mine, out)
     loaded(tokens())  # compressed-tensors decompresses at the first call
     theirs = loaded.state_dict()
     for name, x in mine.state_dict().items():
