@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import Lion
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -532,3 +533,28 @@ def test_8_bit_states_are_seen(recorder: list[str]) -> None:
     state.payload.data = state.payload.data.clone()
     run(torch.randn(2, 64))
     assert recorder == ["run", "record", "replay", "replay", "forget", "run"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_nothing_is_compiled_again_for_the_recording(recorder: list[str], own: bool) -> None:
+    """What watches `zero_grad` and keeps tensors changes nothing that Dynamo guards; own: a step traced as a whole."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.LayerNorm(64))
+    kind = Lion if own else torch.optim.AdamW
+    opt = kind(model.parameters(), **({} if own else {"capturable": True}))
+    run = torch.compile(model, backend="fp8", options={"executor": "eager", "select": "all"})
+    update = torch.compile(opt.step, backend="fp8", options={"executor": "eager"})
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = run(x).square().mean()
+        loss.backward()
+        update()
+        model.zero_grad()
+        return loss
+
+    captured = fp8compile.capture_step(step, model, opt)
+    for _ in range(3):
+        captured(torch.randn(32, 64))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        captured(torch.randn(32, 64))
+        captured(torch.randn(32, 64))
+    assert recorder[-3:] == ["record", "replay", "replay"]
