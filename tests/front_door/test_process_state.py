@@ -24,7 +24,7 @@ from fp8compile.options import Options
 from fp8compile.plan import cast_statistics, plan_warnings, store
 from fp8compile.plan.plan import Plan
 from fp8compile.process_state import STORES, Until
-from fp8compile.torch_hooks.calls import compiled_calls, trainers
+from fp8compile.torch_hooks.calls import compiled_calls, graph_runs, late_host, trainers
 
 PACKAGE = Path(fp8compile.__file__).parent
 LIBRARIES = (PACKAGE, PACKAGE / "passes", PACKAGE / "kernels")  # links are not followed by rglob
@@ -110,7 +110,8 @@ def filled() -> dict[tuple[str, str], Any]:
     store._compiled.add([Plan()], None)
     plan_warnings._matched.add("skip head")
     compiled_calls._given_up[filled_code] = ["a reason"]
-    compiled_calls._runs.graphs = 3
+    graph_runs.runs.graphs = 3
+    late_host._looked.looks = 7
     optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)])
     shared_step._shared[optimizer] = shared_step.SharedStep(optimizer, Options())
     shared_step._templates["kind"] = []  # type: ignore[index]

@@ -11,23 +11,15 @@ from typing import Any
 
 import pytest
 import quick
-import torch
-from torch._dynamo.utils import counters
 
+TRAINING = """
+import json, sys, torch
 import fp8compile
-
-SECOND = """
-import json, torch
 from quick import quicken
-import test_cache
+from torch._dynamo.utils import counters
 quicken()
 torch.set_num_threads(1)
-print(json.dumps(test_cache.trained("mixed")))
-"""
-
-
-def trained(recipe: Any) -> dict[str, Any]:
-    """What training with `recipe` finds in a process that has compiled nothing, or forgets it."""
+for recipe in sys.argv[1:]:
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -44,26 +36,25 @@ def trained(recipe: Any) -> dict[str, Any]:
         losses.append(loss.item())
     plan = fp8compile.last_compile()
     hits = counters["aot_autograd"]["autograd_cache_hit"]
-    return {"losses": losses, "hits": hits, "plan": plan.to_json(), "converted": len(plan.converted)}
+    print(json.dumps({"losses": losses, "hits": hits, "plan": plan.to_json(), "converted": len(plan.converted)}))
+"""
 
 
-def _in_another_process() -> dict[str, Any]:
-    """What training finds in a process of its own, with the cache of this one."""
-    folders = [Path(__file__).parent, Path(quick.__file__).parent]
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", SECOND], env=env, capture_output=True, text=True, check=False)
+def _run(cache: Path, *recipes: str) -> list[dict[str, Any]]:
+    """What a process of its own finds that trains with each of `recipes`, one after the other."""
+    path = os.pathsep.join([str(Path(quick.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-c", TRAINING, *recipes]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "fp8:" not in done.stderr  # nothing is logged by default
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
-def test_second_process_hits_the_cache_and_agrees_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    cold = trained("mixed")
-    other = trained({"base": "mixed", "output": None})
-    warm = _in_another_process()
+def test_second_process_hits_the_cache_and_agrees_bit_for_bit(tmp_path: Path) -> None:
+    (cold,) = _run(tmp_path, "mixed")
+    warm, other = _run(tmp_path, "mixed", "rowwise")
     assert cold["hits"] == 0
     assert warm["hits"] == 1
     assert cold["losses"] == warm["losses"]
