@@ -159,6 +159,7 @@ class Owners:
                 found.tensors += map(_address, group["params"])
                 for p in group["params"]:
                     found.states += map(_address, opt.state[p].values() if p in opt.state else ())
+            found.states += (_address(x) for of, x in opt.state.items() if not isinstance(of, Tensor))  # of all
         for scaler in self.scalers:
             found.settings += (getattr(scaler, name)() for name in SCALER_SETTINGS)
             found.states += (_address(vars(scaler)[name]) for name in SCALER_STATES)
@@ -177,7 +178,7 @@ class Owners:
             kept += [(vars(module)[name], dict(vars(module)[name])) for name in ("_parameters", "_buffers")]
         for opt in self.optimizers:
             kept += [(group, dict(group)) for group in opt.param_groups]
-            kept += [(opt.state, dict(opt.state)), *((state, dict(state)) for state in opt.state.values())]
+            kept += [(opt.state, dict(opt.state)), *((x, dict(x)) for x in opt.state.values() if isinstance(x, dict))]
         kept += [(vars(scaler), {name: vars(scaler)[name] for name in SCALER_STATES}) for scaler in self.scalers]
         gradients = self.gradients()
 

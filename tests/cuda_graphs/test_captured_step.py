@@ -59,7 +59,7 @@ class StandIn:
         self.did.append("record")
         tensors = [*self.owners.parameters(), *(g for _, g in self.owners.gradients() if g is not None)]
         for opt in self.owners.optimizers:
-            tensors += [x for s in opt.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
+            tensors += [x for x in pytree.tree_leaves(list(opt.state.values())) if isinstance(x, torch.Tensor)]
         values = [x.detach().clone() for x in tensors]
         results = step(*args, **kwargs)
         for x, value in zip(tensors, values, strict=True):
@@ -383,6 +383,16 @@ def _own_count(t: Training) -> Callable[..., Any]:
     return step
 
 
+def _common_count(t: Training) -> Callable[..., Any]:
+    t.opt.state["steps"] = 0  # type: ignore[index]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        t.opt.state["steps"] += 1  # type: ignore[index]
+        return t.step(x)
+
+    return step
+
+
 def _forward_count(t: Training) -> Callable[..., Any]:
     t.model.count = 0  # type: ignore[assignment]
 
@@ -430,6 +440,7 @@ REFUSED: dict[str, tuple[Callable[[Training], Callable[..., Any]], str]] = {
     "a buffer that is replaced": (_replacing, "changes tensors on the host"),
     "another mode": (_switching, "changes modes on the host"),
     "a count of an optimizer's own": (_own_count, "changes settings on the host"),
+    "a count of all parameters": (_common_count, "changes states on the host"),
     "a count of a module": (_forward_count, "changes modes on the host"),
     "an optimizer that was not given": (_another_optimizer, "not given the optimizer"),
     "a gradient that is replaced": (_replaced_gradient, "leaves another gradient"),
