@@ -54,7 +54,7 @@ def fp8(
     compiled_calls.asked(fp8)
     parsed = Options.parse(options, mode)
     if is_to_be_captured():
-        parsed = replace(parsed, captured=True)
+        parsed = _for_a_captured_step(parsed)
     example_inputs, with_hooks = backward_hooks.insert(gm, example_inputs)
     namespace = ""
     opt = traced_optimizer(gm, example_inputs)
@@ -73,6 +73,16 @@ def fp8(
     states = prepare_step(opt, gm, example_inputs, parsed) if opt is not None else None
     compiled, made = compile_graph(gm, example_inputs, parsed, known=known, namespace=namespace, states=states)
     return counted(with_hooks(compiled), made, host_launches=not parsed.replays)
+
+
+def _for_a_captured_step(options: Options) -> Options:
+    """Return the options of what `capture_step` compiles; raises `OptionError` where it would be replayed twice over."""
+    if options.replays and not options.captured:
+        raise OptionError(
+            "a step of capture_step cannot hold a model that is compiled for CUDA graphs of its own "
+            "(mode='reduce-overhead', 'max-autotune', or inductor={'triton.cudagraphs': True}): leave that out"
+        )
+    return replace(options, captured=True)
 
 
 def _is_fp8(backend: Any) -> bool:

@@ -91,7 +91,7 @@ class Options:
 
     @property
     def replays(self) -> bool:
-        """True if a CUDA graph launches what is compiled."""
+        """Return True if a CUDA graph launches what is compiled."""
         of_inductor = bool(dict(self.inductor).get("triton.cudagraphs"))
         return self.captured or self.mode in CUDA_GRAPHS or of_inductor
 

@@ -138,7 +138,7 @@ class CapturedStep:
         recording = self.recordings.get(form)
         if recording is None:
             return None
-        now = map(_place, self.owners.gradients())
+        now = (_place((p, p.grad)) for p, _ in recording.after)
         if all(was in (ANY, place) for was, place in zip(recording.before, now, strict=True)):
             return recording
         del self.recordings[form], self.calls[form]
@@ -218,7 +218,7 @@ class CapturedStep:
 
 @dataclass
 class Before:
-    """What was there before a step was recorded."""
+    """Hold what was there before a step was recorded."""
 
     seen: Snapshot
     gradients: list[int | None]

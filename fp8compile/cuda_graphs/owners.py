@@ -26,12 +26,13 @@ Owner: TypeAlias = nn.Module | Optimizer | GradScaler
 RATE = "lr"
 SCALER_SETTINGS = ("get_growth_factor", "get_backoff_factor", "get_growth_interval")
 SCALER_STATES = ("_scale", "_growth_tracker")
-PLAIN = (bool, int, float, str)  # attributes of modules that a step may read, such as the rate of a dropout
+PLAIN = frozenset((bool, int, float, str))  # attributes of modules that a step may read, such as the rate of a dropout
+ORDINARY = frozenset((Tensor, nn.Parameter))
 
 
 @dataclass
 class Snapshot:
-    """What a graph of a step relies on: addresses of tensors (None where there is no tensor), modes and settings."""
+    """Hold what a graph of a step relies on: addresses of tensors, None where there is none, modes and settings."""
 
     modes: list[Any] = field(default_factory=list)  # of modules: training or not, and other plain attributes
     tensors: list[Any] = field(default_factory=list)  # parameters, buffers and plain tensors of models
@@ -46,7 +47,7 @@ class Snapshot:
 
 @dataclass
 class Rate:
-    """The tensor that holds the rate of a group. given: the tensor in whose place it is, as long as that is written."""
+    """Hold the rate of a group in a tensor. given: the tensor in whose place it is, as long as that is written."""
 
     group: dict[str, Any]
     tensor: Tensor
@@ -75,7 +76,7 @@ class Rate:
 
 @dataclass
 class Owners:
-    """Models, optimizers and scalers, and the tensors that hold the optimizers' rates."""
+    """Hold models, optimizers and scalers, and the tensors in which the optimizers' rates are."""
 
     all: Sequence[Owner]
     rates: dict[int, Rate] = field(default_factory=dict)  # by the id of the group
@@ -110,13 +111,17 @@ class Owners:
         """The groups of all optimizers."""
         return [group for opt in self.optimizers for group in opt.param_groups]
 
-    def parameters(self) -> list[Tensor]:
-        """Return every parameter of models and optimizers, once."""
+    def submodules(self) -> list[nn.Module]:
+        """Return every module of the models."""
+        return [module for model in self.modules for module in model.modules()]
+
+    def parameters(self, modules: Sequence[nn.Module] | None = None) -> list[Tensor]:
+        """Return every parameter of models and optimizers, once. modules: all of the models, if they are known."""
         found: dict[int, Tensor] = {}
-        for module in self.modules:
-            found |= {id(p): p for p in module.parameters()}
+        for module in self.submodules() if modules is None else modules:
+            found.update((id(p), p) for p in vars(module)["_parameters"].values() if p is not None)
         for group in self.groups:
-            found |= {id(p): p for p in group["params"]}
+            found.update((id(p), p) for p in group["params"])
         return list(found.values())
 
     def devices(self) -> set[torch.device]:
@@ -147,24 +152,27 @@ class Owners:
 
     def snapshot(self) -> Snapshot:
         """Return where all tensors lie now, and how modes and settings are."""
-        found = Snapshot()
-        for module in (m for model in self.modules for m in model.modules()):
+        found, modules = Snapshot(), self.submodules()
+        parameters = self.parameters(modules)
+        for module in modules:
             names = vars(module)
-            found.modes += (x for x in names.values() if type(x) in PLAIN)
-            found.tensors += (x.data_ptr() for x in names.values() if type(x) is Tensor)
-            found.tensors += map(_address, (*names["_parameters"].values(), *names["_buffers"].values()))
+            for x in names.values():
+                if type(x) in PLAIN:
+                    found.modes.append(x)
+                elif type(x) is Tensor:
+                    found.tensors.append(x.data_ptr())
+            found.tensors += map(_address, names["_buffers"].values())
+        found.tensors += map(_address, parameters)
         for opt in self.optimizers:
             for group in opt.param_groups:
                 found.settings += (_setting(value) for name, value in group.items() if name != "params")
-                found.tensors += map(_address, group["params"])
-                for p in group["params"]:
-                    found.states += map(_address, opt.state[p].values() if p in opt.state else ())
-            found.states += (_address(x) for of, x in opt.state.items() if not isinstance(of, Tensor))  # of all
+            for state in opt.state.values():  # of a parameter, or one of all
+                found.states += map(_address, state.values() if isinstance(state, dict) else (state,))
         for scaler in self.scalers:
             found.settings += (getattr(scaler, name)() for name in SCALER_SETTINGS)
             found.states += (_address(vars(scaler)[name]) for name in SCALER_STATES)
         found.states += (x.data_ptr() for x in delayed.tensors())
-        found.trained += (p.requires_grad for p in self.parameters())
+        found.trained += (p.requires_grad for p in parameters)
         return found
 
     def gradients(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -174,7 +182,7 @@ class Owners:
     def keep(self) -> Callable[[], None]:
         """Return what puts every tensor that a step may exchange back into its place."""
         kept: list[tuple[Any, Any]] = []
-        for module in (m for model in self.modules for m in model.modules()):
+        for module in self.submodules():
             kept += [(vars(module)[name], dict(vars(module)[name])) for name in ("_parameters", "_buffers")]
         for opt in self.optimizers:
             kept += [(group, dict(group)) for group in opt.param_groups]
@@ -217,15 +225,17 @@ class Owners:
 
 def _address(x: Any) -> Any:
     """Return where a tensor lies, all parts of an 8-bit state; of a container, where its tensors lie; else as it is."""
+    if type(x) in ORDINARY:
+        return x.data_ptr()
     if isinstance(x, Tensor):
         mine = local_part(x)
-        return tuple(part.data_ptr() for part in mine.parts()) if isinstance(mine, FP8State) else mine.data_ptr()
+        return [part.data_ptr() for part in mine.parts()] if isinstance(mine, FP8State) else mine.data_ptr()
     return pytree.tree_map(_address, x) if isinstance(x, list | tuple | dict) else x
 
 
 def _setting(value: Any) -> Any:
     """Return a setting of a group: a tensor by its identity."""
-    return pytree.tree_map(lambda x: id(x) if isinstance(x, Tensor) else x, value)
+    return value if type(value) in PLAIN else pytree.tree_map(lambda x: id(x) if isinstance(x, Tensor) else x, value)
 
 
 def is_number_like(value: Any) -> bool:

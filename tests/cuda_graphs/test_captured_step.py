@@ -6,6 +6,7 @@ graphs compute the same is shown in tests/gpu/test_captured_steps.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fp8compile
+from fp8compile import backend
+from fp8compile.cuda_capture import to_be_captured
 from fp8compile.cuda_graphs import captured_step
 from fp8compile.cuda_graphs.captured_step import CapturedStep
 
@@ -373,34 +376,18 @@ def _switching(t: Training) -> Callable[..., Any]:
     return step
 
 
-def _own_count(t: Training) -> Callable[..., Any]:
-    t.opt.param_groups[0]["step"] = 0
+def _counted(counts_of: Callable[[Training], dict[str, Any]]) -> Callable[[Training], Callable[..., Any]]:
+    def make(t: Training) -> Callable[..., Any]:
+        counts = counts_of(t)
+        counts["steps"] = 0
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        t.opt.param_groups[0]["step"] += 1
-        return t.step(x)
+        def step(x: torch.Tensor) -> torch.Tensor:
+            counts["steps"] += 1
+            return t.step(x)
 
-    return step
+        return step
 
-
-def _common_count(t: Training) -> Callable[..., Any]:
-    t.opt.state["steps"] = 0  # type: ignore[index]
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        t.opt.state["steps"] += 1  # type: ignore[index]
-        return t.step(x)
-
-    return step
-
-
-def _forward_count(t: Training) -> Callable[..., Any]:
-    t.model.count = 0  # type: ignore[assignment]
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        t.model.count += 1  # type: ignore[operator]
-        return t.step(x)
-
-    return step
+    return make
 
 
 def _another_optimizer(t: Training) -> Callable[..., Any]:
@@ -439,9 +426,9 @@ REFUSED: dict[str, tuple[Callable[[Training], Callable[..., Any]], str]] = {
     "a count in Python": (_counting, "changes states on the host"),
     "a buffer that is replaced": (_replacing, "changes tensors on the host"),
     "another mode": (_switching, "changes modes on the host"),
-    "a count of an optimizer's own": (_own_count, "changes settings on the host"),
-    "a count of all parameters": (_common_count, "changes states on the host"),
-    "a count of a module": (_forward_count, "changes modes on the host"),
+    "a count of an optimizer's own": (_counted(lambda t: t.opt.param_groups[0]), "changes settings on the host"),
+    "a count of all parameters": (_counted(lambda t: t.opt.state), "changes states on the host"),
+    "a count of a module": (_counted(lambda t: vars(t.model)), "changes modes on the host"),
     "an optimizer that was not given": (_another_optimizer, "not given the optimizer"),
     "a gradient that is replaced": (_replaced_gradient, "leaves another gradient"),
     "a result of no known kind": (_returning, "returns a Training"),
@@ -544,6 +531,23 @@ def test_8_bit_states_are_seen(recorder: list[str]) -> None:
     state.payload.data = state.payload.data.clone()
     run(torch.randn(2, 64))
     assert recorder == ["run", "record", "replay", "replay", "forget", "run"]
+
+
+@pytest.mark.parametrize("own", [{"mode": "reduce-overhead"}, {"inductor": {"triton.cudagraphs": True}}])
+def test_a_model_with_graphs_of_its_own_is_refused(own: dict[str, Any]) -> None:
+    run = torch.compile(nn.Linear(32, 32), backend="fp8", options={"executor": "eager", **own})
+    with to_be_captured(), pytest.raises(fp8compile.OptionError, match="CUDA graphs of its own"):
+        run(torch.randn(32, 32))
+
+
+def test_what_is_compiled_in_a_captured_step_is_compiled_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(backend, "compile_graph", lambda gm, inputs, options, **_: seen.append(options) or (gm, []))
+    for context in (contextlib.nullcontext(), to_be_captured()):
+        torch.compiler.reset()
+        with context:
+            torch.compile(nn.Linear(32, 32), backend="fp8")(torch.randn(32, 32))
+    assert [options.captured for options in seen] == [False, True]
 
 
 @pytest.mark.parametrize("own", [False, True])

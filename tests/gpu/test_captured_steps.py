@@ -342,9 +342,8 @@ def test_what_asks_the_host_is_refused_and_training_goes_on() -> None:
     given = batches((128,) * 7)
     for x in given[:3]:
         run(x)
-    with pytest.raises(fp8compile.CaptureError) as error:
+    with pytest.raises(fp8compile.CaptureError, match="captur"):  # as CUDA says it
         run(given[3])
-    assert ".item()" in "".join(error.value.__notes__)
     for x in given[3:]:
         mine.step(x)
     theirs = Training()
@@ -369,29 +368,11 @@ def test_slices_of_a_batch() -> None:
     assert graphs(run) == 1
 
 
-def test_a_pinned_batch_is_written_while_the_step_runs() -> None:
-    found = []
-    for is_captured in (True, False):
-        t, pinned = Training(), torch.empty(128, 256, dtype=torch.bfloat16).pin_memory()
-
-        def step(x: torch.Tensor, t: Training = t) -> torch.Tensor:
-            return t.step(x.cuda())
-
-        run = t.captured(step) if is_captured else step
-        losses = []
-        for x in batches():
-            pinned.copy_(x)
-            losses.append(run(pinned))
-        found.append(torch.stack(losses))
-    assert torch.equal(*found)
-
-
 def test_a_short_step_is_compiled_for_a_graph() -> None:
     """Its host is no reason to leave it in BF16: as with mode="reduce-overhead"."""
     codes = []
     for is_captured in (False, True):
         torch.compiler.reset()
-        fp8compile.compiles().clear()
         model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).cuda().bfloat16()
         run = torch.compile(model, backend="fp8")
         opt = torch.optim.AdamW(model.parameters(), capturable=True)
@@ -413,16 +394,22 @@ def test_a_short_step_is_compiled_for_a_graph() -> None:
     assert "faster" in codes[1]
 
 
-def test_batches_on_the_host() -> None:
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_batches_on_the_host(is_pinned: bool) -> None:
+    """One piece of memory holds them all: it is written while the last step runs."""
     found = []
     for is_captured in (True, False):
-        t = Training()
+        t, batch = Training(), torch.empty(128, 256, dtype=torch.bfloat16, pin_memory=is_pinned)
 
         def step(x: torch.Tensor, t: Training = t) -> torch.Tensor:
-            return t.step(x.cuda(non_blocking=True))
+            return t.step(x.cuda())
 
         run = t.captured(step) if is_captured else step
-        found.append(torch.stack([run(x.cpu()) for x in batches()]))
+        losses = []
+        for x in batches():
+            batch.copy_(x)
+            losses.append(run(batch))
+        found.append(torch.stack(losses))
     assert torch.equal(*found)
 
 
