@@ -76,7 +76,7 @@ def fp8(
 
 
 def _for_a_captured_step(options: Options) -> Options:
-    """Return the options of what `capture_step` compiles; raises `OptionError` where it would be replayed twice over."""
+    """Return the options of what `capture_step` compiles; raises `OptionError` where it replays by itself."""
     if options.replays and not options.captured:
         raise OptionError(
             "a step of capture_step cannot hold a model that is compiled for CUDA graphs of its own "
