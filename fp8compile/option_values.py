@@ -233,6 +233,7 @@ READERS: Mapping[str, Reader] = {
     "activation_budget": _budget,
     "wire": _one_of(WIRES),
     "kernels": _one_of(KERNELS),
+    "one_pass_casts": _flag,
     "strict": _flag,
     "verify": _flag,
     "states": _nested(StateRecipe.parse),

@@ -38,7 +38,7 @@ from fp8compile.kernels.codegen.spec import (
     Store,
     number_of,
 )
-from fp8compile.kernels.reference.region_reference import Evaluation
+from fp8compile.kernels.reference.region_reference import Evaluation, stored
 
 POISON = 0xA5  # what no kernel computes by chance, in any dtype
 GUARD = 1 << 16  # bytes before and after a buffer
@@ -143,7 +143,7 @@ def compare(
             if region.buffers[s.buffer].dtype == "float32" and part.values[s.value].op in STATISTICS
         }
         judge = _Judge(part, tiling, inputs, names, given)
-        for store in part.stores:
+        for store in stored(Evaluation(part, inputs, names, given)):
             complaint = judge.complaint(store, buffers[store.buffer])
             if complaint:
                 lines.append(f"part {number}, y{store.buffer} = v{store.value} ({_op(part, store)}): {complaint}")

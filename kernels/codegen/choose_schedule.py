@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8compile.formats import ceil_div
-from fp8compile.kernels.codegen import packed_transpose
+from fp8compile.kernels.codegen import one_pass, packed_transpose
 from fp8compile.kernels.codegen.schedule import Schedule, Tiling, extent, in_bands, power_of_two
 from fp8compile.kernels.codegen.spec import COLUMN, ELEMENT, PARTIALS, ROW_REDUCTIONS, Input, Part, Region
 
@@ -26,8 +26,8 @@ PROCESSORS = 132  # programs that walk are made in multiples of this: streaming 
 
 
 def choose(region: Region) -> Schedule:
-    """Return the schedule for `region`."""
-    choices = [_choose(part) for part in region.parts]
+    """Return the schedule for `region`; for one that casts in one pass, that of its first kernel."""
+    choices = [_choose(part) for part in one_pass.first_of(region).parts]
     warps = max(choice.warps for choice in choices)
     stages = max(choice.stages for choice in choices)
     return Schedule(tuple(choice.tilings[0] for choice in choices), warps, stages)

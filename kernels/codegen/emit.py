@@ -128,6 +128,8 @@ class _PartWriter:
         if self.tiling.sweeps:
             emit_sweeps.reduce_rows(self.values)
         needed = self._reached([s.value for s in self.part.stores])
+        if self.part.only_if is not None:
+            self.values.value(self.part.only_if)
         if self.tiling.held:
             hold_rows(needed, self.values, self.phases)
         if self.packed:
@@ -135,6 +137,7 @@ class _PartWriter:
         for i in self._stored_values(needed):
             self.values.value(i)
         if self.packed:
+            self.stores.accumulate()
             self.packed.finish()
         for store in self._stores_in_order():
             self.stores.store(store)
@@ -184,7 +187,9 @@ class _PartWriter:
             statements.append(Assign(BAND, expr(f"{{}} // {programs}", first)))
         statements += self.draft.before
         if self.layout.loops and self.draft.body:
-            statements.append(For(ROW_BLOCK, self._span(first, programs), tuple(self.draft.body)))
+            walk = For(ROW_BLOCK, self._span(first, programs), tuple(self.draft.body))
+            only_if = self.part.only_if
+            statements.append(walk if only_if is None else If(((Name(f"v{only_if}"), (walk,)),)))
         else:
             statements += [replaced(statement, {ROW_BLOCK: first}) for statement in self.draft.body]
         return statements + [replaced(statement, {FIRST_ROW_BLOCK: first}) for statement in self.draft.after]

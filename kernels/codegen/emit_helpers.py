@@ -259,6 +259,22 @@ def power_of_two(scale):
     return tl.where((scale != scale) | (scale == float("inf")), scale, up)
 '''
     ),
+    "predicted_scale": Helper(
+        '''
+@triton.jit
+def predicted_scale(sample, limit):
+    """The scale that the amax of some rows predicts: a power of two, 8 to 16 times their own."""
+    return power_of_two(scale_of(sample, limit)) * 8.0
+'''
+    ),
+    "is_predicted": Helper(
+        '''
+@triton.jit
+def is_predicted(amax, sample, limit):
+    """True where nothing saturates under `predicted_scale`, all is finite, and the sample is not zero."""
+    return (sample > 0) & (amax < predicted_scale(sample, limit) * limit)
+'''
+    ),
     "_maximum": Helper(
         """
 @triton.jit
@@ -278,6 +294,8 @@ NEEDS = {
     "words_e4m3": ("to_e4m3",),
     "words_e5m2": ("to_e5m2",),
     "power_of_two": ("scale_of",),
+    "predicted_scale": ("power_of_two",),
+    "is_predicted": ("predicted_scale",),
     "sigmoid": ("fast_div", "fast_exp"),
     "tanh": ("fast_div", "fast_exp"),
     "one_plus_erf": ("fast_div", "fast_exp"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fp8compile.kernels.codegen.emit_indices import COL_BLOCK, ROW, ROW_BLOCK, ROWS
 from fp8compile.kernels.codegen.emit_phases import Phases, Tensors
 from fp8compile.kernels.codegen.emit_values import Values, max_of_groups
-from fp8compile.kernels.codegen.packed_transpose import JOINED, STEP
+from fp8compile.kernels.codegen.packed_transpose import ACCUMULATED, JOINED, STEP
 from fp8compile.kernels.codegen.reductions import TO_FLOAT
 from fp8compile.kernels.codegen.spec import ELEMENT, GROUP_REDUCTIONS, Store, Value
 from fp8compile.kernels.codegen.statements import Apply, Assign, Expression, For, Name, Write, all_of, expr, joined
@@ -60,14 +60,14 @@ class PackedTranspose:
         returned: list[Expression] = []
         for store in self.part.stores:
             i, extent = store.value, self.part.extents[store.value]
-            if extent[0] == 1 and i not in self.results:
+            if extent[0] == 1 and i not in self.results and self.part.values[i].op not in ACCUMULATED:
                 self.results.append(i)
                 x: Expression = self.values.value(i)
                 exists = self.indices.mask(extent)
                 if exists and any(s.row_multiple * s.col_multiple > 1 for s in self.part.stores if s.value == i):
                     x = expr("tl.where({}, {}, 0.0)", exists, x)
                 returned.append(x)
-        self.phases.end()
+        self.phases.end(onto=self.layout.loops)
         last = self.phases.phases[-1]
         last.returned = returned
         last.doc = f"Rows `row`, `row` + {STEP}, `row` + {2 * STEP}, … of a tile."

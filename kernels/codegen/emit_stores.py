@@ -87,9 +87,7 @@ class Stores:
 
     def _store_partial(self, store: Store, value: Value) -> None:
         """Store what this program has found."""
-        if store.value not in self.values.done:  # several may store it: two layers' biases have the same gradient
-            self.values.done.add(store.value)
-            self._accumulate(store.value, value)
+        self._accumulate_once(store.value, value)
         found, buffer = Name(f"acc{store.value}"), Name(f"y{store.buffer}")
         cast = "" if value.op == "col_sum" else TO_FLOAT
         if value.op == "all_amax":
@@ -103,6 +101,18 @@ class Stores:
         place = joined(" + ", [buffer, row, self.indices.vector(1, 1)])
         self.draft.after.append(Write(place, total, mask))
 
+    def accumulate(self) -> None:
+        """Join what programs find over all of their tiles, before the last phase of a tile ends."""
+        for store in self.part.stores:
+            value = self.part.values[store.value]
+            if value.op in PARTIALS:
+                self._accumulate_once(store.value, value)
+
+    def _accumulate_once(self, number: int, value: Value) -> None:
+        if number not in self.values.done:  # several may store it: two layers' biases have the same gradient
+            self.values.done.add(number)
+            self._accumulate(number, value)
+
     def _accumulate(self, number: int, value: Value) -> None:
         """Join the tiles of this program into acc<number>."""
         total, is_sum = Name(f"acc{number}"), value.op == "col_sum"
@@ -113,7 +123,8 @@ class Stores:
         if keeps:
             zero = expr(f"tl.zeros({shape}, tl.{'float32' if is_sum else 'int32'})")
             self.draft.before.append(Assign(total, zero))
-        if self.layout.tiling.held and across:
+        tiling = self.layout.tiling
+        if (tiling.held and across) or (tiling.packed_transpose and self.layout.is_interleaved(value.args[0])):
             self.phases.join(number, x, joins)
         elif keeps:
             statements = self.draft.tile if across else self.draft.body

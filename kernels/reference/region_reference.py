@@ -18,6 +18,7 @@ from fp8compile.kernels.codegen.reductions import REDUCTIONS
 from fp8compile.kernels.codegen.schedule import Schedule
 from fp8compile.kernels.codegen.spec import (
     GROUP_REDUCTIONS,
+    NUMBER,
     ROW_REDUCTIONS,
     Digits,
     Input,
@@ -44,9 +45,17 @@ def run(region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Seq
     ]
     for part in region.parts:
         evaluation = Evaluation(part, inputs, names)
-        for store in part.stores:
+        for store in stored(evaluation):
             _store(buffers[store.buffer], store, evaluation, names)
     return buffers
+
+
+def stored(evaluation: Evaluation) -> tuple[Store, ...]:
+    """Return what a part stores: numbers alone where `only_if` does not hold."""
+    part = evaluation.part
+    if part.only_if is None or evaluation[part.only_if].all():
+        return part.stores
+    return tuple(s for s in part.stores if part.stored_extent(s) == NUMBER)
 
 
 def _poisoned(shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 
 from fp8compile.kernels.codegen import generated
-from fp8compile.kernels.codegen.spec import Part
+from fp8compile.kernels.codegen.one_pass import Launch, launches
+from fp8compile.kernels.codegen.spec import Part, Region
 from fp8compile.passes.core.compilation import hint
 from fp8compile.passes.core.marker_views import RegionCall
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
@@ -18,12 +19,12 @@ BOOKKEEPING = ("load", "constant", "float", "round", "load_max")  # operations t
 
 
 def kernel_rows(graph: fx.Graph, half: str) -> list[Kernel]:
-    """Return a row for each region of `graph`, in order."""
-    return [_kernel_row(node, half) for node in regions_of(graph)]
+    """Return a row for each kernel of the regions of `graph`, in order; a repair, which seldom casts, moves nothing."""
+    return [_kernel_row(node, kernel, half) for node in regions_of(graph) for kernel in launches(*spec_of(node))]
 
 
-def _kernel_row(node: fx.Node, half: str) -> Kernel:
-    region, schedule = spec_of(node)
+def _kernel_row(node: fx.Node, kernel: Launch, half: str) -> Kernel:
+    region, schedule = kernel.region, kernel.schedule
     given: list[Any] = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in RegionCall(node).sizes]
     symbols = dict(zip(region.sizes, map(str, given), strict=True))
     seen = {name: hint(size, unknown=0) for name, size in zip(region.sizes, given, strict=True)}
@@ -32,9 +33,13 @@ def _kernel_row(node: fx.Node, half: str) -> Kernel:
         half,
         tuple(f"{symbols.get(str(part.rows), part.rows)}×{part.cols}" for part in region.parts),
         _operations(region.parts),
-        0 if 0 in seen.values() else sum(sum(generated.moved(part, region, seen).values()) for part in region.parts),
+        0 if 0 in seen.values() or kernel.is_repair else _moved(region, seen),
         region.origins,
     )
+
+
+def _moved(region: Region, sizes: dict[str, int]) -> int:
+    return sum(sum(generated.moved(part, region, sizes).values()) for part in region.parts)
 
 
 def _operations(parts: tuple[Part, ...]) -> tuple[str, ...]:

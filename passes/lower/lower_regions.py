@@ -9,6 +9,9 @@ It hands the kernel to its pool of compiling processes like one of its own, with
 The wrapper is how torch itself represents kernels that users call in compiled code. Inductor would keep the order of
 strides only; `eager_input_vals` makes it keep the strides themselves, which are written into the kernel.
 
+A region that casts in one pass becomes two launches (`kernels/codegen/one_pass.py`); the second writes into buffers of
+the first.
+
 Buffers have at least one dimension: a scalar Inductor would fill with a kernel of its own.
 """
 
@@ -25,7 +28,9 @@ from torch._higher_order_ops.triton_kernel_wrap import (  # torch's only form fo
     triton_kernel_wrapper_functional,
 )
 
-from fp8compile.kernels.codegen import emit, generated
+from fp8compile.empty_tensors import new_empty
+from fp8compile.kernels.codegen import emit, generated, one_pass
+from fp8compile.kernels.codegen.one_pass import Launch
 from fp8compile.kernels.codegen.schedule import Schedule
 from fp8compile.kernels.codegen.spec import Region
 from fp8compile.passes.core.compilation import aten, getitems
@@ -54,34 +59,60 @@ def lower_regions(graph: fx.Graph) -> None:
 
 def _lower(graph: fx.Graph, node: fx.Node, shapes: list[list[Any]]) -> None:
     region, schedule = spec_of(node)
-    fakes: list[torch.Tensor] = node.meta["val"]
-    names = emit.arguments(region)
-    outputs = [name for name in names if name.startswith("y")]
+    fakes: list[torch.Tensor] = list(node.meta["val"])
+    pieces = [new_empty(fakes[0], [schedule.programs], torch.float32) for _ in range(one_pass.count_amaxes(region))]
+    shapes, fakes = [*shapes, *([schedule.programs] for _ in pieces)], [*fakes, *pieces]
+    results: dict[int, fx.Node] = {}  # of buffers, and behind them of pieces
     with graph.inserting_before(node):
-        empties = [_empty(graph, fake, shape) for fake, shape in zip(fakes, shapes, strict=True)]
-        kwargs = dict(zip(names, [*tensors_of(node), *empties, *sizes_of(node)], strict=True))
-        launch: dict[str, Any] = {
-            "kernel_idx": kernel_side_table.add_kernel(_kernel(region, schedule)),
-            "constant_args_idx": kernel_side_table.add_constant_args({}),
-            "grid": [(schedule.programs, 1, 1)],
-            "tma_descriptor_metadata": {},
-            "kwargs": kwargs,
-        }
-        call = graph.call_function(triton_kernel_wrapper_functional, (), {**launch, "tensors_to_clone": outputs})
-        call.meta = {**node.meta, LAUNCH: True, "val": dict(zip(outputs, fakes, strict=True))}
-        call.meta["eager_input_vals"] = fx.map_arg((call.args, call.kwargs), lambda n: n.meta["val"])
-        for index, item in getitems(node).items():
-            out = graph.call_function(operator.getitem, (call, outputs[index]))
-            out.meta = dict(item.meta)
-            item.replace_all_uses_with(out)
-            graph.erase_node(item)
+        kernels = one_pass.launches(region, schedule)
+        last = {n: kernel for kernel in kernels for n in kernel.buffers}
+        for kernel in kernels:
+            for n in kernel.buffers:
+                if n not in results:
+                    results[n] = _empty(graph, fakes[n], shapes[n])
+            # Until its last kernel a buffer has values of its own: of what seems to share memory with something that is
+            # read later, Inductor makes a copy before it is written.
+            values = [fakes[n] if last[n] is kernel else torch.empty_like(fakes[n]) for n in kernel.buffers]
+            read = [*tensors_of(node), *(results.get(n) for n in range(len(shapes) - len(pieces), len(shapes)))]
+            tensors, buffers = [read[t] for t in kernel.tensors], [results[n] for n in kernel.buffers]
+            call = _launch(graph, node, kernel, tensors, buffers, values)
+            for y, n in enumerate(kernel.buffers):
+                results[n] = graph.call_function(operator.getitem, (call, f"y{y}"))
+                results[n].meta = {**node.meta, "val": values[y]}
+    for index, item in getitems(node).items():
+        results[index].meta = dict(item.meta)
+        item.replace_all_uses_with(results[index])
+        graph.erase_node(item)
     graph.erase_node(node)
+    for result in results.values():
+        if not result.users:
+            graph.erase_node(result)
+
+
+def _launch(
+    graph: fx.Graph, node: fx.Node, kernel: Launch, read: list[Any], written: list[fx.Node], values: list[torch.Tensor]
+) -> fx.Node:
+    """Return the launch of one kernel of the region `node`, which makes `values` of the buffers `written`."""
+    names = emit.arguments(kernel.region)
+    outputs = [name for name in names if name.startswith("y")]
+    kwargs = dict(zip(names, [*read, *written, *sizes_of(node)], strict=True))
+    launch: dict[str, Any] = {
+        "kernel_idx": kernel_side_table.add_kernel(_kernel(kernel.region, kernel.schedule)),
+        "constant_args_idx": kernel_side_table.add_constant_args({}),
+        "grid": [(kernel.schedule.programs, 1, 1)],
+        "tma_descriptor_metadata": {},
+        "kwargs": kwargs,
+    }
+    call = graph.call_function(triton_kernel_wrapper_functional, (), {**launch, "tensors_to_clone": outputs})
+    call.meta = {**node.meta, LAUNCH: True, "val": dict(zip(outputs, values, strict=True))}
+    call.meta["eager_input_vals"] = fx.map_arg((call.args, call.kwargs), lambda n: n.meta["val"])
+    return call
 
 
 def _empty(graph: fx.Graph, fake: torch.Tensor, shape: list[Any]) -> fx.Node:
     kwargs = {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
     node = graph.call_function(aten.empty.memory_format, (shape,), kwargs)
-    node.meta["val"] = fake
+    node.meta["val"] = torch.empty_like(fake)
     return node
 
 

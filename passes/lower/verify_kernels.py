@@ -6,7 +6,7 @@ Beside the rules of `passes/core/verify.py`:
 - a region reads tensors in the dtypes and strides for which its spec was made, inside of their memory; FP8 data only
   to multiply it by a scale
 - a region writes every element of its buffers once, padding included (`kernels/check/coverage.py`)
-- a launch has buffers of its own, which nothing else reads or writes
+- a launch has buffers of its own, or those that another launch has filled, which nothing else reads or writes
 - nothing reads an input after it was overwritten
 """
 
@@ -24,7 +24,7 @@ from fp8compile.kernels.check.coverage import unwritten
 from fp8compile.kernels.codegen.spec import Part, Region, number_of
 from fp8compile.passes.core.compilation import VIEWS, aten, hint, is_tensor, value
 from fp8compile.passes.core.marker_views import RegionCall
-from fp8compile.passes.core.node_views import Copy
+from fp8compile.passes.core.node_views import Copy, Getitem
 from fp8compile.passes.core.run_passes import Check
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.core.stride_demands import Broken, broken_strides
@@ -155,11 +155,17 @@ def _shared_buffer(launch: fx.Node) -> str:
     kwargs: Any = launch.kwargs["kwargs"]
     for name in cast("list[str]", launch.kwargs["tensors_to_clone"]):
         buffer = kwargs[name]
-        if buffer.target is not aten.empty.memory_format:
+        if buffer.target is not aten.empty.memory_format and not _is_result(buffer):
             return f"writes into %{buffer.name}, which is no buffer of its own"
         if len(buffer.users) != 1 or sum(x is buffer for x in kwargs.values()) != 1:
             return f"shares its buffer %{buffer.name} with {', '.join(f'%{u.name}' for u in buffer.users)}"
     return ""
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Return True if `node` is what a launch left: a repair goes on with it."""
+    item = Getitem.of(node)
+    return item is not None and bool(item.source.meta.get(LAUNCH))
 
 
 def late_read(graph: fx.Graph) -> str:

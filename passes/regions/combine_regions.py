@@ -4,7 +4,8 @@
    region of its own (`amax_pieces`), as column sums are (`sum_pieces`). Those whose results only leave the graph become
    one.
 2. Parts of a concatenation are written in place (`concatenated`).
-3. Small regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one;
+3. A region that finds an amax and one that casts by it become one that casts in one pass (`one_pass_casts`).
+4. Small regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one;
    so do those between two matmuls whose results only leave the graph (`join_regions`).
 
 Sound as long as no region waits for itself; every combination is checked for that.
@@ -18,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from fp8compile import ops
+from fp8compile.kernels.codegen.one_pass import is_one_pass
 from fp8compile.kernels.codegen.spec import PARTIALS, ROW_REDUCTIONS
 from fp8compile.passes.core.compilation import aten, getitems, remove_dead, value
 from fp8compile.passes.core.fusible import RESHAPES, is_library_kernel
@@ -26,6 +28,7 @@ from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.amax_pieces import finish_amaxes, read_pieces
 from fp8compile.passes.regions.concatenated import write_in_place
 from fp8compile.passes.regions.join_regions import MAX_PARTS, joined
+from fp8compile.passes.regions.one_pass_casts import cast_in_one_pass
 from fp8compile.passes.regions.region_graph import (
     GraphEditor,
     is_from_region,
@@ -42,15 +45,17 @@ LARGE = 32 << 20  # bytes of results that are made before they are needed, or of
 
 def run(c: HalfGraph) -> None:
     """Combine the regions of a half."""
-    combine_regions(c.graph)
+    combine_regions(c.graph, c.options.one_pass_casts)
 
 
-def combine_regions(graph: fx.Graph) -> None:
+def combine_regions(graph: fx.Graph, one_pass_casts: bool = True) -> None:
     """Rewrite the regions of `graph`."""
     editor = GraphEditor(graph)
     read_pieces(graph)
     for cat in list(graph.find_nodes(op="call_function", target=aten.cat.default)):
         write_in_place(editor, cat)
+    if one_pass_casts:
+        cast_in_one_pass(editor)
     finish_amaxes(editor)
     finish_sums(editor)
     put_in_order(graph)
@@ -96,7 +101,7 @@ def _kind(node: fx.Node) -> Any:
     one layout are as fast with 8 warps as with 4, and tiles with packed transposes have 8 or 16.
     """
     region, schedule = spec_of(node)
-    if any(v.op in ROW_REDUCTIONS for p in region.parts for v in p.values):
+    if any(v.op in ROW_REDUCTIONS for p in region.parts for v in p.values) or is_one_pass(region):
         return None
     if all(p.values[s.value].op in PARTIALS for p in region.parts for s in p.stores):
         return PIECES

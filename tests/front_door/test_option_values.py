@@ -43,6 +43,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "skip": ([None, 3, {"a"}, [3], [""], ["a", None]], r"takes module path patterns \(strings\)"),
     "lm_head": FLAG,
     "fold_masks": FLAG,
+    "one_pass_casts": FLAG,
     "strict": FLAG,
     "verify": FLAG,
     "chunk_loss": ([None, 0, 0.5, "on", [4096]], '"auto", True, False or a number of rows|False leaves logits whole'),

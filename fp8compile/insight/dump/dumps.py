@@ -32,6 +32,7 @@ from fp8compile.insight.dump.graph_files import write_graph
 from fp8compile.insight.dump.memory import Timeline
 from fp8compile.insight.explanation import Explanation
 from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.one_pass import launches
 from fp8compile.option_values import read_option
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
@@ -76,10 +77,11 @@ class Dump:
 
     def _kernels(self, half: str, graph: fx.Graph) -> None:
         for node in regions_of(graph):
-            region, schedule = spec_of(node)
-            name = generated.kernel_name(region, schedule)
-            generated.write_atomically(self.root / "kernels" / f"{name}.py", generated.file_source(region, schedule))
-            self.index["kernels"].append({"half": half, "name": name})
+            for kernel in launches(*spec_of(node)):
+                name = generated.kernel_name(kernel.region, kernel.schedule)
+                source = generated.file_source(kernel.region, kernel.schedule)
+                generated.write_atomically(self.root / "kernels" / f"{name}.py", source)
+                self.index["kernels"].append({"half": half, "name": name})
 
     def code(self, half: str, source: str) -> None:
         """Keep what Inductor made of a half."""

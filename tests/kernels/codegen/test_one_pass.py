@@ -1,0 +1,94 @@
+"""Casts in one pass: what kernels make of a predicted scale, and of a prediction that is wrong."""
+
+from __future__ import annotations
+
+import interpreter
+import one_pass_casts
+import pytest
+import torch
+from one_pass_casts import CASES
+
+from fp8compile.formats import FORMATS
+from fp8compile.kernels.codegen import choose_schedule, one_pass
+from fp8compile.kernels.codegen.spec import Input, Part, Store, Value
+from fp8compile.kernels.reference import markers
+from fp8compile.kernels.reference.region_reference import Evaluation
+
+interpreted = [
+    pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu/test_casts_in_one_pass.py runs it compiled"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of infinities and nan
+]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp()))
+    interpreter.prepare()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", CASES)
+class TestKernels:
+    pytestmark = interpreted
+
+    @pytest.mark.parametrize(("format", "sums"), [("e4m3", True), ("e5m2", False)])
+    def test_they_agree_with_the_reference(self, case: str, format: str, sums: bool) -> None:
+        actual, expected = one_pass_casts.run(*CASES[case], "interpreter", format, sums)
+        assert all(map(one_pass_casts.equal, actual[:3], expected[:3]))
+        if sums:
+            torch.testing.assert_close(actual[3].sum(0), expected[3].sum(0), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_scale_is_the_predicted_one_or_that_of_the_amax(case: str) -> None:
+    x = CASES[case][0].float()
+    amax, sample = x.abs().amax(), x[8::16].abs().amax()
+    predicted, own = markers.predicted_scale(sample, "e4m3"), markers.scale(amax, "e4m3")
+    holds = bool(markers.is_predicted(amax, sample, "e4m3"))
+    assert holds == (case in ("as predicted", "growth in the sample", "collapse", "largest", "smallest"))
+    if holds:
+        assert own < predicted <= 16 * own  # nothing saturates, and four binades at most are lost
+        assert torch.log2(predicted) % 1 == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nothing_saturates_whatever_was_sampled(format: str) -> None:
+    sample = torch.logspace(-44, 38, 500)
+    amax = torch.logspace(-44, 38, 501)[:, None]
+    limit = FORMATS[format].max
+    holds = markers.is_predicted(amax, sample, format)
+    ratio = amax / markers.predicted_scale(sample, format)
+    assert (ratio[holds] <= limit).all()
+    assert holds[(amax >= sample) & (amax <= 7.9 * sample) & (amax > 1e-30)].all()
+
+
+def test_every_16th_row_is_the_sample() -> None:
+    def part(*inputs: Input) -> Part:
+        return Part(64, 8, inputs, (Value("load", (), (0,)), Value("all_amax", (0,))), (Store(0, 1),))
+
+    def sampled(*inputs: Input) -> Part:
+        found = one_pass.sampled(part(*inputs))
+        assert found is not None
+        return found
+
+    assert sampled(Input(0, "float32", ((64, 8),), ((8, 1),))).rows == 4
+    assert sampled(Input(0, "float32", ((64, 8),), ((8, 1),))).inputs == (
+        Input(0, "float32", ((4, 128),), ((8, 1),), 64),
+    )
+    batched = Input(0, "float32", ((2, 1000), (32, 8)), ((8, 1),), 5)
+    assert sampled(batched).inputs == (Input(0, "float32", ((2, 1000), (2, 128)), ((8, 1),), 69),)
+    of_columns = Input(0, "float32", (), ((8, 1),))
+    assert sampled(of_columns).inputs == (of_columns,)
+    assert one_pass.sampled(part(Input(0, "float32", ((8, 1000), (8, 8)), ((8, 1),)))) is None
+    x = torch.randn(64, 8)
+    sample = sampled(Input(0, "float32", ((64, 8),), ((8, 1),)))
+    assert Evaluation(sample, [x], {})[1] == x[8::16].abs().amax()
+
+
+def test_a_repair_walks_with_few_programs() -> None:
+    region = one_pass_casts.casts_of(1 << 14, 4096, 1, sums=True)
+    first, repair = one_pass.launches(region, choose_schedule.choose(region))
+    assert (first.is_repair, repair.is_repair) == (False, True)
+    assert repair.schedule.programs <= one_pass.REPAIRING < first.schedule.programs
+    assert repair.buffers == (0, 1, 2)  # both payloads, and the scale
+    assert first.buffers == (0, 1, 3, 4)  # both payloads, the sum, and pieces of the amax

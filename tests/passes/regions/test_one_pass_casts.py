@@ -1,0 +1,196 @@
+"""Which casts are made in one pass, what they then compute, and what becomes of them in Inductor's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import reinplace
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8compile import ops
+from fp8compile.kernels.codegen import one_pass
+from fp8compile.kernels.codegen.one_pass import is_one_pass, launches
+from fp8compile.kernels.reference import markers
+from fp8compile.passes.core.compilation import remove_dead
+from fp8compile.passes.lower.lower_regions import LAUNCH, lower_regions
+from fp8compile.passes.regions import one_pass_casts
+from fp8compile.passes.regions.combine_regions import combine_regions
+from fp8compile.passes.regions.form_regions import form_regions
+from fp8compile.passes.regions.region_graph import regions_of, spec_of
+
+ROWS, COLS = 2048, 256
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_pass_casts, "LEAST", 1)
+    monkeypatch.setattr(one_pass, "REPAIRING", 8)
+
+
+def cast(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor, Tensor]:
+    """Both layouts, by one scale."""
+    scale = ops.scale(ops.amax(x, "tensor"), format)
+    return ops.quantize(x, scale, format, "tensor"), ops.quantize(x, scale, format, "tensor", True), scale
+
+
+def formed(
+    function: Callable[..., Any], *inputs: Tensor, mode: str = "fake", in_one_pass: bool = True
+) -> fx.GraphModule:
+    module = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode=mode)(*inputs)
+    module.graph.eliminate_dead_code()
+    form_regions(module.graph)
+    combine_regions(module.graph, in_one_pass)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def one_pass_regions(module: fx.GraphModule) -> int:
+    return sum(is_one_pass(spec_of(node)[0]) for node in regions_of(module.graph))
+
+
+def two(rows: int = ROWS, cols: int = COLS, seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(rows, cols).bfloat16(), torch.randn(rows, cols).bfloat16()
+
+
+def gelu_backward(g: Tensor, x: Tensor) -> Any:
+    dx = torch.ops.aten.gelu_backward(g, x)
+    return (*cast(dx), dx.sum(0))
+
+
+def swiglu_backward(g: Tensor, gate: Tensor) -> Any:
+    """Of two gradients with one scale, concatenated."""
+    d_up = g * F.silu(gate)
+    d_gate = g * torch.sigmoid(gate)
+    scale = ops.scale(torch.maximum(ops.amax(d_gate, "tensor"), ops.amax(d_up, "tensor")), "e4m3")
+    data = [ops.quantize(d, scale, "e4m3", "tensor") for d in (d_gate, d_up)]
+    across = [ops.quantize(d, scale, "e4m3", "tensor", True) for d in (d_gate, d_up)]
+    return torch.cat(data, 1), torch.cat(across, 0), scale
+
+
+@pytest.mark.parametrize("function", [gelu_backward, swiglu_backward])
+def test_a_gradient_is_computed_once(function: Callable[..., Any]) -> None:
+    inputs = two()
+    module = formed(function, *inputs)
+    assert one_pass_regions(module) == 1
+    whole = [r for node in regions_of(module.graph) for r in spec_of(node)[0].parts if r.rows == ROWS]
+    assert len(whole) == 1
+    data, transposed, scale, *sums = module(*inputs)
+    _, _, own, *expected_sums = function(*inputs)
+    assert own < scale <= 16 * own
+    assert torch.log2(scale) % 1 == 0
+    again = formed(function, *inputs, in_one_pass=False)
+    assert one_pass_regions(again) == 0
+    exact = again(*inputs)
+    torch.testing.assert_close(exact[2], own, rtol=0.01, atol=0)  # which rounds to BF16 on its way
+    assert torch.equal(data.view(torch.uint8), transposed.t().contiguous().view(torch.uint8))
+    for actual, expected in zip((data, *sums), (exact[0].float() * own, *expected_sums), strict=True):
+        noise = (actual.float() * (scale if actual is data else 1) - expected.float()).norm() / expected.float().norm()
+        assert noise < (0.045 if actual is data else 0.01)  # two roundings to 3 bits: sqrt(2) · 2^-4 / sqrt(3) at most
+
+
+def test_payloads_are_those_of_the_scale_that_is_stored() -> None:
+    def run(g: Tensor, x: Tensor) -> Any:
+        return cast(g * x)
+
+    for growth in (1.0, 1e6):
+        a, b = two()
+        a[100] *= growth  # no row of the sample
+        data, transposed, scale = formed(run, a, b)(a, b)
+        x = a.float() * b.float()
+        if growth > 1:
+            assert torch.equal(scale, markers.scale(x.abs().amax(), "e4m3"))
+        assert torch.equal(data.float(), markers.quantize(x, scale, "e4m3", "tensor").float())
+        assert torch.equal(transposed.float(), data.float().t())
+
+
+def test_what_others_read_is_stored_all_the_same() -> None:
+    def run(a: Tensor, b: Tensor) -> Any:
+        x = a * b
+        return (*cast(x), x.t() @ x, x.sum(0))
+
+    a, b = two()
+    module = formed(run, a, b)
+    assert one_pass_regions(module) == 1
+    data, _, scale, square, sums = module(a, b)
+    x = (a * b).float()
+    assert (data.float() * scale - x).norm() < 0.03 * x.norm()
+    torch.testing.assert_close(square.float(), x.t() @ x, rtol=0.02, atol=2.0)
+    torch.testing.assert_close(sums.float(), x.sum(0), rtol=0.02, atol=0.5)
+
+
+def product(a: Tensor, b: Tensor) -> Any:
+    return cast(a * b)
+
+
+def with_dropout(a: Tensor, b: Tensor) -> Any:
+    seed = torch.ops.prims.inductor_seed(torch.device("cpu"))
+    return cast(a * torch.ops.prims.inductor_random(list(a.shape), seed, "rand") * b)
+
+
+def whose_amax_is_read(a: Tensor, b: Tensor) -> Any:
+    amax = ops.amax(a * b, "tensor")
+    scale = ops.scale(amax, "e4m3")
+    return ops.quantize(a * b, scale, "e4m3", "tensor"), scale, amax + 1
+
+
+def by_rows(a: Tensor, b: Tensor) -> Any:
+    x = a * b
+    scale = ops.scale(ops.amax(x, "row"), "e4m3")
+    return ops.quantize(x, scale, "e4m3", "row"), scale
+
+
+def that_waits(a: Tensor, b: Tensor) -> Any:
+    """The casts read a sum over all rows of what they cast."""
+    x = a * b
+    scale = ops.scale(ops.amax(x, "tensor"), "e4m3")
+    y = x * x.sum(0)
+    return ops.quantize(x, scale, "e4m3", "tensor"), ops.quantize(y, scale, "e4m3", "tensor"), scale
+
+
+@pytest.mark.parametrize("function", [with_dropout, whose_amax_is_read, by_rows, that_waits])
+def test_these_are_left(function: Callable[..., Any]) -> None:
+    assert one_pass_regions(formed(product, *two())) == 1
+    assert one_pass_regions(formed(function, *two())) == 0
+
+
+def test_so_are_small_ones_and_those_of_sizes_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert one_pass_regions(formed(product, *two(), mode="symbolic")) == 0
+    assert one_pass_regions(formed(product, *two(rows=64))) == 0  # no program of the repair would walk
+    bytes_read = 2 * ROWS * COLS * 2
+    monkeypatch.setattr(one_pass_casts, "LEAST", bytes_read)
+    assert one_pass_regions(formed(product, *two())) == 1
+    monkeypatch.setattr(one_pass_casts, "LEAST", 2 * bytes_read)
+    assert one_pass_regions(formed(product, *two())) == 0
+
+
+def test_rows_that_no_sample_counts_are_left() -> None:
+    def batched(a: Tensor, b: Tensor) -> Any:
+        return cast((a.transpose(1, 2) * b.transpose(1, 2)).reshape(-1, COLS))
+
+    found = []
+    for length in (256, 250):
+        a, b = (torch.randn(8, COLS, length).bfloat16() for _ in range(2))
+        found.append(one_pass_regions(formed(batched, a, b)))
+    assert found == [1, 0]
+
+
+@pytest.mark.parametrize("function", [gelu_backward, swiglu_backward])
+def test_nothing_is_copied_before_the_repair_writes(function: Callable[..., Any]) -> None:
+    """Inductor writes in place where no one else has a view of the memory."""
+    module = formed(function, *two())
+    regions = [launches(*spec_of(node)) for node in regions_of(module.graph)]
+    lower_regions(module.graph)
+    remove_dead(module.graph)
+    module.graph.lint()
+    calls = [node for node in module.graph.nodes if node.meta.get(LAUNCH)]
+    assert len(calls) == sum(map(len, regions))
+    reinplace.reinplace_inplaceable_ops_core(module.graph)
+    assert [list(call.kwargs["tensors_to_clone"]) for call in calls] == [[] for _ in calls]
