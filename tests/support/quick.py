@@ -6,6 +6,7 @@ command("benchmarks.name", "--tiny")   runs a module in a process that does so f
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import runpy
@@ -18,6 +19,7 @@ import torch
 from torch._decomp.decompositions_for_rng import PhiloxState
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import guards
+from torch._dynamo import utils as dynamo_utils
 from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import config, cpp_builder
 from torch._inductor.cpu_vec_isa import VecISA
@@ -61,6 +63,11 @@ def _patch_method(self: _Patcher, cls: type, name: str, new: Any, deduplicate: b
         _patch(self, cls, name, new, deduplicate)
 
 
+def _seed(seed: int) -> torch.Generator:
+    """Seed the CPU's generator."""
+    return torch.default_generator.manual_seed(int(seed))
+
+
 def _is_understood(instructions: VecISA, code: str) -> bool:
     """Whether the compiler knows the instructions of a program."""
     command = [
@@ -74,6 +81,7 @@ def _is_understood(instructions: VecISA, code: str) -> bool:
     return subprocess.run(command, input=code, text=True, capture_output=True, check=False).returncode == 0
 
 
+@functools.cache
 def quicken() -> None:
     """Leave out what a run of many compilations has no use for."""
     # Tracing makes ten thousands of objects that live on: looking for garbage among them every 700 finds next to none,
@@ -88,6 +96,14 @@ def quicken() -> None:
     graph_compile._log_joint_graph = lambda *_: None
     graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
     ShapeEnv.suppress_guards = lambda _: Suppressed()
+    # Dynamo writes down the stack of each change that it makes to an object, and all settings, for its log.
+    if hasattr(dynamo_config, "side_effect_replay_policy"):
+        dynamo_config.side_effect_replay_policy = "silent"
+    for settings in ("_get_dynamo_config_for_logging", "_scrubbed_inductor_config_for_logging"):
+        setattr(dynamo_utils, settings, lambda: None)
+    # Without a GPU a seed is kept for each kind, with the text of the stack, until one is found.
+    if not torch.cuda.is_available():
+        torch.random.manual_seed = torch.manual_seed = _seed
     # Dynamo looks for garbage after each graph.
     dynamo_config.run_gc_after_compile = False
     _Patcher.patch_method = _patch_method

@@ -1,7 +1,7 @@
 """Processes that tests of several GPUs run on: two of them, on CPUs over gloo, or with a GPU each over NCCL.
 
 They are started once for many tests and wait for functions. Importing torch takes longer than most tests do: those on
-CPUs are copies of one process that has imported it and has run nothing.
+CPUs are copies of one process that has imported it, and has compiled once where there is no GPU (`warm.py`).
 
     def worker(rank): …; return value                     # at the top of the test file
     def test_it(ranks): first, second = ranks.run(worker)
@@ -34,9 +34,10 @@ SECONDS = 240  # for one function; a process that waits for another one longer t
 
 
 def copies() -> Any:
-    """The multiprocessing context whose processes are copies of one that has imported torch, and has run nothing."""
+    """The multiprocessing context whose processes are copies of one that has imported torch, and has compiled once."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    # what has used a GPU cannot be copied
+    context.set_forkserver_preload(IMPORTED if torch.cuda.is_available() else [*IMPORTED, "tests.support.warm"])
     return context
 
 
