@@ -63,7 +63,7 @@ class Work:
 def work() -> dict[int, Work]:
     """By the number of layers."""
     compile_layers(1)  # what is made once a process (the names of kernels, say) is made
-    return {layers: measured(layers) for layers in (2, 3, 4)}
+    return {layers: measured(layers) for layers in (1, 2, 3)}
 
 
 def measured(layers: int) -> Work:
@@ -106,15 +106,15 @@ def calls_in_our_code(profile: cProfile.Profile) -> int:
 
 
 def test_more_layers_have_no_more_kinds_of_kernels(work: dict[int, Work]) -> None:
-    few, many = work[2].kernels, work[4].kernels
-    assert sum(many.values()) > 1.5 * sum(few.values())
+    few, many = work[2].kernels, work[3].kernels  # one layer is the first and the last
+    assert sum(many.values()) > 1.4 * sum(few.values())
     assert set(many) == set(few)
 
 
 def test_the_work_of_the_passes_grows_with_the_layers(work: dict[int, Work]) -> None:
-    counts = [work[layers].calls for layers in (2, 3, 4)]
+    counts = [work[layers].calls for layers in (1, 2, 3)]
     first, second = counts[1] - counts[0], counts[2] - counts[1]
     assert first > 0
     # A layer more costs what a layer more cost before, but for sums along the residual stream, which are followed to
-    # its start from every layer: 5 % here. A list of all nodes for each matmul or region would be as much again.
-    assert second < 1.09 * first, counts
+    # its start from every layer: 3 % here. A list of all nodes for each matmul or region would be as much again.
+    assert second < 1.06 * first, counts
