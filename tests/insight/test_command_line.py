@@ -1,11 +1,8 @@
-"""The command line: every command on small things, in this process; scripts and logging in another."""
+"""The command line: every command on small things, in this process."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -140,17 +137,8 @@ def test_a_caches_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyt
     assert finding.status == doctor.WRONG
 
 
-def test_one_line_a_graph_on_request(script: Path):
-    """That nothing is said by default, `tests/train/test_cache.py` sees."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_LOGS": "fp8compile"}
-    command = [sys.executable, script, "all"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if "fp8: training graph" in line]
-    assert len(lines) == 1
-    assert "5 of 5 matmuls in FP8 (100.0% of " in lines[0]
-
-
 def test_the_line_in_the_log(caplog: pytest.LogCaptureFixture):
+    """That it is said on request, and nothing by default, `tests/train/test_cache.py` sees."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))
     options = {"select": "all", "executor": "eager", "skip": ["1"]}
     with caplog.at_level("INFO", logger="fp8compile"):

@@ -1,4 +1,7 @@
-"""A second process compiles from the cache: same losses to the bit, and the plan is still known."""
+"""A second process compiles from the cache: same losses to the bit, and the plan is still known.
+
+What is compiled is logged on request alone.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +43,25 @@ for recipe in sys.argv[1:]:
 """
 
 
-def _run(cache: Path, *recipes: str) -> list[dict[str, Any]]:
-    """What a process of its own finds that trains with each of `recipes`, one after the other."""
+def _run(cache: Path, *recipes: str, logs: str = "") -> tuple[list[dict[str, Any]], list[str]]:
+    """What a process of its own finds that trains with each of `recipes`, one after the other; lines of this package.
+
+    logs: as the environment variable TORCH_LOGS.
+    """
     path = os.pathsep.join([str(Path(quick.__file__).parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env |= {"TORCH_LOGS": logs} if logs else {}
     command = [sys.executable, "-c", TRAINING, *recipes]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "fp8:" not in done.stderr  # nothing is logged by default
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    said = [line for line in done.stderr.splitlines() if "fp8:" in line]
+    return [json.loads(line) for line in done.stdout.splitlines()], said
 
 
 @pytest.mark.slow
 def test_second_process_hits_the_cache_and_agrees_bit_for_bit(tmp_path: Path) -> None:
-    (cold,) = _run(tmp_path, "mixed")
-    warm, other = _run(tmp_path, "mixed", "rowwise")
+    (cold,), silence = _run(tmp_path, "mixed")
+    (warm, other), lines = _run(tmp_path, "mixed", "rowwise", logs="fp8compile")
     assert cold["hits"] == 0
     assert warm["hits"] == 1
     assert cold["losses"] == warm["losses"]
@@ -62,3 +69,7 @@ def test_second_process_hits_the_cache_and_agrees_bit_for_bit(tmp_path: Path) ->
     assert cold["plan"] == warm["plan"]
     assert other["hits"] == 0  # another recipe must not find that entry
     assert other["losses"] != cold["losses"]
+    assert silence == []
+    assert len(lines) == 2
+    for line, recipe in zip(lines, ("mixed", "rowwise"), strict=True):
+        assert f"fp8: training graph, recipe {recipe}, cpu: 2 of 2 matmuls in FP8 (100.0% of " in line
