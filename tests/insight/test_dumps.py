@@ -203,12 +203,13 @@ def test_a_dumped_file_runs_by_itself(made: Made):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     graph = next((made.folder / "graph0").glob("*_forward_combine_regions.py"))
     kernel = min((made.folder / "kernels").glob("*.py"))
-    # one process for both: a graph ends by itself, a kernel with a status
+    # one process for both: a graph ends by itself, a kernel with a status; its file is the one that is imported
     code = f"import runpy; [runpy.run_path(f, run_name='__main__') for f in ({str(graph)!r}, {str(kernel)!r})]"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert "output 0: bfloat16[16, 48], norm" in done.stdout, done.stderr
     assert done.returncode == (0 if torch.cuda.is_available() else 2), done.stderr
     assert ("ok" if torch.cuda.is_available() else "needs a GPU") in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_constants_are_written_beside_the_graph(tmp_path: Path):
