@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
+import json
 import os
 import runpy
 import subprocess
@@ -68,17 +70,20 @@ def _seed(seed: int) -> torch.Generator:
     return torch.default_generator.manual_seed(int(seed))
 
 
+UNDERSTOOD = "FP8COMPILE_TESTS_UNDERSTOOD"  # environment variable: what the compiler has been asked, with its answers
+
+
 def _is_understood(instructions: VecISA, code: str) -> bool:
-    """Whether the compiler knows the instructions of a program."""
-    command = [
-        cpp_builder.get_cpp_compiler(),
-        "-x",
-        "c++",
-        "-fsyntax-only",
-        *instructions.build_arch_flags().split(),
-        "-",
-    ]
-    return subprocess.run(command, input=code, text=True, capture_output=True, check=False).returncode == 0
+    """Whether the compiler knows the instructions of a program; processes that this one starts need not ask again."""
+    compiler, flags = cpp_builder.get_cpp_compiler(), instructions.build_arch_flags().split()
+    asked = hashlib.sha256(repr((compiler, flags, code)).encode()).hexdigest()
+    known: dict[str, bool] = json.loads(os.environ.get(UNDERSTOOD, "{}"))
+    if asked not in known:
+        command = [compiler, "-x", "c++", "-fsyntax-only", *flags, "-"]
+        done = subprocess.run(command, input=code, text=True, capture_output=True, check=False)
+        known[asked] = done.returncode == 0
+        os.environ[UNDERSTOOD] = json.dumps(known)
+    return known[asked]
 
 
 @functools.cache
