@@ -282,6 +282,18 @@ def swiglu_backward_cast(fp8: Casts, gu: GateUp, dh: Tensor, amax_d: Tensor, ama
     return [scale, scale_h, torch.cat(rows, 1), torch.cat(columns, 0), h]
 
 
+def swiglu_backward(fp8: Casts, gu: GateUp, dh: Tensor, amax_h: Tensor) -> list[Tensor]:
+    """The same with the scale of both gradients, which is theirs alone."""
+    amaxes = [fp8.amax(d, "tensor") for d in swiglu_gradients(gu, dh)]
+    return swiglu_backward_cast(fp8, gu, dh, torch.maximum(*amaxes), amax_h)
+
+
+def gelu_backward(fp8: Casts, dy: Tensor, x: Tensor) -> list[Tensor]:
+    """In both layouts, with the gradient of a bias."""
+    dx = torch.ops.aten.gelu_backward(dy, x)
+    return [*cast_tensor(fp8, dx, False, True), dx.float().sum(0).to(dx.dtype)]
+
+
 def rms_norm_backward(fp8: Casts, dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, residual: Tensor) -> list[Tensor]:
     dx_hat, x_hat = dy.float() * w.float(), x.float() * rstd
     along = (dx_hat * x_hat).mean(-1, keepdim=True)
@@ -377,6 +389,9 @@ class Row:
     inputs: Callable[[Shapes], list[Arg]]
     launches: int
     torchao: Callable[[], Callable[..., Any]] | None = None
+    in_one_pass: bool = (
+        True  # large casts (`kernels/codegen/one_pass.py`); the second kernel of these is no launch here
+    )
 
 
 BLOCK_KERNELS = ("weight_quant_transposed_rhs", "weight_quant_rhs")  # rows as they are, and transposed
@@ -431,6 +446,16 @@ ROWS = (
         lambda s: [*saved_gate_up(s), wide(s), AMAX, AMAX],
         1,
     ),
+    Row("swiglu_saved_backward", from_saved(swiglu_backward), lambda s: [*saved_gate_up(s), wide(s), AMAX], 2),
+    Row(
+        "swiglu_saved_backward_two_passes",
+        from_saved(swiglu_backward),
+        lambda s: [*saved_gate_up(s), wide(s), AMAX],
+        2,
+        in_one_pass=False,
+    ),
+    Row("gelu_backward", gelu_backward, lambda s: [wide(s), wide(s)], 3),
+    Row("gelu_backward_two_passes", gelu_backward, lambda s: [wide(s), wide(s)], 3, in_one_pass=False),
     Row("rms_norm_backward", rms_norm_backward, lambda s: [x(s), x(s), weight(s), statistic(s), x(s)], 3),
     Row("layer_norm_backward", layer_norm_backward, lambda s: [x(s), x(s), weight(s), statistic(s), statistic(s)], 3),
     Row("bias_gradient", bias_gradient, lambda s: [x(s)], 3),
@@ -462,7 +487,7 @@ def form(row: Row, shapes: Shapes, device: str) -> Formed:
         graph = make_fx(partial(row.call, ops), decomposition_table=select_decomp_table())(*fakes)
     graph.graph = fx_graph_cse(graph.graph)
     reasons = form_regions(graph.graph)
-    combine_regions(graph.graph)
+    combine_regions(graph.graph, row.in_one_pass)
     graph.recompile()
     calls = list(graph.graph.find_nodes(op="call_function", target=ops.region))
     casts = [n for n in graph.graph.nodes if n.target in ops.CASTS]
@@ -510,10 +535,9 @@ class Launch:
         return Launch(region, how, generated.restrided(region, inputs, sizes), sizes)
 
     def kernel(self) -> Callable[[], object]:
-        """A call of the kernel, into buffers that are there already."""
-        buffers = generated.empty_buffers(self.region, self.schedule, self.sizes, self.inputs[0])
-        kernel = generated.kernel_of(self.region, self.schedule)[(self.schedule.programs,)]
-        return partial(kernel, *self.inputs, *buffers, *self.sizes, num_warps=self.schedule.warps)
+        """A call of the kernel, or of both where it casts in one pass, into buffers that are there already."""
+        _, run = generated.prepared_launch(self.region, self.schedule, self.inputs, self.sizes)
+        return run
 
 
 def moved(region: Region, sizes: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -193,15 +193,28 @@ def launch(
     region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Sequence[int], target: str = "cuda"
 ) -> list[Tensor]:
     """Run the kernels on `inputs`, which have the strides that the spec was made for; returns the region's buffers."""
-    buffers = empty_buffers(region, schedule, sizes, inputs[0])
+    buffers, run = prepared_launch(region, schedule, inputs, sizes, target)
     if any(s.numel() for s in buffers):
-        kernels = one_pass.launches(region, schedule)
-        amaxes = one_pass.count_amaxes(region)
-        pieces = [new_empty(inputs[0], [schedule.programs], torch.float32) for _ in range(amaxes)]
-        read, filled = [*inputs, *pieces], [*buffers, *pieces]
         with torch.cuda.device_of(inputs[0]):
-            for k in kernels:
-                arguments = (*(read[t] for t in k.tensors), *(filled[b] for b in k.buffers), *sizes)
-                kernel = kernel_of(k.region, k.schedule, target)
-                kernel[(k.schedule.programs,)](*arguments, num_warps=k.schedule.warps)
+            run()
     return buffers
+
+
+def prepared_launch(
+    region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Sequence[int], target: str = "cuda"
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """Return the region's buffers, uninitialised, and what fills them: a call of its kernel, or of both
+    (`kernels/codegen/one_pass.py`)."""
+    buffers = empty_buffers(region, schedule, sizes, inputs[0])
+    amaxes = one_pass.count_amaxes(region)
+    pieces = [new_empty(inputs[0], [schedule.programs], torch.float32) for _ in range(amaxes)]
+    read, filled = [*inputs, *pieces], [*buffers, *pieces]
+    kernels = one_pass.launches(region, schedule)
+
+    def run() -> None:
+        for k in kernels:
+            arguments = (*(read[t] for t in k.tensors), *(filled[b] for b in k.buffers), *sizes)
+            kernel = kernel_of(k.region, k.schedule, target)
+            kernel[(k.schedule.programs,)](*arguments, num_warps=k.schedule.warps)
+
+    return buffers, run

@@ -163,12 +163,12 @@ def _maxima(part: Part) -> set[int]:
 
 
 def _finds(node: fx.Node, amaxes: dict[int, fx.Node], casting: Part) -> bool:
-    """Return True if a region finds these amaxes of what `casting` casts, stores what it may, and moves enough."""
+    """Return True if a region finds these amaxes of what `casting` casts, and moves enough."""
     part, (region, _) = _plain(node), spec_of(node)
     if part is None or (part.rows, part.cols) != (casting.rows, casting.cols):
         return False
     found = {s.buffer for s in part.stores if part.values[s.value].op == "all_amax"}
-    known = all(part.values[s.value].op in ACCUMULATED or _is_plain(part, s) for s in part.stores)
+    known = all(part.values[s.value].op not in PARTIALS or part.values[s.value].op in ACCUMULATED for s in part.stores)
     return known and found == set(amaxes) and sum(moved(part, region).values()) >= LEAST
 
 
@@ -180,35 +180,36 @@ def _replace(editor: GraphEditor, pair: Pair) -> bool:
     sample = _sample_of(pair.finding)
     if sample is None:
         return False
-    how = choose_schedule.choose(sample)
+    spec, how = sample.region.to_json(), choose_schedule.choose(sample.region)
     if not _may_repair(_both(pair, pair.amaxes, how.programs)[0]):
         return False
-    reads, finding, casting = tensors_of(pair.finding), pair.finding, pair.casting
-    found = editor.emit(ops.region, reads, [], sample.to_json(), how.to_json(), before=finding, like=finding)
+    finding, casting = pair.finding, pair.casting
+    reads = [tensors_of(finding)[t] for t in sample.tensors]
+    found = editor.emit(ops.region, reads, [], spec, how.to_json(), before=finding, like=finding)
     pieces = {
         buffer: editor.emit(operator.getitem, found, n, before=finding, like=finding)
         for n, buffer in enumerate(sorted(pair.amaxes))
     }
-    region, tensors, sums = _both(pair, pieces, how.programs)
+    region, tensors, others = _both(pair, pieces, how.programs)
     how = choose_schedule.choose(region)
     node = editor.emit(ops.region, tensors, [], region.to_json(), how.to_json(), before=casting, like=casting)
     of_finding = getitems(finding)
-    items = {**getitems(casting), **{new: of_finding[old] for old, new in sums.items() if old in of_finding}}
+    items = {**getitems(casting), **{new: of_finding[old] for old, new in others.items() if old in of_finding}}
     for n, item in items.items():
         item.args = (node, n)
         editor.refresh(item)
     return True
 
 
-def _sample_of(finding: fx.Node) -> Region | None:
-    """Return the region that finds the amaxes of every 16th row; None if rows cannot be counted so."""
+def _sample_of(finding: fx.Node) -> one_pass.Needed | None:
+    """Return the region that finds the amaxes of every 16th row, and which tensors it reads; None if rows cannot be
+    counted so."""
     region, _ = spec_of(finding)
     part = one_pass.sampled(region.parts[0])
     if part is None:
         return None
     amaxes = tuple(s for s in part.stores if part.values[s.value].op == "all_amax")
-    found = one_pass.needed(replace(region, parts=(replace(part, stores=amaxes),)))
-    return found.region if len(found.tensors) == region.tensors else None
+    return one_pass.needed(replace(region, parts=(replace(part, stores=amaxes),)))
 
 
 def _both(pair: Pair, sampled: dict[int, fx.Node], pieces: int) -> tuple[Region, list[fx.Node], dict[int, int]]:
@@ -231,17 +232,18 @@ def _both(pair: Pair, sampled: dict[int, fx.Node], pieces: int) -> tuple[Region,
     handed = {tensor: of_first[s.value] for tensor, s in pair.handed.items()}
     of_second = _copied(draft, pair.casting, casts, maxima, handed)
     stores = [replace(s, value=of_second[s.value]) for s in casts.stores]
-    buffers, sums = list(second.buffers), dict[int, int]()
+    buffers, others = list(second.buffers), dict[int, int]()
     dropped = {s.buffer for tensor, s in pair.handed.items() if set(base(tensor).users) == {pair.casting}}
     for s in finds.stores:
         if finds.values[s.value].op != "all_amax" and s.buffer not in dropped:
-            sums[s.buffer] = len(buffers)
-            stores.append(replace(s, buffer=len(buffers), value=of_first[s.value]))
-            buffers.append(first.buffers[s.buffer])
+            if s.buffer not in others:
+                others[s.buffer] = len(buffers)
+                buffers.append(first.buffers[s.buffer])
+            stores.append(replace(s, buffer=others[s.buffer], value=of_first[s.value]))
     part = replace(casts, inputs=tuple(draft.inputs), values=tuple(draft.values), stores=tuple(stores))
     origins = tuple(dict.fromkeys((*second.origins, *first.origins)))
     region = Region((part,), tuple(buffers), origins, tuple(draft.strides))
-    return region, draft.tensors, sums
+    return region, draft.tensors, others
 
 
 def _copied(

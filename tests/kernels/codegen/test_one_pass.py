@@ -9,7 +9,8 @@ import torch
 from one_pass_casts import CASES
 
 from fp8compile.formats import FORMATS
-from fp8compile.kernels.codegen import choose_schedule, one_pass
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import choose_schedule, generated, one_pass
 from fp8compile.kernels.codegen.spec import Input, Part, Store, Value
 from fp8compile.kernels.reference import markers
 from fp8compile.kernels.reference.region_reference import Evaluation
@@ -37,6 +38,47 @@ class TestKernels:
         assert all(map(one_pass_casts.equal, actual[:3], expected[:3]))
         if sums:
             torch.testing.assert_close(actual[3].sum(0), expected[3].sum(0), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.usefixtures("kernels")
+class TestRepair:
+    pytestmark = interpreted
+
+    @pytest.mark.parametrize(("amax", "casts"), [(4.0, False), (0.0, False), (1e4, True), (float("nan"), True)])
+    def test_it_casts_only_where_the_prediction_is_wrong(self, amax: float, casts: bool) -> None:
+        a, b = CASES["as predicted"]
+        region = one_pass_casts.casts_of(*a.shape, 1)
+        schedule = one_pass_casts.walking(region)
+        repair = one_pass.launches(region, schedule)[1]
+        buffers = generated.empty_buffers(region, schedule, [], a)
+        for buffer in buffers:
+            buffer.view(torch.uint8).fill_(0x55)
+        sample = torch.full((1,), 4.0 if amax else 0.0)
+        pieces = torch.full((schedule.programs,), amax)
+        read = [a, b, sample, pieces]
+        kernel = generated.kernel_of(repair.region, repair.schedule, "interpreter")
+        arguments = [*(read[t] for t in repair.tensors), *(buffers[n] for n in repair.buffers)]
+        kernel[(repair.schedule.programs,)](*arguments, num_warps=repair.schedule.warps)
+        assert [bool((x.view(torch.uint8) != 0x55).any()) for x in buffers] == [casts, casts, True]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", ["as predicted", "sudden growth", "zeros", "inf"])
+class TestChecks:
+    pytestmark = interpreted
+
+    def test_what_checks_kernels_knows_them(self, case: str) -> None:
+        """Of wrong codes, and of a wrong scale, it says so."""
+        a, b = CASES[case]
+        (pieces,) = generated.launch(
+            sample := one_pass_casts.sample_of(*a.shape), choose_schedule.choose(sample), [a, b], [], "interpreter"
+        )
+        region = one_pass_casts.casts_of(*a.shape, len(pieces))
+        schedule, given = one_pass_casts.walking(region), [a, b, pieces]
+        buffers = generated.launch(region, schedule, given, [], "interpreter")
+        assert check_kernel.compare(region, schedule, given, [], buffers) == []
+        buffers[2] *= 2
+        assert check_kernel.compare(region, schedule, given, [], buffers) != [] or case == "inf"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -126,6 +126,20 @@ def test_what_others_read_is_stored_all_the_same() -> None:
     torch.testing.assert_close(sums.float(), x.sum(0), rtol=0.02, atol=0.5)
 
 
+def test_what_else_was_cast_while_the_amax_was_found_is_cast() -> None:
+    def run(a: Tensor, b: Tensor, amax: Tensor) -> Any:
+        scale = ops.scale(amax, "e4m3")
+        return (*cast(a * b), ops.quantize(a + b, scale, "e4m3", "tensor", True), scale)
+
+    a, b = two()
+    module = formed(run, a, b, torch.tensor(8.0))
+    assert one_pass_regions(module) == 1
+    data, _, scale, other, other_scale = module(a, b, torch.tensor(8.0))
+    x, y = (a * b).float(), (a + b).float()
+    assert (data.float() * scale - x).norm() < 0.03 * x.norm()
+    assert (other.float().t() * other_scale - y).norm() < 0.03 * y.norm()
+
+
 def product(a: Tensor, b: Tensor) -> Any:
     return cast(a * b)
 
