@@ -37,8 +37,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import gelu, silu
 
 from fp8compile import ops
+from fp8compile.formats import FP8_DTYPES
 from fp8compile.kernels.check import check_kernel
 from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.one_pass import is_one_pass
 from fp8compile.kernels.codegen.schedule import Schedule
 from fp8compile.kernels.codegen.spec import Region
 from fp8compile.kernels.reference import markers
@@ -568,8 +570,9 @@ def check(row: Row, shapes: Shapes, device: str) -> list[str]:
             )
     del run
     expected = row.call(markers, *inputs)
+    predicted = any(is_one_pass(generated.parse(node.args[2], node.args[3])[0]) for node in formed.regions)  # type: ignore[arg-type]
     for n, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        error = relative_error(a, b)
+        error = relative_error(a, b, predicted)
         if not error < TOLERANCE:  # nan is wrong as well
             lines.append(f"result {n}: relative error {error:.3g}")
     return lines
@@ -580,11 +583,15 @@ def check(row: Row, shapes: Shapes, device: str) -> list[str]:
 TOLERANCE = 0.05
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual − expected| / |expected|, in norms."""
+def relative_error(actual: Tensor, expected: Tensor, predicted: bool = False) -> float:
+    """|actual − expected| / |expected|, in norms; where scales are predicted, one up to 16 times as large is right."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
     a, b = actual.float(), expected.float()
+    if predicted and a.dim() == 0:
+        return 0.0 if 1 <= a / b <= 16 else float("inf")
+    if predicted and actual.dtype in FP8_DTYPES:
+        b = b * ((a * b).sum() / b.square().sum())  # codes are as much smaller
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 

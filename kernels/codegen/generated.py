@@ -195,8 +195,7 @@ def launch(
     """Run the kernels on `inputs`, which have the strides that the spec was made for; returns the region's buffers."""
     buffers, run = prepared_launch(region, schedule, inputs, sizes, target)
     if any(s.numel() for s in buffers):
-        with torch.cuda.device_of(inputs[0]):
-            run()
+        run()
     return buffers
 
 
@@ -212,9 +211,10 @@ def prepared_launch(
     kernels = one_pass.launches(region, schedule)
 
     def run() -> None:
-        for k in kernels:
-            arguments = (*(read[t] for t in k.tensors), *(filled[b] for b in k.buffers), *sizes)
-            kernel = kernel_of(k.region, k.schedule, target)
-            kernel[(k.schedule.programs,)](*arguments, num_warps=k.schedule.warps)
+        with torch.cuda.device_of(inputs[0]):
+            for k in kernels:
+                arguments = (*(read[t] for t in k.tensors), *(filled[b] for b in k.buffers), *sizes)
+                kernel = kernel_of(k.region, k.schedule, target)
+                kernel[(k.schedule.programs,)](*arguments, num_warps=k.schedule.warps)
 
     return buffers, run

@@ -87,7 +87,7 @@ def test_gradients_are_as_near_to_bf16_as_those_of_two_passes(loss_scale: float)
         rows = [k for plan in fp8compile.last_compile().plans for k in plan.kernels]
         kernels.append(sum("is_predicted" in " ".join(k.operations) for k in rows))
     assert kernels[0] == 0
-    assert kernels[1] == 2  # a repair behind each activation's backward
+    assert kernels[1] >= 2  # a repair behind each activation's backward, at least
     assert all(one < 1.1 * two + 0.002 for two, one in zip(*noise, strict=True)), noise
 
 
