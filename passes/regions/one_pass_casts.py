@@ -121,7 +121,7 @@ def _handed_on(finding: fx.Node, casting: fx.Node) -> dict[fx.Node, Store]:
     for t, tensor in enumerate(tensors_of(casting)):
         store = stores.get(items.get(base(tensor), -1))
         loads = [i for i in second.parts[0].inputs if i.tensor == t]
-        if store is not None and all(_reads(i, first.parts[0]) for i in loads):
+        if store is not None and all(_reads(i, first.parts[0], first.buffers[store.buffer].dtype) for i in loads):
             found[tensor] = store
     return found
 
@@ -132,9 +132,9 @@ def _is_plain(part: Part, store: Store) -> bool:
     return by_element and not store.transposed and store.lead == part.cols and store.offset == 0
 
 
-def _reads(x: Input, part: Part) -> bool:
-    """Return True if `x` is element (r, c) of a tensor of the rows and columns of `part`."""
-    return (x.rows, x.cols, x.offset) == (((part.rows, part.cols),), ((part.cols, 1),), 0)
+def _reads(x: Input, part: Part, dtype: str) -> bool:
+    """Return True if `x` is element (r, c) of a tensor of this dtype, of the rows and columns of `part`."""
+    return (x.dtype, x.rows, x.cols, x.offset) == (dtype, ((part.rows, part.cols),), ((part.cols, 1),), 0)
 
 
 def _plain(node: fx.Node) -> Part | None:
@@ -229,7 +229,8 @@ def _both(pair: Pair, sampled: dict[int, fx.Node], pieces: int) -> tuple[Region,
             buffer = buffer_of[reads[casts.inputs[v.params[0]].tensor]]
             maximum = Input(0, "float32", (), ((pieces, 1),))
             maxima[i] = amax[buffer], draft.load("load_max", maximum, sampled[buffer], (1,))
-    handed = {tensor: of_first[s.value] for tensor, s in pair.handed.items()}
+    dtypes = [buffer.dtype for buffer in first.buffers]
+    handed = {tensor: _as_loaded(draft, of_first[s.value], dtypes[s.buffer]) for tensor, s in pair.handed.items()}
     of_second = _copied(draft, pair.casting, casts, maxima, handed)
     stores = [replace(s, value=of_second[s.value]) for s in casts.stores]
     buffers, others = list(second.buffers), dict[int, int]()
@@ -244,6 +245,11 @@ def _both(pair: Pair, sampled: dict[int, fx.Node], pieces: int) -> tuple[Region,
     origins = tuple(dict.fromkeys((*second.origins, *first.origins)))
     region = Region((part,), tuple(buffers), origins, tuple(draft.strides))
     return region, draft.tensors, others
+
+
+def _as_loaded(draft: Draft, i: int, dtype: str) -> int:
+    """Return the number of value `i` with the bits that a load of what was stored has: it may be compared."""
+    return i if dtype in ("float32", "bool") else draft.add("round", i, params=(dtype,))
 
 
 def _copied(
