@@ -18,6 +18,7 @@ from fp8compile.kernels.codegen import one_pass
 from fp8compile.kernels.codegen.one_pass import is_one_pass, launches
 from fp8compile.kernels.reference import markers
 from fp8compile.passes.core.compilation import remove_dead
+from fp8compile.passes.lower.kernel_rows import kernel_rows
 from fp8compile.passes.lower.lower_regions import LAUNCH, lower_regions
 from fp8compile.passes.regions import one_pass_casts
 from fp8compile.passes.regions.combine_regions import combine_regions
@@ -194,6 +195,17 @@ def test_rows_that_no_sample_counts_are_left() -> None:
         a, b = (torch.randn(8, COLS, length).bfloat16() for _ in range(2))
         found.append(one_pass_regions(formed(batched, a, b)))
     assert found == [1, 0]
+
+
+def test_a_plan_has_both_kernels() -> None:
+    """A repair, which seldom casts, moves nothing."""
+    module = formed(gelu_backward, *two())
+    rows = kernel_rows(module.graph, "backward")
+    repairs = [row for row in rows if any("is_predicted" in operation for operation in row.operations)]
+    firsts = [row for row in rows if "predicted_scale" in row.operations and row not in repairs]
+    assert len(repairs) == len(firsts) == 1
+    assert repairs[0].moved == 0 < firsts[0].moved
+    assert len({row.name for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("function", [gelu_backward, swiglu_backward])
