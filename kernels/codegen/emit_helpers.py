@@ -264,7 +264,7 @@ def power_of_two(scale):
 @triton.jit
 def predicted_scale(sample, limit):
     """The scale that the amax of some rows predicts: a power of two, 8 to 16 times their own."""
-    return power_of_two(scale_of(sample, limit)) * 8.0
+    return tl.where(sample == 0, 1.0, power_of_two(scale_of(sample, limit)) * 8.0)
 '''
     ),
     "is_predicted": Helper(

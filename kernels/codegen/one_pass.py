@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 
 from fp8compile.kernels.codegen.schedule import Schedule
 from fp8compile.kernels.codegen.spec import PARTIALS, Buffer, Digits, Input, Part, Region, Store, Value, reached
@@ -79,12 +80,12 @@ def first_of(region: Region) -> Region:
 
 def sampled(part: Part) -> Part | None:
     """Return `part` of every 16th row; None where the rows of an input cannot be counted so."""
-    if not isinstance(part.rows, int) or any(v.op == "random" for v in part.values):
+    if not isinstance(part.rows, int) or part.rows < EVERY or any(v.op == "random" for v in part.values):
         return None
     inputs = []
     for i in part.inputs:
         rows = _every_16th(i.rows)
-        if rows is None:
+        if rows is None or (i.rows and prod(size for size, _ in i.rows) != part.rows):
             return None
         inputs.append(replace(i, rows=rows[0], offset=i.offset + rows[1]))
     return replace(part, rows=part.rows // EVERY, inputs=tuple(inputs), row_divisor=1)

@@ -96,7 +96,7 @@ def predicted_scale(sample: Tensor, format: str) -> Tensor:
     A tensor's amax was up to 8 times that of every 16th row, and four binades at the bottom of E4M3 cost gradients less
     than 0.5 dB.
     """
-    return scale(sample, format, power_of_two=True) * 8.0
+    return torch.where(sample == 0, torch.ones_like(sample), scale(sample, format, power_of_two=True) * 8.0)
 
 
 def is_predicted(amax: Tensor, sample: Tensor, format: str) -> Tensor:

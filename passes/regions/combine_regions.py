@@ -45,11 +45,11 @@ LARGE = 32 << 20  # bytes of results that are made before they are needed, or of
 
 def run(c: HalfGraph) -> None:
     """Combine the regions of a half."""
-    combine_regions(c.graph, c.options.one_pass_casts)
+    combine_regions(c.graph, c.options.one_pass_casts and c.half == "backward")
 
 
-def combine_regions(graph: fx.Graph, one_pass_casts: bool = True) -> None:
-    """Rewrite the regions of `graph`."""
+def combine_regions(graph: fx.Graph, one_pass_casts: bool = False) -> None:
+    """Rewrite the regions of `graph`; with `one_pass_casts`, large ones cast in one pass: of gradients, in backward."""
     editor = GraphEditor(graph)
     read_pieces(graph)
     for cat in list(graph.find_nodes(op="call_function", target=aten.cat.default)):

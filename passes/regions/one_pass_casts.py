@@ -1,4 +1,4 @@
-"""One-pass casts: a region that reads a tensor for its amax, and one that casts it, become one that does both.
+"""One-pass casts: a region that reads a gradient for its amax, and one that casts it, become one that does both.
 
 Before      %p = region(%g, %h)                amaxes in pieces, and column sums
             %q, %s = region(%g, %h, %p)        computes the same once more, and casts it
@@ -9,7 +9,8 @@ What the first stores element by element for the second is no longer stored, unl
 
 `kernels/codegen/one_pass.py` says what is predicted and repaired. Sound, as both read the same tensors: what the second
 reads besides must not wait for the first. Done where the first moves so much that a sample and a look at the pieces,
-two short kernels, cost less.
+two short kernels, cost less; and in backward graphs only. Activations have outliers of some thousand times their
+deviation, and weights may: for these, four binades at the bottom of the range are too much.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fp8compile.kernels.codegen.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, I
 from fp8compile.kernels.codegen.tile_layout import TileLayout
 from fp8compile.passes.core.compilation import base, getitems, remove_dead
 from fp8compile.passes.core.node_views import Getitem
+from fp8compile.passes.regions.amax_pieces import FEW
 from fp8compile.passes.regions.region_graph import (
     GraphEditor,
     is_from_region,
@@ -84,12 +86,15 @@ class Draft:
 def cast_in_one_pass(editor: GraphEditor) -> None:
     """Put one-pass casts in place of all pairs of regions for which they are faster."""
     remove_dead(editor.graph)  # amaxes whose pieces are read instead
-    pairs = [pair for node in regions_of(editor.graph) if (pair := _pair_of(editor, node)) is not None]
-    changed = [_replace(editor, pair) for pair in pairs]
-    if any(changed):
-        put_in_order(editor.graph)
-        remove_dead(editor.graph)
-        editor.number()
+    editor.number()
+    for node in regions_of(editor.graph):
+        if node._erased:
+            continue
+        pair = _pair_of(editor, node)  # in the graph as it is now: another pair, now one region, may wait for this one
+        if pair is not None and _replace(editor, pair):
+            put_in_order(editor.graph)
+            remove_dead(editor.graph)
+            editor.number()
 
 
 # ---- which regions --------------------------------------------------------------------------------------------------
@@ -128,8 +133,9 @@ def _handed_on(finding: fx.Node, casting: fx.Node) -> dict[fx.Node, Store]:
 
 def _is_plain(part: Part, store: Store) -> bool:
     """Return True if a store writes element by element, row after row."""
-    by_element = part.values[store.value].op not in PARTIALS and part.extents[store.value] == ELEMENT
-    return by_element and not store.transposed and store.lead == part.cols and store.offset == 0
+    by_element = part.values[store.value].op not in (*PARTIALS, "quantize") and part.extents[store.value] == ELEMENT
+    alone = sum(s.buffer == store.buffer for s in part.stores) == 1
+    return alone and by_element and not store.transposed and store.lead == part.cols and store.offset == 0
 
 
 def _reads(x: Input, part: Part, dtype: str) -> bool:
@@ -291,8 +297,10 @@ def _scale(draft: Draft, scale: Value, amax: int, sample: int) -> int:
 
 
 def _may_repair(region: Region) -> bool:
-    """Return True if both kernels can be made, and the programs of the second walk: it is their walk that it skips."""
+    """Return True if both kernels can be made, and few programs of the second walk: it is their walk that it skips."""
     schedule = choose_schedule.choose(region)
     repair = one_pass.launches(region, schedule)[-1]
     walks = TileLayout(repair.region.parts[0], repair.schedule.tilings[0]).loops
+    if repair.schedule.programs > one_pass.REPAIRING or schedule.programs > FEW:  # each reads all pieces
+        return False
     return walks and choose_schedule.fits(schedule) and choose_schedule.fits(repair.schedule)

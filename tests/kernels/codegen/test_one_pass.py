@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import interpreter
 import one_pass_casts
 import pytest
@@ -134,3 +136,22 @@ def test_a_repair_walks_with_few_programs() -> None:
     assert repair.schedule.programs <= one_pass.REPAIRING < first.schedule.programs
     assert repair.buffers == (0, 1, 2)  # both payloads, and the scale
     assert first.buffers == (0, 1, 3, 4)  # both payloads, the sum, and pieces of the amax
+
+
+@pytest.mark.usefixtures("kernels")
+class TestZeros:
+    pytestmark = interpreted
+
+    def test_what_else_is_cast_by_the_scale_of_zeros_is_cast_by_the_scale_that_is_stored(self) -> None:
+        """No repair casts it again."""
+        a, b = CASES["zeros"][0], CASES["as predicted"][0]
+        region = one_pass_casts.casts_of(*a.shape, 1)
+        (part,) = region.parts
+        values = (*part.values, Value("quantize", (1, 8), ("e4m3",)))
+        stores = (*part.stores, Store(3, len(values) - 1, lead=part.cols))
+        region = replace(
+            region, parts=(replace(part, values=values, stores=stores),), buffers=(*region.buffers, region.buffers[0])
+        )
+        schedule = one_pass_casts.walking(region)
+        *_, scale, other = generated.launch(region, schedule, [a, b, torch.zeros(1)], [], "interpreter")
+        assert one_pass_casts.equal(other, markers.quantize(b, scale, "e4m3", "tensor"))  # was an eighth of it

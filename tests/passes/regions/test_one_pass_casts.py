@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import reinplace
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fp8compile
 from fp8compile import ops
 from fp8compile.kernels.codegen import one_pass
 from fp8compile.kernels.codegen.one_pass import is_one_pass, launches
@@ -197,6 +198,21 @@ def test_rows_that_no_sample_counts_are_left() -> None:
     assert found == [1, 0]
 
 
+def test_only_gradients_are_cast_so() -> None:
+    """Activations and weights have outliers."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).bfloat16()
+    x = torch.randn(2048, 256, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for in_one_pass in (True, False):
+        torch.compiler.reset()
+        options = {"select": "all", "recipe": "tensorwise", "executor": "eager", "strict": True}
+        run = torch.compile(model, backend="fp8", options={**options, "one_pass_casts": in_one_pass})
+        run(x).sum().backward()
+        kernels = [kernel for plan in fp8compile.last_compile().plans for kernel in plan.kernels]
+        found.append({kernel.half for kernel in kernels if any("is_predicted" in o for o in kernel.operations)})
+    assert found == [{"backward"}, set()]
+
+
 def test_a_plan_has_both_kernels() -> None:
     """A repair, which seldom casts, moves nothing."""
     module = formed(gelu_backward, *two())
@@ -220,3 +236,53 @@ def test_nothing_is_copied_before_the_repair_writes(function: Callable[..., Any]
     assert len(calls) == sum(map(len, regions))
     reinplace.reinplace_inplaceable_ops_core(module.graph)
     assert [list(call.kwargs["tensors_to_clone"]) for call in calls] == [[] for _ in calls]
+
+
+def test_two_pairs_that_would_wait_for_each_other_are_not_both_joined() -> None:
+    def crossed(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Any:
+        x, y = a * b, c * d
+        of_x, of_y = (ops.scale(ops.amax(z, "tensor"), "e4m3") for z in (x, y))
+        pairs = ((x, of_x), (x * y.sum(0), of_x), (y, of_y), (y * x.sum(0), of_y))
+        return (*(ops.quantize(z, s, "e4m3", "tensor") for z, s in pairs), of_x, of_y)
+
+    inputs = (*two(), *two(seed=1))
+    module = formed(crossed, *inputs)  # raised "the graph has a cycle"
+    assert one_pass_regions(module) == 1
+    module(*inputs)
+
+
+def test_half_of_a_concatenation_is_not_taken_for_the_other() -> None:
+    def half(a: Tensor, b: Tensor) -> Any:
+        x = a * b
+        both = torch.cat([x, a + b])
+        scale = ops.scale(ops.amax(x, "tensor"), "e4m3")
+        return ops.quantize(both[ROWS:] * b, scale, "e4m3", "tensor"), scale, both
+
+    a, b = two()
+    data, scale, _ = formed(half, a, b)(a, b)
+    clamped = ((a + b) * b).float().clamp(-448 * scale, 448 * scale)
+    assert (data.float() * scale - clamped).norm() < 0.06 * clamped.norm()  # was 1.0
+
+
+def test_a_payload_is_not_handed_on_as_a_value() -> None:
+    def restored(a: Tensor, b: Tensor, amax: Tensor) -> Any:
+        known, y = ops.scale(amax, "e4m3"), a * b
+        data = ops.quantize(a, known, "e4m3", "tensor")
+        z = ops.dequantize(data, known, "tensor", torch.bfloat16) + y
+        scale = ops.scale(ops.amax(y, "tensor"), "e4m3")
+        return ops.quantize(y, scale, "e4m3", "tensor"), ops.quantize(z, scale, "e4m3", "tensor"), scale, data
+
+    a, b = two()
+    formed(restored, a, b, torch.tensor(8.0))(a, b, torch.tensor(8.0))  # raised: no promotion of FP8
+
+
+@pytest.mark.parametrize("rows", [8, 15])
+def test_no_sample_has_no_rows(rows: int) -> None:
+    def plain(a: Tensor, b: Tensor) -> Any:
+        scale = ops.scale(ops.amax(a * b, "tensor"), "e4m3")
+        return ops.quantize(a * b, scale, "e4m3", "tensor"), scale
+
+    a, b = two(rows, 1 << 16)
+    module = formed(plain, a, b)
+    assert one_pass_regions(module) == 0
+    module(a, b)  # raised: amax() of nothing
