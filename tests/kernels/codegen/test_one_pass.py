@@ -102,6 +102,7 @@ def test_nothing_saturates_whatever_was_sampled(format: str) -> None:
     limit = FORMATS[format].max
     holds = markers.is_predicted(amax, sample, format)
     ratio = amax / markers.predicted_scale(sample, format)
+    assert markers.predicted_scale(torch.zeros(()), format) == 1  # as a scale of zeros is: no repair follows
     assert (ratio[holds] <= limit).all()
     assert holds[(amax >= sample) & (amax <= 7.9 * sample) & (amax > 1e-30)].all()
 
