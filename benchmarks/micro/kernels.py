@@ -391,9 +391,7 @@ class Row:
     inputs: Callable[[Shapes], list[Arg]]
     launches: int
     torchao: Callable[[], Callable[..., Any]] | None = None
-    in_one_pass: bool = (
-        True  # large casts (`kernels/codegen/one_pass.py`); the second kernel of these is no launch here
-    )
+    in_one_pass: bool = False  # large casts (`kernels/codegen/one_pass.py`), both kernels of which count as one launch
 
 
 BLOCK_KERNELS = ("weight_quant_transposed_rhs", "weight_quant_rhs")  # rows as they are, and transposed

@@ -116,7 +116,7 @@ def _maxima(part: Part) -> list[int]:
     return [i for i, v in enumerate(part.values) if v.op == "all_amax" and i in read]
 
 
-def _stores(region: Region, part: Part, in_repair: bool) -> tuple[Store, ...]:
+def _stores(part: Part, in_repair: bool) -> tuple[Store, ...]:
     """Return what one of both kernels stores: the repair scales and what is cast by them, the first all but scales."""
     chosen = set(_chosen(part))
 
@@ -138,7 +138,7 @@ def _first(region: Region, part: Part, maxima: list[int]) -> Region:
     count = len(region.buffers)
     pieces = tuple(Store(count + n, i) for n, i in enumerate(maxima))
     buffers = (*region.buffers, *(Buffer(("programs0",), "float32") for _ in maxima))
-    stores = (*_stores(region, part, in_repair=False), *pieces)
+    stores = (*_stores(part, in_repair=False), *pieces)
     return replace(region, parts=(replace(part, values=values, stores=stores),), buffers=buffers)
 
 
@@ -166,7 +166,7 @@ def _repair(region: Region, part: Part, maxima: list[int], count: int) -> Region
         part,
         values=tuple(values),
         inputs=tuple(inputs),
-        stores=_stores(region, part, in_repair=True),
+        stores=_stores(part, in_repair=True),
         only_if=wrong[0],
     )
     return replace(region, parts=(repaired,), strides=tuple(strides))

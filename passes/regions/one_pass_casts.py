@@ -38,7 +38,7 @@ from fp8compile.passes.regions.region_graph import (
     tensors_of,
 )
 
-LEAST = 24 << 20  # bytes that are not read again; below, on an H100, the two short kernels take as long
+LEAST = 24 << 20  # bytes that are not read again: about 8 microseconds, as long as the two short kernels take
 ACCUMULATED = ("all_amax", "col_sum")
 SCALES = ("scale", "scale_power_of_two")
 

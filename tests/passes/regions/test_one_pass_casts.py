@@ -248,7 +248,9 @@ def test_two_pairs_that_would_wait_for_each_other_are_not_both_joined() -> None:
     inputs = (*two(), *two(seed=1))
     module = formed(crossed, *inputs)  # raised "the graph has a cycle"
     assert one_pass_regions(module) == 1
-    module(*inputs)
+    of_x, *_, scale, _ = module(*inputs)
+    x = (inputs[0] * inputs[1]).float()
+    assert (of_x.float() * scale - x).norm() < 0.03 * x.norm()
 
 
 def test_half_of_a_concatenation_is_not_taken_for_the_other() -> None:
@@ -273,7 +275,11 @@ def test_a_payload_is_not_handed_on_as_a_value() -> None:
         return ops.quantize(y, scale, "e4m3", "tensor"), ops.quantize(z, scale, "e4m3", "tensor"), scale, data
 
     a, b = two()
-    formed(restored, a, b, torch.tensor(8.0))(a, b, torch.tensor(8.0))  # raised: no promotion of FP8
+    module = formed(restored, a, b, torch.tensor(8.0))
+    of_y, _, scale, data = module(a, b, torch.tensor(8.0))  # raised: no promotion of FP8
+    y = (a * b).float()
+    assert (of_y.float() * scale - y).norm() < 0.03 * y.norm()
+    assert (data.float() * 8 / 448 - a.float()).norm() < 0.03 * a.float().norm()
 
 
 @pytest.mark.parametrize("rows", [8, 15])
