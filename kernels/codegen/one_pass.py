@@ -79,26 +79,35 @@ def first_of(region: Region) -> Region:
 
 
 def sampled(part: Part) -> Part | None:
-    """Return `part` of every 16th row; None where the rows of an input cannot be counted so."""
-    if not isinstance(part.rows, int) or part.rows < EVERY or any(v.op == "random" for v in part.values):
+    """Return `part` of every 16th row; None where the rows of an input cannot be counted so.
+
+    Where an input has rows in runs (197 tokens of an image after each other), a whole number of rows of each run is in
+    the sample: 12 of these 197.
+    """
+    if not isinstance(part.rows, int) or any(v.op == "random" for v in part.values):
+        return None
+    run = min((size for i in part.inputs for size, _ in i.rows[-1:] if isinstance(size, int)), default=part.rows)
+    if run < EVERY:
         return None
     inputs = []
     for i in part.inputs:
-        rows = _every_16th(i.rows)
+        rows = _every_16th(i.rows, run)
         if rows is None or (i.rows and prod(size for size, _ in i.rows) != part.rows):
             return None
         inputs.append(replace(i, rows=rows[0], offset=i.offset + rows[1]))
-    return replace(part, rows=part.rows // EVERY, inputs=tuple(inputs), row_divisor=1)
+    return replace(part, rows=part.rows // run * (run // EVERY), inputs=tuple(inputs), row_divisor=1)
 
 
-def _every_16th(digits: Digits) -> tuple[Digits, int] | None:
-    """Return the digits of rows 8, 24, 40, … and the offset of the first."""
+def _every_16th(digits: Digits, run: int) -> tuple[Digits, int] | None:
+    """Return the digits of rows 8, 24, 40, … of each run of rows, and the offset of the first; None where the innermost
+    digit is no whole number of runs."""
     if not digits:
         return (), 0
     *outer, (size, stride) = digits
-    if not isinstance(size, int) or not isinstance(stride, int) or (outer and size % EVERY):
+    if not isinstance(size, int) or not isinstance(stride, int) or size % run:
         return None
-    return (*outer, (size // EVERY, EVERY * stride)), EVERY // 2 * stride
+    runs = ((size // run, run * stride),) if size > run else ()
+    return (*outer, *runs, (run // EVERY, EVERY * stride)), EVERY // 2 * stride
 
 
 # ---- what a region has ----------------------------------------------------------------------------------------------

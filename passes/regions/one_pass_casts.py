@@ -28,7 +28,6 @@ from fp8compile.kernels.codegen.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, I
 from fp8compile.kernels.codegen.tile_layout import TileLayout
 from fp8compile.passes.core.compilation import base, getitems, remove_dead
 from fp8compile.passes.core.node_views import Getitem
-from fp8compile.passes.regions.amax_pieces import FEW
 from fp8compile.passes.regions.region_graph import (
     GraphEditor,
     is_from_region,
@@ -39,6 +38,7 @@ from fp8compile.passes.regions.region_graph import (
 )
 
 LEAST = 24 << 20  # bytes that are not read again: about 8 microseconds, as long as the two short kernels take
+MOST_PIECES = 2048  # of an amax, which each program of a repair reads: more than run at a time with 4 warps
 ACCUMULATED = ("all_amax", "col_sum")
 SCALES = ("scale", "scale_power_of_two")
 
@@ -301,6 +301,6 @@ def _may_repair(region: Region) -> bool:
     schedule = choose_schedule.choose(region)
     repair = one_pass.launches(region, schedule)[-1]
     walks = TileLayout(repair.region.parts[0], repair.schedule.tilings[0]).loops
-    if repair.schedule.programs > one_pass.REPAIRING or schedule.programs > FEW:  # each reads all pieces
+    if repair.schedule.programs > one_pass.REPAIRING or schedule.programs > MOST_PIECES:
         return False
     return walks and choose_schedule.fits(schedule) and choose_schedule.fits(repair.schedule)

@@ -130,6 +130,26 @@ def test_every_16th_row_is_the_sample() -> None:
     assert Evaluation(sample, [x], {})[1] == x[8::16].abs().amax()
 
 
+def test_a_sample_has_every_16th_row_of_each_run() -> None:
+    """Rows of one input lie in runs of 37, those of others after each other, or are one for each run."""
+    x, y, z = torch.randn(5, 37, 2, 4), torch.randn(185, 8), torch.randn(5, 1)
+    inputs = (
+        Input(0, "float32", ((5, 37 * 8), (37, 4)), ((2, 37 * 4), (4, 1))),
+        Input(1, "float32", ((185, 8),), ((8, 1),)),
+        Input(2, "float32", ((5, 1), (37, 0)), ()),
+    )
+    loads = tuple(Value("load", (), (n,)) for n in range(3))
+    values = (*loads, Value("mul", (0, 1)), Value("mul", (3, 2)), Value("all_amax", (4,)))
+    sample = one_pass.sampled(Part(185, 8, inputs, values, (Store(0, 5),)))
+    assert sample is not None
+    assert sample.rows == 5 * 2
+    laid_out = x.reshape(5, 2, 37, 4).transpose(1, 2).reshape(5, 37, 8)
+    whole = laid_out * y.view(5, 37, 8) * z.view(5, 1, 1)
+    found = Evaluation(sample, [x.contiguous(), y, z], {})
+    assert torch.equal(found[4].view(5, 2, 8), whole[:, [8, 24]])
+    assert found[5] == whole[:, [8, 24]].abs().amax()
+
+
 def test_a_repair_walks_with_few_programs() -> None:
     region = one_pass_casts.casts_of(1 << 14, 4096, 1, sums=True)
     first, repair = one_pass.launches(region, choose_schedule.choose(region))

@@ -192,10 +192,24 @@ def test_rows_that_no_sample_counts_are_left() -> None:
         return cast((a.transpose(1, 2) * b.transpose(1, 2)).reshape(-1, COLS))
 
     found = []
-    for length in (256, 250):
-        a, b = (torch.randn(8, COLS, length).bfloat16() for _ in range(2))
+    for images, length in ((8, 256), (8, 250), (100, 17), (200, 12)):
+        a, b = (torch.randn(images, COLS, length).bfloat16() for _ in range(2))
         found.append(one_pass_regions(formed(batched, a, b)))
-    assert found == [1, 0]
+    assert found == [1, 1, 1, 0]
+
+
+def test_a_cast_of_as_many_programs_as_run_at_a_time_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With four warps, a program has fewer tiles: there are more than 1024 of them."""
+
+    def with_activation(g: Tensor, x: Tensor, amax: Tensor) -> Any:
+        data = ops.quantize(F.gelu(x), ops.scale(amax, "e4m3"), "e4m3", "tensor", True)
+        return (*gelu_backward(g, x), data)
+
+    monkeypatch.setattr(one_pass, "REPAIRING", 264)
+    a, b = (torch.empty(12608, 4096, dtype=torch.bfloat16) for _ in range(2))
+    module = formed(with_activation, a, b, torch.tensor(8.0))
+    assert one_pass_regions(module) == 1
+    assert max(spec_of(node)[1].programs for node in regions_of(module.graph)) > 1024
 
 
 def test_only_gradients_are_cast_so() -> None:
