@@ -26,7 +26,8 @@ ROOMS = (
     "front door", "insight", "cuda_graphs", "serving", "adaptive", "optimizer", "distributed", "torch_hooks", "passes",
     "passes.optimizer", "passes.collectives", "passes.loss", "passes.attention", "passes.lower", "passes.regions",
     "passes.save", "passes.matmul", "passes.core", "plan", "options", "operators", "kernels.check", "kernels.optimizer",
-    "kernels.casts", "kernels.matmul", "kernels.loss", "kernels.codegen", "kernels.reference", "basics",
+    "kernels.casts", "kernels.matmul", "kernels.loss", "kernels.codegen", "kernels.codegen.emit", "kernels.reference",
+    "kernels.codegen.schedule", "kernels.codegen.spec", "kernels.codegen.source", "basics",
 )  # fmt: skip
 HEAD = """# Which room imports which
 
@@ -81,10 +82,11 @@ def _imported(name: str, file: Path, known: Mapping[str, Path]) -> Iterator[str]
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module: "plan", "passes.matmul", or a group of the files in fp8compile/ itself."""
+    """Return the room of a module: "plan", "passes.matmul", "kernels.codegen.spec", or a group of the files in
+    fp8compile/ itself."""
     parts = module.split(".")[1:]
     if parts and parts[0] in ("passes", "kernels"):
-        return ".".join(parts[: max(1, min(2, len(parts) - 1))])
+        return ".".join(parts[:-1] or parts)
     if len(parts) > 1 or (parts and (ROOT / "fp8compile" / parts[0]).is_dir()):
         return parts[0]
     for room, files in (("front door", FRONT_DOOR), ("options", OPTIONS), ("operators", OPERATORS)):

@@ -11,7 +11,7 @@ With a warm cache no pass runs, so no operator may be born at compile time.
     fp8::delayed_scale(amax, key, …)                -> scale from the history kept under `key` (`fp8compile.delayed`)
     fp8::observe(scale, tensors, …)                 -> the scale; measures the cast (`fp8compile.plan.cast_statistics`)
     fp8::probe(x, …)                                -> x; measures what casts of it would lose, where there is none
-    fp8::region(inputs, sizes, spec, schedule)      -> the buffers of a generated kernel (`kernels/codegen/spec.py`)
+    fp8::region(inputs, sizes, spec, schedule)      -> buffers of a generated kernel (`kernels/codegen/spec/region.py`)
     fp8::chunked_loss(x, weight, bias, index, …)    -> log-probabilities and gradients (`kernels/loss/chunked_loss.py`)
 
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be

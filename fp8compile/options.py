@@ -50,8 +50,8 @@ class Options:
         "fp8" also where others of their readers then read rounded values, and all rows of experts; "bf16" never.
     kernels: "generated" makes Triton kernels of what is around FP8 casts; "inductor" leaves that to Inductor.
     one_pass_casts: a large gradient that is computed and cast by one scale is computed once: cast by a scale that every
-        16th row of it predicts, and once more where that was wrong (`kernels/codegen/one_pass.py`). False: computed
-        once for its amax, and once to cast it.
+        16th row of it predicts, and once more where that was wrong (`kernels/codegen/schedule/one_pass.py`). False:
+        computed once for its amax, and once to cast it.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.
     states: how an optimizer's states are kept where its step is compiled (`StateRecipe.parse`).

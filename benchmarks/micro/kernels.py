@@ -40,9 +40,9 @@ from fp8compile import ops
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.kernels.check import check_kernel
 from fp8compile.kernels.codegen import generated
-from fp8compile.kernels.codegen.one_pass import is_one_pass
-from fp8compile.kernels.codegen.schedule import Schedule
-from fp8compile.kernels.codegen.spec import Region
+from fp8compile.kernels.codegen.schedule.one_pass import is_one_pass
+from fp8compile.kernels.codegen.schedule.tiling import Schedule
+from fp8compile.kernels.codegen.spec.region import Region
 from fp8compile.kernels.reference import markers
 from fp8compile.passes.core.compilation import VIEWS
 from fp8compile.passes.regions.combine_regions import combine_regions
@@ -391,7 +391,7 @@ class Row:
     inputs: Callable[[Shapes], list[Arg]]
     launches: int
     torchao: Callable[[], Callable[..., Any]] | None = None
-    in_one_pass: bool = False  # large casts (`kernels/codegen/one_pass.py`), both kernels of which count as one launch
+    in_one_pass: bool = False  # large casts (`kernels/codegen/schedule/one_pass.py`), whose two kernels count as one
 
 
 BLOCK_KERNELS = ("weight_quant_transposed_rhs", "weight_quant_rhs")  # rows as they are, and transposed

@@ -24,11 +24,10 @@ from fp8compile.formats import FP8_DTYPES, ceil_div, round_up
 from fp8compile.kernels.check.error_bounds import Bounds
 from fp8compile.kernels.check.trial_sizes import pick_sizes
 from fp8compile.kernels.codegen import generated
-from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.reductions import REDUCTIONS
-from fp8compile.kernels.codegen.schedule import Schedule, Tiling
-from fp8compile.kernels.codegen.spec import (
+from fp8compile.kernels.codegen.schedule.tiling import Schedule, Tiling, resolve
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.reductions import REDUCTIONS
+from fp8compile.kernels.codegen.spec.region import (
     GROUP_REDUCTIONS,
     PARTIALS,
     ROW_REDUCTIONS,
@@ -116,7 +115,7 @@ def check(kernel: Any, region: Region, schedule: Schedule, inputs: Sequence[Tens
 
 def _guarded(buffer: Buffer, names: dict[str, int], schedule: Schedule, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (memory, the buffer inside of it)."""
-    shape = [schedules.resolve(d, names, schedule) for d in buffer.shape]
+    shape = [resolve(d, names, schedule) for d in buffer.shape]
     dtype = getattr(torch, buffer.dtype)
     size = torch.Size(shape).numel() * dtype.itemsize
     memory = torch.full((GUARD + size + GUARD,), POISON, dtype=torch.uint8, device=device)

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fp8compile.formats import ceil_div, round_up
-from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.schedule import Schedule
-from fp8compile.kernels.codegen.spec import PARTIALS, Part, Region, Store, number_of
+from fp8compile.kernels.codegen.schedule.tiling import Schedule, resolve
+from fp8compile.kernels.codegen.spec.region import PARTIALS, Part, Region, Store, number_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def unwritten(region: Region, schedule: Schedule, sizes: Mapping[str, int]) -> s
         stores = [(part, store) for part in region.parts for store in part.stores if store.buffer == n]
         if any(part.values[store.value].op in PARTIALS for part, store in stores):
             continue  # one result a program, each of which writes its own
-        shape = [schedules.resolve(d, dict(sizes), schedule) for d in buffer.shape]
+        shape = [resolve(d, dict(sizes), schedule) for d in buffer.shape]
         count = 1
         for size in shape:
             count *= size

@@ -20,10 +20,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8compile.kernels.codegen.operation import Operation, Spread
-from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.schedule import Tiling
-from fp8compile.kernels.codegen.spec import PARTIALS, Value
+from fp8compile.kernels.codegen.schedule.tiling import Tiling
+from fp8compile.kernels.codegen.spec.operation import Operation, Spread
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.region import PARTIALS, Value
 from fp8compile.kernels.reference.region_reference import Evaluation
 
 U = 2.0**-24  # half a unit in the last place of FP32, relative

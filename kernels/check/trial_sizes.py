@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from fp8compile.formats import round_up
-from fp8compile.kernels.codegen.spec import Part, Region, Size, number_of
+from fp8compile.kernels.codegen.spec.region import Part, Region, Size, number_of
 
 
 def pick_sizes(region: Region, about: int = 4096) -> dict[str, int]:

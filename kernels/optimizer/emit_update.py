@@ -16,9 +16,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fp8compile.kernels.codegen.emit_helpers import HELPERS, with_needed
-from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.spec import Value
+from fp8compile.kernels.codegen.source.helpers import HELPERS, with_needed
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.region import Value
 from fp8compile.kernels.optimizer import state_helpers, word_helpers
 from fp8compile.kernels.optimizer.update_spec import SCALAR, SPLIT, STATE, Slot, Update, coded_values, never_negative
 from fp8compile.state_formats import GROUP, StateFormat, parse_state_format

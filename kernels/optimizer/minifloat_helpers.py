@@ -7,7 +7,7 @@ word are cast together. The interpreter computes the same from bits.
 
 from __future__ import annotations
 
-from fp8compile.kernels.codegen.emit_helpers import four_codes
+from fp8compile.kernels.codegen.source.helpers import four_codes
 from fp8compile.state_formats import MINIFLOATS, Minifloat, StateFormat
 
 

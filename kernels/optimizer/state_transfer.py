@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import ceil_div
-from fp8compile.kernels.codegen.spec import Value
+from fp8compile.kernels.codegen.spec.region import Value
 from fp8compile.kernels.optimizer import update_launch
 from fp8compile.kernels.optimizer.emit_update import POINTERS
 from fp8compile.kernels.optimizer.update_spec import PLAIN, STATE, Slot, Update

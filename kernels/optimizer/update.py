@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
 from fp8compile.kernels.optimizer.update_spec import SPLIT, STATE, Slot, Update, from_json, is_matrix
 from fp8compile.kernels.reference import state_reference as states
 

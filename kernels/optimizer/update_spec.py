@@ -23,9 +23,9 @@ from functools import cached_property, lru_cache
 
 from torch import Tensor
 
-from fp8compile.kernels.codegen.ranges import ranges_of
-from fp8compile.kernels.codegen.spec import Value, reached
-from fp8compile.kernels.codegen.value_range import NEVER_NEGATIVE
+from fp8compile.kernels.codegen.spec.ranges import ranges_of
+from fp8compile.kernels.codegen.spec.region import Value, reached
+from fp8compile.kernels.codegen.spec.value_range import NEVER_NEGATIVE
 
 PLAIN, STATE, SPLIT, SCALAR = "plain", "state", "split", "scalar"
 

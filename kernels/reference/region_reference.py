@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import FORMATS, ceil_div, round_up
-from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.reductions import REDUCTIONS
-from fp8compile.kernels.codegen.schedule import Schedule
-from fp8compile.kernels.codegen.spec import (
+from fp8compile.kernels.codegen.schedule.tiling import Schedule, resolve
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.reductions import REDUCTIONS
+from fp8compile.kernels.codegen.spec.region import (
     GROUP_REDUCTIONS,
     NUMBER,
     ROW_REDUCTIONS,
@@ -40,7 +39,7 @@ def run(region: Region, schedule: Schedule, inputs: Sequence[Tensor], sizes: Seq
     names = dict(zip(region.sizes, sizes, strict=True))
     device = inputs[0].device if inputs else torch.device("cpu")
     buffers = [
-        _poisoned([schedules.resolve(d, names, schedule) for d in b.shape], getattr(torch, b.dtype), device)
+        _poisoned([resolve(d, names, schedule) for d in b.shape], getattr(torch, b.dtype), device)
         for b in region.buffers
     ]
     for part in region.parts:

@@ -2,7 +2,7 @@
 
 Operators that are one operation of generated kernels are named in that operation's row (`OPERATIONS`); those that are
 several have a rule here; so do reductions. An operator without either is a border of regions, and Inductor's. Adding
-one is adding its name to a row, a row to `kernels/codegen/operations.py`, or a rule.
+one is adding its name to a row, a row to `kernels/codegen/spec/operations.py`, or a rule.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import fx
 from torch._inductor import inductor_prims  # Inductor's random operators: a dropout is one of them by now
 
 from fp8compile import ops
-from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.spec import BAND
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.region import BAND
 from fp8compile.passes.core import operators
 from fp8compile.passes.core.compilation import STANDS_ALONE, aten, is_tensor, value
 from fp8compile.passes.core.iteration import product, same
@@ -91,7 +91,7 @@ def _overload(name: str) -> Any:
 
 
 def overloads_of(name: str) -> set[Any]:
-    """Return the ATen overloads that are operation `name` of `kernels/codegen/operations.py`."""
+    """Return the ATen overloads that are operation `name` of `kernels/codegen/spec/operations.py`."""
     row = OPERATIONS[name]
     return {_overload(overload) for overload in (*row.aten, *row.aten_of_bools)}
 

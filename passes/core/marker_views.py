@@ -192,12 +192,12 @@ class RegionCall(NodeView):
 
     @property
     def spec(self) -> str:
-        """The region as JSON (`kernels/codegen/spec.py`)."""
+        """The region as JSON (`kernels/codegen/spec/region.py`)."""
         return self._text("spec")
 
     @property
     def schedule(self) -> str:
-        """The tiling as JSON (`kernels/codegen/schedule.py`)."""
+        """The tiling as JSON (`kernels/codegen/schedule/tiling.py`)."""
         return self._text("schedule")
 
 

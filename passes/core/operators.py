@@ -5,7 +5,7 @@
     hazard                              why it does not (`Hazard`), for some overloads
     takes any strides                   what it computes does not depend on how its inputs lie in memory
 
-What generated kernels compute (add, exp, …) has its row in `kernels/codegen/operations.py`, from which it comes here.
+What generated kernels compute (add, exp, …) has its row in `kernels/codegen/spec/operations.py`, from where it comes.
 An operator of another library (FlashAttention, a `torch.library` operator, a kernel of the user's) may take exponents,
 compare, or have strides compiled in; so may one of torch's that is not named here. Adding one is adding its name.
 """
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8compile.kernels.codegen.operation import Hazard
-from fp8compile.kernels.codegen.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.operation import Hazard
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
 
 
 def _aten(names: str) -> frozenset[str]:

@@ -9,8 +9,8 @@ It hands the kernel to its pool of compiling processes like one of its own, with
 The wrapper is how torch itself represents kernels that users call in compiled code. Inductor would keep the order of
 strides only; `eager_input_vals` makes it keep the strides themselves, which are written into the kernel.
 
-A region that casts in one pass becomes two launches (`kernels/codegen/one_pass.py`); the second writes into buffers of
-the first.
+A region that casts in one pass becomes two launches (`kernels/codegen/schedule/one_pass.py`); the second writes into
+buffers of the first.
 
 Buffers have at least one dimension: a scalar Inductor would fill with a kernel of its own.
 """
@@ -29,10 +29,12 @@ from torch._higher_order_ops.triton_kernel_wrap import (  # torch's only form fo
 )
 
 from fp8compile.empty_tensors import new_empty
-from fp8compile.kernels.codegen import emit, generated, one_pass
-from fp8compile.kernels.codegen.one_pass import Launch
-from fp8compile.kernels.codegen.schedule import Schedule
-from fp8compile.kernels.codegen.spec import Region
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.emit.kernel import arguments
+from fp8compile.kernels.codegen.schedule import one_pass
+from fp8compile.kernels.codegen.schedule.one_pass import Launch
+from fp8compile.kernels.codegen.schedule.tiling import Schedule
+from fp8compile.kernels.codegen.spec.region import Region
 from fp8compile.passes.core.compilation import aten, getitems
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.lower.kernel_rows import kernel_rows
@@ -93,7 +95,7 @@ def _launch(
     graph: fx.Graph, node: fx.Node, kernel: Launch, read: list[Any], written: list[fx.Node], values: list[torch.Tensor]
 ) -> fx.Node:
     """Return the launch of one kernel of the region `node`, which makes `values` of the buffers `written`."""
-    names = emit.arguments(kernel.region)
+    names = arguments(kernel.region)
     outputs = [name for name in names if name.startswith("y")]
     kwargs = dict(zip(names, [*read, *written, *sizes_of(node)], strict=True))
     launch: dict[str, Any] = {

@@ -21,7 +21,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.errors import VerificationError
 from fp8compile.kernels.check.coverage import unwritten
-from fp8compile.kernels.codegen.spec import Part, Region, number_of
+from fp8compile.kernels.codegen.spec.region import Part, Region, number_of
 from fp8compile.passes.core.compilation import VIEWS, aten, hint, is_tensor, value
 from fp8compile.passes.core.marker_views import RegionCall
 from fp8compile.passes.core.node_views import Copy, Getitem

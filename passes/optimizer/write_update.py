@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8compile.kernels.codegen.spec import Value
+from fp8compile.kernels.codegen.spec.region import Value
 from fp8compile.kernels.optimizer.update_spec import PLAIN, SCALAR, SPLIT, STATE, Slot, Update
 from fp8compile.passes.core.compilation import is_tensor, value
 from fp8compile.passes.optimizer.find_updates import ParameterUpdate, Target, is_elementwise

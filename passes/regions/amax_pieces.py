@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.codegen.spec.region import Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes.core.compilation import value
 from fp8compile.passes.core.marker_views import Amax, Scale
 from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, regions_of, rewrite, spec_of, tensors_of

@@ -16,7 +16,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.formats import FP8_DTYPES, parse_granularity
-from fp8compile.kernels.codegen.spec import Buffer, Digits, Input, Part, Store, Value
+from fp8compile.kernels.codegen.spec.region import Buffer, Digits, Input, Part, Store, Value
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.aten_views import Permutation
 from fp8compile.passes.core.compilation import AS_STORED, aten, value

@@ -19,8 +19,8 @@ from typing import Any
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.codegen.one_pass import is_one_pass
-from fp8compile.kernels.codegen.spec import PARTIALS, ROW_REDUCTIONS
+from fp8compile.kernels.codegen.schedule.one_pass import is_one_pass
+from fp8compile.kernels.codegen.spec.region import PARTIALS, ROW_REDUCTIONS
 from fp8compile.passes.core.compilation import aten, getitems, remove_dead, value
 from fp8compile.passes.core.fusible import RESHAPES, is_library_kernel
 from fp8compile.passes.core.node_views import Getitem, first_input

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from fp8compile.kernels.codegen.spec import PARTIALS, Buffer, Region, Store
+from fp8compile.kernels.codegen.spec.region import PARTIALS, Buffer, Region, Store
 from fp8compile.passes.core.aten_views import Concatenation
 from fp8compile.passes.core.compilation import getitems, value
 from fp8compile.passes.core.node_views import Getitem

@@ -25,9 +25,9 @@ from typing import Any
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.codegen import choose_schedule
-from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.spec import ELEMENT, ROW_REDUCTIONS, Region
+from fp8compile.kernels.codegen.schedule import choose_schedule
+from fp8compile.kernels.codegen.schedule.tiling import power_of_two
+from fp8compile.kernels.codegen.spec.region import ELEMENT, ROW_REDUCTIONS, Region
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import is_tensor, remove_dead, value
 from fp8compile.passes.core.iteration import NoAccessError
@@ -135,7 +135,7 @@ def _fits(part: Any) -> bool:
     if not any(v.op in ("col_sum", "col_amax") for v in part.values):
         return True
     wide = sum(i.extent == ELEMENT for i in part.inputs)
-    return wide * schedules.power_of_two(part.cols) <= 8 * choose_schedule.MAX_ROW
+    return wide * power_of_two(part.cols) <= 8 * choose_schedule.MAX_ROW
 
 
 def _is_needed(node: fx.Node, builder: Builder, sinks: set[fx.Node]) -> bool:

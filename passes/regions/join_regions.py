@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.codegen import choose_schedule
-from fp8compile.kernels.codegen.spec import Buffer, Part, Region
+from fp8compile.kernels.codegen.schedule import choose_schedule
+from fp8compile.kernels.codegen.spec.region import Buffer, Part, Region
 from fp8compile.passes.core.compilation import depends_on, getitems
 from fp8compile.passes.regions.region_graph import GraphEditor, sizes_of, spec_of, tensors_of
 

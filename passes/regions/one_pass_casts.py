@@ -7,10 +7,10 @@ After       %n = region(%g, %h)                amaxes of every 16th row
 
 What the first stores element by element for the second is no longer stored, unless others read it too.
 
-`kernels/codegen/one_pass.py` says what is predicted and repaired. Sound, as both read the same tensors: what the second
-reads besides must not wait for the first. Done where the first moves so much that a sample and a look at the pieces,
-two short kernels, cost less; and in backward graphs only. Activations have outliers of some thousand times their
-deviation, and weights may: for these, four binades at the bottom of the range are too much.
+`kernels/codegen/schedule/one_pass.py` says what is predicted and repaired. Sound, as both read the same tensors: what
+the second reads besides must not wait for the first. Done where the first moves so much that a sample and a look at the
+pieces, two short kernels, cost less; and in backward graphs only. Activations have outliers of some thousand times
+their deviation, and weights may: for these, four binades at the bottom of the range are too much.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.codegen import choose_schedule, one_pass
 from fp8compile.kernels.codegen.generated import moved
-from fp8compile.kernels.codegen.spec import ELEMENT, PARTIALS, ROW_REDUCTIONS, Input, Part, Region, Store, Value
-from fp8compile.kernels.codegen.tile_layout import TileLayout
+from fp8compile.kernels.codegen.schedule import choose_schedule, one_pass
+from fp8compile.kernels.codegen.schedule.tile_layout import TileLayout
+from fp8compile.kernels.codegen.spec.region import ELEMENT, PARTIALS, ROW_REDUCTIONS, Input, Part, Region, Store, Value
 from fp8compile.passes.core.compilation import base, getitems, remove_dead
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.regions.region_graph import (

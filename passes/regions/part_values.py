@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.spec import ROW_REDUCTIONS, Digits, Input, Part, Store, Value, reached
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.region import ROW_REDUCTIONS, Digits, Input, Part, Store, Value, reached
 from fp8compile.passes.core.iteration import Size, divides
 
 DIVISORS = (128, 64, 32, 16, 8, 4, 2, 1)

@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.codegen import choose_schedule, generated
-from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.spec import Region
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import choose_schedule
+from fp8compile.kernels.codegen.schedule.tiling import Schedule
+from fp8compile.kernels.codegen.spec.region import Region
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import (
     INHERITED,
@@ -227,7 +228,7 @@ def regions_of(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=ops.region))
 
 
-def spec_of(node: fx.Node) -> tuple[Region, schedules.Schedule]:
+def spec_of(node: fx.Node) -> tuple[Region, Schedule]:
     """Return spec and schedule of a region node."""
     call = RegionCall(node)
     return generated.parse(call.spec, call.schedule)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.kernels.codegen.spec import Buffer, Store
+from fp8compile.kernels.codegen.spec.region import Buffer, Store
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import value
 from fp8compile.passes.core.iteration import contiguous, same

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.codegen.spec.region import Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.aten_views import Sum
 from fp8compile.passes.core.compilation import aten, value

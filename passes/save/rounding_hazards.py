@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from fp8compile.formats import FP8_DTYPES
-from fp8compile.kernels.codegen.operation import Hazard
+from fp8compile.kernels.codegen.spec.operation import Hazard
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import aten, is_tensor, value
 from fp8compile.passes.core.derivatives import is_differentiated

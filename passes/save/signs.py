@@ -1,7 +1,7 @@
 """Signs of values: what is known of them from the operators that made them.
 
 Operators that regions understand are written as operations (`passes/core/fusible.py`), whose ranges follow from the
-rules of `kernels/codegen/value_range.py`; reductions, views and powers have rules here.
+rules of `kernels/codegen/spec/value_range.py`; reductions, views and powers have rules here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import fx
 
-from fp8compile.kernels.codegen import value_range
-from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.reductions import REDUCTIONS
-from fp8compile.kernels.codegen.value_range import NEVER_NEGATIVE, UNKNOWN, Range
+from fp8compile.kernels.codegen.spec import value_range
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.reductions import REDUCTIONS
+from fp8compile.kernels.codegen.spec.value_range import NEVER_NEGATIVE, UNKNOWN, Range
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import VIEWS, aten, value
 from fp8compile.passes.core.node_views import Getitem, argument, first_input

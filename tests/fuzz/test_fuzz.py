@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.spec import Part
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.region import Part
 from fp8compile.kernels.reference import markers
 from fp8compile.passes.lower import verify_kernels
 from tests.fuzz import judge as judging

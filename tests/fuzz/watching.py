@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fp8compile.kernels.check import check_kernel
 from fp8compile.kernels.codegen import generated
-from fp8compile.kernels.codegen.schedule import Schedule
-from fp8compile.kernels.codegen.spec import Region
+from fp8compile.kernels.codegen.schedule.tiling import Schedule
+from fp8compile.kernels.codegen.spec.region import Region
 from fp8compile.kernels.reference import region_reference
 
 MOST_PROGRAMS = 24  # that are interpreted: 2.5 ms each and more

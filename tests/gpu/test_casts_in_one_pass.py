@@ -9,7 +9,8 @@ from one_pass_casts import CASES
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile.kernels.codegen import choose_schedule, generated
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import choose_schedule
 from fp8compile.passes.regions import one_pass_casts as formation
 
 pytestmark = pytest.mark.gpu

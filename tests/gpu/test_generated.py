@@ -14,7 +14,8 @@ from casts import GRANULARITIES, INF, NAN, Cast
 
 from fp8compile.formats import FORMATS
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import choose_schedule, generated
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import choose_schedule
 from fp8compile.kernels.reference import region_reference
 from fp8compile.passes.regions.sum_pieces import sum_of
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fp8compile
-from fp8compile.kernels.codegen import choose_schedule, generated
-from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import choose_schedule
+from fp8compile.kernels.codegen.spec.region import Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes.matmul import host_costs
 
 pytestmark = pytest.mark.gpu

@@ -23,7 +23,7 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 
 from fp8compile import ops, option_values
 from fp8compile.kernels.codegen import generated
-from fp8compile.kernels.codegen.spec import Region
+from fp8compile.kernels.codegen.spec.region import Region
 from fp8compile.passes.core.snapshot import copy_graph
 from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.regions.region_graph import regions_of, spec_of

@@ -19,7 +19,7 @@ MAY_RUN_UP = {
     ("options", "optimizer"): "the recipe of an optimizer's states",
     ("options", "plan"): "a plan that is handed back",
     ("operators", "plan"): "the operators that measure casts add up statistics",
-    ("kernels.reference", "kernels.codegen"): "the reference of a region reads its spec",
+    ("kernels.codegen.spec", "kernels.reference"): "what operations on scales mean: the same as for the operators",
 }
 READ_INSIGHT = {  # the front door, and dumps, which observe what is compiled
     "fp8compile": "fp8compile.insight",

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fp8compile.formats import FORMATS, ceil_div
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import generated, packed_transpose
-from fp8compile.kernels.codegen.choose_schedule import choose
-from fp8compile.kernels.codegen.schedule import Schedule, Tiling
-from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import packed_transpose
+from fp8compile.kernels.codegen.schedule.choose_schedule import choose
+from fp8compile.kernels.codegen.schedule.tiling import Schedule, Tiling
+from fp8compile.kernels.codegen.spec.region import Buffer, Input, Part, Region, Store, Value
 
 NAN = float("nan")
 INF = float("inf")

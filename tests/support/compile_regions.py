@@ -24,9 +24,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp8compile.kernels.codegen import choose_schedule, emit, generated
-from fp8compile.kernels.codegen.schedule import Schedule
-from fp8compile.kernels.codegen.spec import Region
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.emit.kernel import arguments
+from fp8compile.kernels.codegen.schedule import choose_schedule
+from fp8compile.kernels.codegen.schedule.tiling import Schedule
+from fp8compile.kernels.codegen.spec.region import Region
 
 POINTERS = {
     "bool": "*i1",
@@ -41,7 +43,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ALIGNED = [["tt.divisibility", 16]]
 # A cast of two numbers that is put beside one before, unless that is RZ. ptxas 12.8 does so also where it has dropped
-# the one before (`kernels/emit_helpers.four_codes`); generated kernels leave it nothing to put together.
+# the one before (`kernels/codegen/source/helpers.py`); generated kernels leave it nothing to put together.
 JOINED = re.compile(r"F2FP\.SATFINITE\.E[0-9]M[0-9]\.F32\.PACK_AB_MERGE_C [^;]*, R[0-9]+[^;,]*;")
 
 
@@ -50,7 +52,7 @@ def compiled(region: Region, schedule: Schedule) -> Any:
     memory than a program can have."""
     dtypes = {f"x{i.tensor}": i.dtype for part in region.parts for i in part.inputs}
     dtypes |= {f"y{i}": buffer.dtype for i, buffer in enumerate(region.buffers)}
-    signature = {a: POINTERS[dtypes[a]] if a in dtypes else "i32" for a in emit.arguments(region)}
+    signature = {a: POINTERS[dtypes[a]] if a in dtypes else "i32" for a in arguments(region)}
     aligned = {(i,): ALIGNED for i, a in enumerate(signature) if a in dtypes}
     source = ASTSource(generated.kernel_of(region, schedule), signature, {}, aligned)
     options = {"num_warps": schedule.warps}

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8compile.kernels.codegen import choose_schedule, generated, one_pass
-from fp8compile.kernels.codegen.schedule import Schedule
-from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import choose_schedule, one_pass
+from fp8compile.kernels.codegen.schedule.tiling import Schedule
+from fp8compile.kernels.codegen.spec.region import Buffer, Input, Part, Region, Store, Value
 from fp8compile.kernels.reference import region_reference
 
 ROWS, COLS = 256, 128

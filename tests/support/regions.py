@@ -15,10 +15,10 @@ from typing import Any
 
 from fp8compile.formats import ceil_div, round_up
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import choose_schedule, generated, packed_transpose
-from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.schedule import Schedule, Tiling
-from fp8compile.kernels.codegen.spec import (
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import choose_schedule, packed_transpose
+from fp8compile.kernels.codegen.schedule.tiling import Schedule, Tiling, extent, in_bands, power_of_two
+from fp8compile.kernels.codegen.spec.region import (
     BAND,
     ELEMENT,
     PARTIALS,
@@ -123,12 +123,12 @@ def _tiling(part: Part, rng: random.Random) -> Tiling:
     """Any tiles that hold whole groups, and whole rows if rows are reduced."""
     least_rows = max((r for r, _ in part.extents), default=1) or 1
     least_cols = max((c for _, c in part.extents), default=1) or 1
-    rows, cols = schedules.extent(part)
+    rows, cols = extent(part)
     sweeps = held = False
     if any(v.op in ROW_REDUCTIONS for v in part.values):
         if not any(v.op in ("col_sum", "col_amax") for v in part.values):
             sweeps, held = rng.choice(((False, False), (True, False), (False, True)))
-        widest = schedules.power_of_two(cols)
+        widest = power_of_two(cols)
         least_cols = max(least_cols, 1 if sweeps else widest // 8 if held else widest)
     some_rows = max(rng.choice((1, 2, 8, 16, 32, 128)), _of_few(rows if isinstance(rows, int) else 64))
     block_cols = max(least_cols, rng.choice((4, 16, 32, 128, 512)), _of_few(cols))
@@ -137,18 +137,18 @@ def _tiling(part: Part, rng: random.Random) -> Tiling:
     if in_quarters:
         block_rows = max(block_rows, packed_transpose.STEP)
     blocks = ceil_div(rows, block_rows) if isinstance(rows, int) else 3
-    block_rows, walkers = schedules.in_bands(part, block_rows, rng.randint(1, max(1, blocks)))
+    block_rows, walkers = in_bands(part, block_rows, rng.randint(1, max(1, blocks)))
     return Tiling(block_rows, block_cols, walkers, ceil_div(cols, block_cols), sweeps, in_quarters, held)
 
 
 def _of_few(length: int) -> int:
     """What a tile takes at least of a short dimension, to make few of them."""
-    return schedules.power_of_two(length) // MAX_BLOCKS if length <= 512 else 1
+    return power_of_two(length) // MAX_BLOCKS if length <= 512 else 1
 
 
 def _few(part: Part, tiling: Tiling, walkers: int) -> Tiling:
     """Programs beyond `walkers` in a column of tiles walk instead, so that a trial takes few programs."""
-    _, few = schedules.in_bands(part, tiling.block_rows, min(tiling.row_programs, walkers))
+    _, few = in_bands(part, tiling.block_rows, min(tiling.row_programs, walkers))
     return replace(tiling, row_programs=few)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fp8compile.kernels.codegen.spec import Value
+from fp8compile.kernels.codegen.spec.region import Value
 from fp8compile.kernels.optimizer.update_spec import PLAIN, SCALAR, SPLIT, STATE, Slot, Update
 from fp8compile.kernels.reference import state_reference
 from fp8compile.state_formats import GROUP

@@ -25,7 +25,8 @@ from two_ways import two_ways
 
 from fp8compile import delayed, ops
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import choose_schedule, generated
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import choose_schedule
 from fp8compile.kernels.reference import region_reference
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.region_graph import regions_of

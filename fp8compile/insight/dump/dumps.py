@@ -32,7 +32,7 @@ from fp8compile.insight.dump.graph_files import write_graph
 from fp8compile.insight.dump.memory import Timeline
 from fp8compile.insight.explanation import Explanation
 from fp8compile.kernels.codegen import generated
-from fp8compile.kernels.codegen.one_pass import launches
+from fp8compile.kernels.codegen.schedule.one_pass import launches
 from fp8compile.option_values import read_option
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.regions.region_graph import regions_of, spec_of

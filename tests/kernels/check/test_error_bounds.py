@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fp8compile.kernels.check.error_bounds import Bounds
-from fp8compile.kernels.codegen.schedule import Tiling
-from fp8compile.kernels.codegen.spec import Input, Part, Value
+from fp8compile.kernels.codegen.schedule.tiling import Tiling
+from fp8compile.kernels.codegen.spec.region import Input, Part, Value
 from fp8compile.kernels.reference.region_reference import Evaluation
 
 ROWS, COLS = ((1, 4),), ((4, 1),)

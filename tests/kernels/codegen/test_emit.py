@@ -18,11 +18,12 @@ from ranks import copies
 
 from fp8compile.kernels.check import check_kernel
 from fp8compile.kernels.check.trial_sizes import pick_sizes
-from fp8compile.kernels.codegen import choose_schedule, emit, generated
-from fp8compile.kernels.codegen.printer import lines_of
-from fp8compile.kernels.codegen.schedule import Schedule, Tiling
-from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Size, Store, Value
-from fp8compile.kernels.codegen.statements import (
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.emit.kernel import kernel_source
+from fp8compile.kernels.codegen.schedule import choose_schedule
+from fp8compile.kernels.codegen.schedule.tiling import Schedule, Tiling
+from fp8compile.kernels.codegen.source.printer import lines_of
+from fp8compile.kernels.codegen.source.statements import (
     Add,
     Assign,
     Call,
@@ -35,6 +36,7 @@ from fp8compile.kernels.codegen.statements import (
     names_read,
     replaced,
 )
+from fp8compile.kernels.codegen.spec.region import Buffer, Input, Part, Region, Size, Store, Value
 from fp8compile.kernels.reference import region_reference
 
 
@@ -57,7 +59,7 @@ def source(region: Region, block_rows: int, block_cols: int) -> str:
     part = region.parts[0]
     rows = part.rows if isinstance(part.rows, int) else 4 * block_rows
     tiling = Tiling(block_rows, block_cols, -(-rows // block_rows), -(-part.cols // block_cols))
-    return emit.kernel_source(region, Schedule((tiling,)), "kernel", "cuda")
+    return kernel_source(region, Schedule((tiling,)), "kernel", "cuda")
 
 
 def row_cast(rows: Size, cols: int) -> Region:
@@ -92,7 +94,7 @@ def test_wide_rows_are_held_in_as_little_as_covers_them(cols: int, tile: int) ->
     schedule = choose_schedule.choose(region)
     (tiling,) = schedule.tilings
     assert (tiling.held, tiling.block_cols, tiling.programs) == (True, tile, 8)
-    text = emit.kernel_source(region, schedule, "kernel", "cuda")
+    text = kernel_source(region, schedule, "kernel", "cuda")
     assert ("mask" in text) == (cols % tile > 0)
     assert text.count("= load_tile(") == text.count("store_tile2(") - 1 == -(-cols // tile)
     assert not choose_schedule.choose(row_cast(8, 4096)).tilings[0].held
@@ -121,7 +123,7 @@ def test_one_store_pads_and_another_does_not() -> None:
     padded, exact = Store(0, 0, 64, row_multiple=64, col_multiple=64), Store(1, 0, 16)
     part = Part(part.rows, part.cols, part.inputs, part.values, (padded, exact))
     region = Region((part,), (Buffer((64, 64), "bfloat16"), Buffer((32, 16), "bfloat16")))
-    text = emit.kernel_source(region, Schedule((Tiling(16, 16, 4, 4),)), "kernel", "cuda")
+    text = kernel_source(region, Schedule((Tiling(16, 16, 4, 4),)), "kernel", "cuda")
     stores = [line for line in text.splitlines() if "tl.store" in line]
     assert "mask" not in stores[0]
     assert "tl.where((rows < 32) & (cols < 16), v0, 0)" in stores[0]

@@ -12,8 +12,9 @@ from one_pass_casts import CASES
 
 from fp8compile.formats import FORMATS
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import choose_schedule, generated, one_pass
-from fp8compile.kernels.codegen.spec import Input, Part, Store, Value
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import choose_schedule, one_pass
+from fp8compile.kernels.codegen.spec.region import Input, Part, Store, Value
 from fp8compile.kernels.reference import markers
 from fp8compile.kernels.reference.region_reference import Evaluation
 

@@ -9,8 +9,9 @@ import torch
 from pipelines import look_after_stage
 from torch import Tensor, nn
 
-from fp8compile.kernels.codegen import choose_schedule, ranges
-from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.codegen.schedule import choose_schedule
+from fp8compile.kernels.codegen.spec import ranges
+from fp8compile.kernels.codegen.spec.region import Buffer, Input, Part, Region, Store, Value
 from fp8compile.kernels.reference import region_reference
 from fp8compile.passes.core.stages import HalfGraph, Stage
 from fp8compile.passes.regions.region_graph import regions_of, spec_of

@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8compile import ops
 from fp8compile.errors import VerificationError
 from fp8compile.kernels.check.coverage import unwritten
-from fp8compile.kernels.codegen.choose_schedule import choose
-from fp8compile.kernels.codegen.spec import Buffer, Input, Part, Region, Store, Value
+from fp8compile.kernels.codegen.schedule.choose_schedule import choose
+from fp8compile.kernels.codegen.spec.region import Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes.core.compilation import aten, attach_views
 from fp8compile.passes.core.stages import HalfGraph, Stage
 from fp8compile.passes.core.verify_halves import verify_halves

@@ -12,7 +12,7 @@ from fake_quantized import sqnr
 from pipelines import look_after_stage
 from torch import Tensor, fx, nn
 
-from fp8compile.kernels.codegen.spec import ELEMENT
+from fp8compile.kernels.codegen.spec.region import ELEMENT
 from fp8compile.passes.core.compilation import STANDS_ALONE
 from fp8compile.passes.core.stages import HalfGraph, Stage
 from fp8compile.passes.regions.region_graph import regions_of, spec_of

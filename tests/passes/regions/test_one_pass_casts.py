@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8compile
 from fp8compile import ops
-from fp8compile.kernels.codegen import one_pass
-from fp8compile.kernels.codegen.one_pass import is_one_pass, launches
+from fp8compile.kernels.codegen.schedule import one_pass
+from fp8compile.kernels.codegen.schedule.one_pass import is_one_pass, launches
 from fp8compile.kernels.reference import markers
 from fp8compile.passes.core.compilation import remove_dead
 from fp8compile.passes.lower.kernel_rows import kernel_rows

@@ -29,8 +29,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fp8compile import ops
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.kernels.check import check_kernel
-from fp8compile.kernels.codegen import choose_schedule, generated
-from fp8compile.kernels.codegen.spec import Region
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule import choose_schedule
+from fp8compile.kernels.codegen.spec.region import Region
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import aten, update_value
 from fp8compile.passes.regions import combine_regions as combine

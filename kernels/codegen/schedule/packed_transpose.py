@@ -11,7 +11,7 @@ program accumulates over its tiles (the tensor's amax, column sums) is joined in
 from __future__ import annotations
 
 from fp8compile.formats import round_up
-from fp8compile.kernels.codegen.spec import ELEMENT, ROW_REDUCTIONS, Part, Store
+from fp8compile.kernels.codegen.spec.region import ELEMENT, ROW_REDUCTIONS, Part, Store
 
 STEP = 4  # codes of a word
 JOINED = ("col_group_amax", "block_amax")  # found in each of the four tensors, and joined

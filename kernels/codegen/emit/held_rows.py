@@ -1,17 +1,17 @@
 """Rows held in several tiles: a program loads all tiles of its rows, and has them until it stores.
 
 A tile is a power of two wide. A row of 14336 takes 16384 columns in one tile, and none too many in seven of 2048. The
-phases (`kernels/codegen/emit_phases.py`): load_tile; reduce_tile1, … for each row reduction that another one needs;
+phases (`kernels/codegen/emit/phases.py`): load_tile; reduce_tile1, … for each row reduction that another one needs;
 store_tile, with the number after theirs.
 """
 
 from __future__ import annotations
 
-from fp8compile.kernels.codegen.emit_indices import COL_BLOCK, Indices
-from fp8compile.kernels.codegen.emit_phases import Phases, Tensors
-from fp8compile.kernels.codegen.emit_values import Values
-from fp8compile.kernels.codegen.spec import ROW_REDUCTIONS
-from fp8compile.kernels.codegen.statements import Assign, Name, expr
+from fp8compile.kernels.codegen.emit.indices import COL_BLOCK, Indices
+from fp8compile.kernels.codegen.emit.phases import Phases, Tensors
+from fp8compile.kernels.codegen.emit.values import Values
+from fp8compile.kernels.codegen.source.statements import Assign, Name, expr
+from fp8compile.kernels.codegen.spec.region import ROW_REDUCTIONS
 
 
 def tiles_of_rows(count: int, indices: Indices) -> Tensors:

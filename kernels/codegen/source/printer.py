@@ -1,10 +1,10 @@
-"""Statements (`kernels/codegen/statements.py`) written as the source of Triton functions."""
+"""Statements (`kernels/codegen/source/statements.py`) written as the source of Triton functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fp8compile.kernels.codegen.statements import (
+from fp8compile.kernels.codegen.source.statements import (
     Add,
     Assign,
     Call,

@@ -1,21 +1,21 @@
 """The values of a part: each written once, where it is needed first.
 
 What is the same for all tiles stands before the walk over them. Operations are written as their rows in
-`kernels/codegen/operations.py` have it, reductions along rows as in `kernels/codegen/reductions.py`; reductions along
-groups, and casts to FP8, are written here.
+`kernels/codegen/spec/operations.py` have it, reductions along rows as in `kernels/codegen/spec/reductions.py`;
+reductions along groups, and casts to FP8, are written here.
 """
 
 from __future__ import annotations
 
-from fp8compile.kernels.codegen.emit_indices import Indices
-from fp8compile.kernels.codegen.emit_loads import literal, load, load_max, random_counter
-from fp8compile.kernels.codegen.function_draft import FunctionDraft
-from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.ranges import is_normal, is_within, ranges_of
-from fp8compile.kernels.codegen.reductions import REDUCTIONS, TO_FLOAT, RowReduction
-from fp8compile.kernels.codegen.spec import ELEMENT, GROUP_REDUCTIONS, ROW_REDUCTIONS, Extent, Value
-from fp8compile.kernels.codegen.statements import Assign, Expression, Name, Statement, expr
-from fp8compile.kernels.codegen.tile_layout import TileLayout
+from fp8compile.kernels.codegen.emit.indices import Indices
+from fp8compile.kernels.codegen.emit.loads import literal, load, load_max, random_counter
+from fp8compile.kernels.codegen.schedule.tile_layout import TileLayout
+from fp8compile.kernels.codegen.source.function_draft import FunctionDraft
+from fp8compile.kernels.codegen.source.statements import Assign, Expression, Name, Statement, expr
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.ranges import is_normal, is_within, ranges_of
+from fp8compile.kernels.codegen.spec.reductions import REDUCTIONS, TO_FLOAT, RowReduction
+from fp8compile.kernels.codegen.spec.region import ELEMENT, GROUP_REDUCTIONS, ROW_REDUCTIONS, Extent, Value
 
 
 class Values:

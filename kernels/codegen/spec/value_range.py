@@ -2,7 +2,7 @@
 
 Three ask: divisions that need no tests (a denominator is a normal number), codes of optimizer states (no value has a
 sign bit), and what backward may see rounded (a denominator does not round to zero). All get it from these rules, one
-for each operation of the table in `kernels/codegen/operations.py`.
+for each operation of the table in `kernels/codegen/spec/operations.py`.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.emit_indices import BAND, ROW_BLOCK, Indices, address_terms, index_terms
-from fp8compile.kernels.codegen.function_draft import FunctionDraft
-from fp8compile.kernels.codegen.reductions import TO_FLOAT
-from fp8compile.kernels.codegen.spec import Digits, Input
-from fp8compile.kernels.codegen.statements import Apply, Expression, Name, expr, joined
-from fp8compile.kernels.codegen.tile_layout import TileLayout
+from fp8compile.kernels.codegen.emit.indices import BAND, ROW_BLOCK, Indices, address_terms, index_terms
+from fp8compile.kernels.codegen.schedule.tile_layout import TileLayout
+from fp8compile.kernels.codegen.schedule.tiling import power_of_two
+from fp8compile.kernels.codegen.source.function_draft import FunctionDraft
+from fp8compile.kernels.codegen.source.statements import Apply, Expression, Name, expr, joined
+from fp8compile.kernels.codegen.spec.reductions import TO_FLOAT
+from fp8compile.kernels.codegen.spec.region import Digits, Input
 
 
 def literal(x: float | bool) -> Apply:
@@ -56,7 +56,7 @@ def load_max(spec: Input, draft: FunctionDraft) -> Expression:
     """Return the maximum of all that an input has, which are magnitudes."""
     draft.use("magnitude")
     count = int(spec.cols[0][0])
-    span = schedules.power_of_two(count)
+    span = power_of_two(count)
     mask = f", mask=tl.arange(0, {span}) < {count}, other=0.0" if span != count else ""
     x = expr(f"tl.load({{}} + tl.arange(0, {span}){mask})", Name(f"x{spec.tensor}"))
     return expr(f"tl.max(magnitude({{}}), 0){TO_FLOAT}", x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fp8compile.kernels.codegen.statements import Statement
+from fp8compile.kernels.codegen.source.statements import Statement
 
 
 @dataclass

@@ -1,20 +1,20 @@
 """Spec and schedule → Triton source that reads as if written by hand.
 
 A part becomes a function of its program's number: the tile it owns, what is the same for all its tiles, and a walk down
-the rows. Here is the order of all this. Where elements lie is written by `emit_indices.py`, what is computed by
-`emit_values.py`, what is stored by `emit_stores.py`; three kinds of tiles take steps of their own: `emit_sweeps.py`,
-`emit_held.py`, `emit_packed_transpose.py`. All write statements (`statements.py`), which `printer.py` turns into text.
-The helpers a kernel calls (`emit_helpers.py`) are written into its file, so that the file needs nothing but Triton.
+the rows. Here is the order of all this. Where elements lie is written by `indices.py`, what is computed by `values.py`,
+what is stored by `stores.py`; three kinds of tiles take steps of their own: `sweeps.py`, `held_rows.py`,
+`packed_transpose.py`. All write statements (`kernels/codegen/source/statements.py`), which become text at the end. The
+helpers a kernel calls (`kernels/codegen/source/helpers.py`) are written into its file, so that the file needs nothing
+but Triton.
 
 Two targets: "cuda", and "interpreter", which cannot run inline assembly or libdevice.
 """
 
 from __future__ import annotations
 
-from fp8compile.kernels.codegen import emit_sweeps
-from fp8compile.kernels.codegen.emit_held import hold_rows, tiles_of_rows
-from fp8compile.kernels.codegen.emit_helpers import HELPERS, with_needed
-from fp8compile.kernels.codegen.emit_indices import (
+from fp8compile.kernels.codegen.emit import sweeps
+from fp8compile.kernels.codegen.emit.held_rows import hold_rows, tiles_of_rows
+from fp8compile.kernels.codegen.emit.indices import (
     BAND,
     COL_BLOCK,
     FIRST_ROW_BLOCK,
@@ -22,15 +22,16 @@ from fp8compile.kernels.codegen.emit_indices import (
     ROW_BLOCK,
     Indices,
 )
-from fp8compile.kernels.codegen.emit_packed_transpose import EVERY_FOURTH_ROW, PackedTranspose
-from fp8compile.kernels.codegen.emit_phases import Phases
-from fp8compile.kernels.codegen.emit_stores import Stores
-from fp8compile.kernels.codegen.emit_values import Values
-from fp8compile.kernels.codegen.function_draft import FunctionDraft
-from fp8compile.kernels.codegen.printer import source_of
-from fp8compile.kernels.codegen.schedule import Schedule, Tiling
-from fp8compile.kernels.codegen.spec import PARTIALS, ROW_REDUCTIONS, Part, Region, Store, reached
-from fp8compile.kernels.codegen.statements import (
+from fp8compile.kernels.codegen.emit.packed_transpose import EVERY_FOURTH_ROW, PackedTranspose
+from fp8compile.kernels.codegen.emit.phases import Phases
+from fp8compile.kernels.codegen.emit.stores import Stores
+from fp8compile.kernels.codegen.emit.values import Values
+from fp8compile.kernels.codegen.schedule.tile_layout import TileLayout, size_of
+from fp8compile.kernels.codegen.schedule.tiling import Schedule, Tiling
+from fp8compile.kernels.codegen.source.function_draft import FunctionDraft
+from fp8compile.kernels.codegen.source.helpers import HELPERS, with_needed
+from fp8compile.kernels.codegen.source.printer import source_of
+from fp8compile.kernels.codegen.source.statements import (
     Assign,
     Call,
     Expression,
@@ -43,7 +44,7 @@ from fp8compile.kernels.codegen.statements import (
     joined,
     replaced,
 )
-from fp8compile.kernels.codegen.tile_layout import TileLayout, size_of
+from fp8compile.kernels.codegen.spec.region import PARTIALS, ROW_REDUCTIONS, Part, Region, Store, reached
 
 
 def kernel_source(region: Region, schedule: Schedule, name: str, target: str) -> str:
@@ -126,7 +127,7 @@ class _PartWriter:
 
     def _write_body(self) -> None:
         if self.tiling.sweeps:
-            emit_sweeps.reduce_rows(self.values)
+            sweeps.reduce_rows(self.values)
         needed = self._reached([s.value for s in self.part.stores])
         if self.part.only_if is not None:
             self.values.value(self.part.only_if)
@@ -142,7 +143,7 @@ class _PartWriter:
         for store in self._stores_in_order():
             self.stores.store(store)
         if self.tiling.sweeps:
-            emit_sweeps.end_sweep(self.values)
+            sweeps.end_sweep(self.values)
         self.phases.end(onto=self.layout.loops)
 
     def _stored_values(self, needed: set[int]) -> list[int]:

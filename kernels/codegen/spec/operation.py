@@ -1,4 +1,4 @@
-"""The form of a row of `kernels/codegen/operations.py`: all that is known of an operation of generated kernels."""
+"""The form of a row of `kernels/codegen/spec/operations.py`: all that is known of an operation of generated kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8compile.formats import FORMATS
-from fp8compile.kernels.codegen.value_range import RangeRule, unknown
+from fp8compile.kernels.codegen.spec.value_range import RangeRule, unknown
 
 
 @dataclass(frozen=True)

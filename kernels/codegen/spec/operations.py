@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from fp8compile.kernels.codegen import value_range as ranges
-from fp8compile.kernels.codegen.operation import Hazard, Operation, Rounding, Spread
+from fp8compile.kernels.codegen.spec import value_range as ranges
+from fp8compile.kernels.codegen.spec.operation import Hazard, Operation, Rounding, Spread
 from fp8compile.kernels.reference import markers
 
 
@@ -185,7 +185,7 @@ CONVERSIONS = {
     "is_predicted": Operation(
         markers.is_predicted, "is_predicted({0}, {1}, {p_max})", helper="is_predicted", spread=Spread.COMPARISON
     ),
-    "quantize": Operation(lambda x, s, fmt: x / s, "", nearest=True, spread=Spread.QUOTIENT),  # `emit_values` casts
+    "quantize": Operation(lambda x, s, fmt: x / s, "", nearest=True, spread=Spread.QUOTIENT),  # cast by emit/values.py
 }  # fmt: skip
 
 OPERATIONS: dict[str, Operation] = ARITHMETIC | TRANSCENDENTAL | COMPARISONS | LOGIC | CONVERSIONS

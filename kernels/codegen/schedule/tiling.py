@@ -3,7 +3,7 @@
 Three shapes, one form: a program owns a tile of block_rows × block_cols and walks down the rows, row_programs tiles at
 a time. Whole rows in one tile (block_cols ≥ cols) serve row reductions in a single pass; smaller tiles serve the rest;
 few programs that walk serve what a program accumulates (column sums, amaxes) or needs first (an amax of partials).
-Which one a region gets is chosen by `kernels/codegen/choose_schedule.py`.
+Which one a region gets is chosen by `kernels/codegen/schedule/choose_schedule.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8compile.formats import ceil_div, round_up
-from fp8compile.kernels.codegen.spec import Part, Size
+from fp8compile.kernels.codegen.spec.region import Part, Size
 
 JSON_NAMES = {"packed_transpose": "quarters"}  # field -> its name in JSON, of which kernels' names are made
 
@@ -23,8 +23,9 @@ class Tiling:
     """The tiles of a part: block_rows × block_cols (powers of two), row_programs × col_blocks of them side by side.
 
     A program may own all tiles of its rows: with `sweeps` it reads them once for each reduction along the rows, `held`
-    it reads them once and has them until it stores (`kernels/codegen/emit_held.py`).
-    With `packed_transpose` (`kernels/codegen/packed_transpose.py`) every fourth row of a tile is a tensor of its own.
+    it reads them once and has them until it stores (`kernels/codegen/emit/held_rows.py`).
+    With `packed_transpose` (`kernels/codegen/schedule/packed_transpose.py`) every fourth row of a tile is a tensor of
+    its own.
     """
 
     block_rows: int

@@ -1,20 +1,30 @@
-"""Tiles with packed transposes (`kernels/codegen/packed_transpose.py`): functions for every fourth row, and what is
-stored of all four.
+"""Tiles with packed transposes (`kernels/codegen/schedule/packed_transpose.py`): functions for every fourth row, and
+what is stored of all four.
 
-The phases (`kernels/codegen/emit_phases.py`): reduce_quarter0, … for the amaxes of groups of rows that others need; and
+The phases (`kernels/codegen/emit/phases.py`): reduce_quarter0, … for the amaxes of groups of rows that others need; and
 `quarter`, which returns what is stored.
 """
 
 from __future__ import annotations
 
-from fp8compile.kernels.codegen.emit_indices import COL_BLOCK, ROW, ROW_BLOCK, ROWS
-from fp8compile.kernels.codegen.emit_phases import Phases, Tensors
-from fp8compile.kernels.codegen.emit_values import Values, max_of_groups
-from fp8compile.kernels.codegen.packed_transpose import ACCUMULATED, JOINED, STEP
-from fp8compile.kernels.codegen.reductions import TO_FLOAT
-from fp8compile.kernels.codegen.spec import ELEMENT, GROUP_REDUCTIONS, Store, Value
-from fp8compile.kernels.codegen.statements import Apply, Assign, Expression, For, Name, Write, all_of, expr, joined
-from fp8compile.kernels.codegen.tile_layout import size_of
+from fp8compile.kernels.codegen.emit.indices import COL_BLOCK, ROW, ROW_BLOCK, ROWS
+from fp8compile.kernels.codegen.emit.phases import Phases, Tensors
+from fp8compile.kernels.codegen.emit.values import Values, max_of_groups
+from fp8compile.kernels.codegen.schedule.packed_transpose import ACCUMULATED, JOINED, STEP
+from fp8compile.kernels.codegen.schedule.tile_layout import size_of
+from fp8compile.kernels.codegen.source.statements import (
+    Apply,
+    Assign,
+    Expression,
+    For,
+    Name,
+    Write,
+    all_of,
+    expr,
+    joined,
+)
+from fp8compile.kernels.codegen.spec.reductions import TO_FLOAT
+from fp8compile.kernels.codegen.spec.region import ELEMENT, GROUP_REDUCTIONS, Store, Value
 
 
 def _named(n: int, last: int) -> tuple[str, str]:

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
-from fp8compile.kernels.codegen.schedule import Schedule
-from fp8compile.kernels.codegen.spec import PARTIALS, Buffer, Digits, Input, Part, Region, Store, Value, reached
+from fp8compile.kernels.codegen.schedule.tiling import Schedule
+from fp8compile.kernels.codegen.spec.region import PARTIALS, Buffer, Digits, Input, Part, Region, Store, Value, reached
 
 EVERY = 16  # rows, of which one is in the sample
 REPAIRING = 264  # programs of a repair at most: two for each multiprocessor, which find nothing to do at once

@@ -6,11 +6,11 @@ proven.
 
 from __future__ import annotations
 
-from fp8compile.kernels.codegen.function_draft import FunctionDraft
-from fp8compile.kernels.codegen.packed_transpose import STEP
-from fp8compile.kernels.codegen.spec import Digits, Extent, Size
-from fp8compile.kernels.codegen.statements import Assign, Expression, Name, Statement, all_of, expr, joined
-from fp8compile.kernels.codegen.tile_layout import INT32_MAX, TileLayout, size_of
+from fp8compile.kernels.codegen.schedule.packed_transpose import STEP
+from fp8compile.kernels.codegen.schedule.tile_layout import INT32_MAX, TileLayout, size_of
+from fp8compile.kernels.codegen.source.function_draft import FunctionDraft
+from fp8compile.kernels.codegen.source.statements import Assign, Expression, Name, Statement, all_of, expr, joined
+from fp8compile.kernels.codegen.spec.region import Digits, Extent, Size
 
 PID = Name("pid")
 BAND = Name("band")

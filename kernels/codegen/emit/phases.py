@@ -6,8 +6,8 @@ A phase is called for one tensor after the other. It returns what later phases n
     p1_1 = reduce_tile1(1, p0_1[0])     acc7 = tl.maximum(acc7, p1_1[0])      v7 = tl.max(acc7, 1)
     p2_0 = store_tile2(0, v7, p0_0[0])  p2_1 = store_tile2(1, v7, p0_1[0])
 
-Which tensors there are: columns of rows that are held (`kernels/codegen/emit_held.py`), every fourth row of a tile
-(`kernels/codegen/emit_packed_transpose.py`).
+Which tensors there are: columns of rows that are held (`kernels/codegen/emit/held_rows.py`), every fourth row of a tile
+(`kernels/codegen/emit/packed_transpose.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fp8compile.kernels.codegen.emit_indices import Indices
-from fp8compile.kernels.codegen.function_draft import FunctionDraft
-from fp8compile.kernels.codegen.statements import (
+from fp8compile.kernels.codegen.emit.indices import Indices
+from fp8compile.kernels.codegen.source.function_draft import FunctionDraft
+from fp8compile.kernels.codegen.source.statements import (
     Apply,
     Assign,
     Call,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8compile.formats import ceil_div
-from fp8compile.kernels.codegen import one_pass, packed_transpose
-from fp8compile.kernels.codegen.schedule import Schedule, Tiling, extent, in_bands, power_of_two
-from fp8compile.kernels.codegen.spec import COLUMN, ELEMENT, PARTIALS, ROW_REDUCTIONS, Input, Part, Region
+from fp8compile.kernels.codegen.schedule import one_pass, packed_transpose
+from fp8compile.kernels.codegen.schedule.tiling import Schedule, Tiling, extent, in_bands, power_of_two
+from fp8compile.kernels.codegen.spec.region import COLUMN, ELEMENT, PARTIALS, ROW_REDUCTIONS, Input, Part, Region
 
 MAX_ROW = 65536  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk

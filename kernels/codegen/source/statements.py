@@ -4,7 +4,7 @@
     Assign(Name("v2"), …)                                 v2 = v0 * v1
 
 Names are data. Which names a statement reads is asked of it, and names are replaced in it, without a look at its text;
-`kernels/codegen/printer.py` writes the text.
+`kernels/codegen/source/printer.py` writes the text.
 """
 
 from __future__ import annotations

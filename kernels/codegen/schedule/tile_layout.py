@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fp8compile.formats import ceil_div, round_up
-from fp8compile.kernels.codegen import packed_transpose
-from fp8compile.kernels.codegen import schedule as schedules
-from fp8compile.kernels.codegen.schedule import Tiling
-from fp8compile.kernels.codegen.spec import ELEMENT, Extent, Input, Part, Size, Store
-from fp8compile.kernels.codegen.statements import Expression, Name, expr
+from fp8compile.kernels.codegen.schedule import packed_transpose
+from fp8compile.kernels.codegen.schedule.tiling import Tiling, extent
+from fp8compile.kernels.codegen.source.statements import Expression, Name, expr
+from fp8compile.kernels.codegen.spec.region import ELEMENT, Extent, Input, Part, Size, Store
 
 INT32_MAX = 2**31 - 1
 
@@ -35,7 +34,7 @@ class TileLayout:
     @cached_property
     def covered(self) -> tuple[Size, int]:
         """Rows and columns that the tiles cover, with the zeros that stores append."""
-        return schedules.extent(self.part)
+        return extent(self.part)
 
     @cached_property
     def row_blocks(self) -> int | None:

@@ -3,10 +3,10 @@ store."""
 
 from __future__ import annotations
 
-from fp8compile.kernels.codegen.emit_indices import COL_BLOCK
-from fp8compile.kernels.codegen.emit_values import Values
-from fp8compile.kernels.codegen.spec import ELEMENT, ROW_REDUCTIONS
-from fp8compile.kernels.codegen.statements import Assign, For, Name, Statement, expr
+from fp8compile.kernels.codegen.emit.indices import COL_BLOCK
+from fp8compile.kernels.codegen.emit.values import Values
+from fp8compile.kernels.codegen.source.statements import Assign, For, Name, Statement, expr
+from fp8compile.kernels.codegen.spec.region import ELEMENT, ROW_REDUCTIONS
 
 
 def reduce_rows(values: Values) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fp8compile.kernels.codegen.emit_indices import COL_BLOCK, FIRST_ROW_BLOCK, PID, ROW_BLOCK
-from fp8compile.kernels.codegen.emit_packed_transpose import PackedTranspose
-from fp8compile.kernels.codegen.emit_phases import Phases
-from fp8compile.kernels.codegen.emit_values import Values
-from fp8compile.kernels.codegen.reductions import TO_FLOAT
-from fp8compile.kernels.codegen.spec import COLUMN, ELEMENT, NUMBER, PARTIALS, Buffer, Extent, Store, Value
-from fp8compile.kernels.codegen.statements import Add, Assign, Expression, Name, Write, all_of, expr, joined
-from fp8compile.kernels.codegen.tile_layout import size_of
+from fp8compile.kernels.codegen.emit.indices import COL_BLOCK, FIRST_ROW_BLOCK, PID, ROW_BLOCK
+from fp8compile.kernels.codegen.emit.packed_transpose import PackedTranspose
+from fp8compile.kernels.codegen.emit.phases import Phases
+from fp8compile.kernels.codegen.emit.values import Values
+from fp8compile.kernels.codegen.schedule.tile_layout import size_of
+from fp8compile.kernels.codegen.source.statements import Add, Assign, Expression, Name, Write, all_of, expr, joined
+from fp8compile.kernels.codegen.spec.reductions import TO_FLOAT
+from fp8compile.kernels.codegen.spec.region import COLUMN, ELEMENT, NUMBER, PARTIALS, Buffer, Extent, Store, Value
 
 
 class Stores:

@@ -1,4 +1,4 @@
-"""The spec of a generated kernel: what it computes, and nothing about how (that is `kernels/codegen/schedule.py`).
+"""The spec of a generated kernel: what it computes, and nothing of how (that is `kernels/codegen/schedule/tiling.py`).
 
 A `Region` is one kernel. It has one or several independent `Part`s, each an expression graph over an iteration space of
 rows × cols: inputs say where element (r, c) lies in memory, values how it is computed, stores where it goes.

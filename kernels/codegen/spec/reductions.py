@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fp8compile.kernels.codegen import value_range
-from fp8compile.kernels.codegen.spec import ROW_REDUCTIONS
-from fp8compile.kernels.codegen.value_range import RangeRule
+from fp8compile.kernels.codegen.spec import value_range
+from fp8compile.kernels.codegen.spec.region import ROW_REDUCTIONS
+from fp8compile.kernels.codegen.spec.value_range import RangeRule
 
 TO_FLOAT = ".to(tl.float32, bitcast=True)"
 

@@ -1,4 +1,4 @@
-"""Ranges of the values of a spec (`kernels/codegen/value_range.py`), so that divisions need no tests.
+"""Ranges of the values of a spec (`kernels/codegen/spec/value_range.py`), so that divisions need no tests.
 
 Payloads are x / scale to nearest. Where elements share the scale, a kernel multiplies by its inverse and corrects once
 with fused multiply-adds: the same bits (52 million random quotients, emulated; GPU tests compare payloads) at a third
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fp8compile.kernels.codegen import value_range
-from fp8compile.kernels.codegen.operations import OPERATIONS
-from fp8compile.kernels.codegen.reductions import REDUCTIONS
-from fp8compile.kernels.codegen.spec import GROUP_REDUCTIONS, Value
-from fp8compile.kernels.codegen.value_range import NEVER_NEGATIVE, UNKNOWN, Range
+from fp8compile.kernels.codegen.spec import value_range
+from fp8compile.kernels.codegen.spec.operations import OPERATIONS
+from fp8compile.kernels.codegen.spec.reductions import REDUCTIONS
+from fp8compile.kernels.codegen.spec.region import GROUP_REDUCTIONS, Value
+from fp8compile.kernels.codegen.spec.value_range import NEVER_NEGATIVE, UNKNOWN, Range
 
 SMALLEST_NORMAL = 2.0**-126
 
