@@ -58,7 +58,7 @@ def random_inputs(region: Region, sizes: Sequence[int], seed: int, device: str) 
     generator = torch.Generator().manual_seed(seed)
     found = []
     for tensor in range(region.tensors):
-        uses = [i for part in region.parts for i in part.inputs if i.tensor == tensor]
+        uses = [i for part in region.parts for i in part.inputs if tensor in i.tensors]
         count = max((i.reach(names) for i in uses), default=0)
         dtype = getattr(torch, uses[0].dtype) if uses else torch.float32
         x = _random(count, dtype, _holds_maxima(region, tensor), seed % 4 == 3, generator)
@@ -71,7 +71,7 @@ def _holds_maxima(region: Region, tensor: int) -> bool:
         value.op
         for part in region.parts
         for value in part.values
-        if value.op in ("load", "load_max") and part.inputs[value.params[0]].tensor == tensor
+        if value.op in ("load", "load_max") and tensor in part.inputs[value.params[0]].tensors
     ]
     return bool(readers) and set(readers) == {"load_max"}
 

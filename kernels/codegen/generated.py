@@ -28,7 +28,7 @@ from fp8compile.kernels.codegen.emit.kernel import kernel_source
 from fp8compile.kernels.codegen.schedule import one_pass
 from fp8compile.kernels.codegen.schedule.tiling import Schedule, resolve
 from fp8compile.kernels.codegen.schedule.tiling import from_json as schedule_from_json
-from fp8compile.kernels.codegen.spec.region import ROW_REDUCTIONS, Part, Region, Size
+from fp8compile.kernels.codegen.spec.region import ROW_REDUCTIONS, Input, Part, Region, Size
 from fp8compile.kernels.codegen.spec.region import from_json as region_from_json
 from fp8compile.source_digest import source_digest
 
@@ -85,12 +85,16 @@ def _header(region: Region, schedule: Schedule) -> str:
             f"tiles    {tiling.block_rows} x {tiling.block_cols}, {tiling.row_programs} x {tiling.col_blocks} programs"
             f" of {schedule.warps} warps{tiling.manner and ',' + tiling.manner}"
         )
-        lines += [f"reads    x{i.tensor}: {i.dtype}, rows {i.rows}, cols {i.cols}" for i in part.inputs]
+        lines += [f"reads    {_arguments_of(i)}: {i.dtype}, rows {i.rows}, cols {i.cols}" for i in part.inputs]
         for s in part.stores:
             buffer = region.buffers[s.buffer]
             how = ", transposed" if s.transposed else ""
             lines.append(f"writes   y{s.buffer}: {buffer.dtype}{list(buffer.shape)}{how}")
     return "\n".join(lines)
+
+
+def _arguments_of(x: Input) -> str:
+    return " beside ".join(f"x{tensor}" for tensor in x.tensors)
 
 
 def _in_docstring(line: str) -> str:
@@ -110,8 +114,9 @@ def moved(part: Part, region: Region, sizes: dict[str, int] | None = None) -> di
         count = 1
         for size, stride in (*i.rows, *i.cols):
             count *= number(size) if stride != 0 else 1
-        key = f"x{i.tensor}+{i.offset}"
-        found[key] = max(found.get(key, 0), count * _itemsize(i.dtype))
+        for tensor in i.tensors:
+            key = f"x{tensor}+{i.offset}"
+            found[key] = max(found.get(key, 0), count * _itemsize(i.dtype))
     for s in part.stores:
         rows, cols = part.stored_extent(s)
         count = (-(-number(part.rows) // rows) if rows else 1) * (-(-part.cols // cols) if cols else 1)

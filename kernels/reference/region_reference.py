@@ -105,8 +105,13 @@ class Evaluation:
         return self.inputs[0].device if self.inputs else torch.device("cpu")
 
     def _load(self, spec: Input) -> Tensor:
+        width = self.part.cols // len(spec.tensors)
+        found = [self._load_from(self.inputs[t], spec, width) for t in spec.tensors]
+        return torch.cat(found, 1) if spec.beside else found[0]
+
+    def _load_from(self, tensor: Tensor, spec: Input, width: int) -> Tensor:
+        """Return what one argument holds of `width` columns."""
         rows, cols = spec.extent
-        tensor = self.inputs[spec.tensor]
         row_digits = self._digits(spec.rows[:-1] if rows > 1 else spec.rows) if rows else []
         col_digits = self._digits(spec.cols[:-1] if cols > 1 else spec.cols) if cols else []
         strided = torch.as_strided(
@@ -115,7 +120,7 @@ class Evaluation:
             [stride for _, stride in (*row_digits, *col_digits)],
             tensor.storage_offset() + spec.offset,
         )
-        shape = (ceil_div(self.rows, rows) if rows else 1, ceil_div(self.part.cols, cols) if cols else 1)
+        shape = (ceil_div(self.rows, rows) if rows else 1, ceil_div(width, cols) if cols else 1)
         x = strided.reshape(shape)
         return x if x.dtype == torch.bool else x.float() if x.dtype.is_floating_point else x
 

@@ -21,7 +21,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.errors import VerificationError
 from fp8compile.kernels.check.coverage import unwritten
-from fp8compile.kernels.codegen.spec.region import Part, Region, number_of
+from fp8compile.kernels.codegen.spec.region import Input, Part, Region, number_of
 from fp8compile.passes.core.compilation import VIEWS, aten, hint, is_tensor, value
 from fp8compile.passes.core.marker_views import RegionCall
 from fp8compile.passes.core.node_views import Copy, Getitem
@@ -130,14 +130,22 @@ def wrong_reads(region: Region, inputs: Sequence[tuple[Any, ...]], sizes: Mappin
             return f"tensor {n} has strides {list(strides)}, its spec was made for {known}"
     for part in region.parts:
         for n, read in enumerate(part.inputs):
-            dtype, shape, strides = inputs[read.tensor]
-            if str(dtype) != f"torch.{read.dtype}":
-                return f"tensor {read.tensor} is {dtype}, its spec reads {read.dtype}"
-            room = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
-            if read.reach(sizes) > room:
-                return f"reads element {read.reach(sizes) - 1} of tensor {read.tensor}, which has {room}"
+            wrong = next(filter(None, (_wrong_read(read, t, inputs[t], sizes) for t in read.tensors)), "")
+            if wrong:
+                return wrong
             if "float8" in read.dtype and not _is_scaled(part, n):
                 return f"reads FP8 data of tensor {read.tensor} without a scale"
+    return ""
+
+
+def _wrong_read(read: Input, tensor: int, given: tuple[Any, ...], sizes: Mapping[str, int]) -> str:
+    """Return why `read` cannot read a tensor of this (dtype, shape, strides); "" if it can."""
+    dtype, shape, strides = given
+    if str(dtype) != f"torch.{read.dtype}":
+        return f"tensor {tensor} is {dtype}, its spec reads {read.dtype}"
+    room = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
+    if read.reach(sizes) > room:
+        return f"reads element {read.reach(sizes) - 1} of tensor {tensor}, which has {room}"
     return ""
 
 

@@ -1,11 +1,12 @@
 """Combine regions: fewer launches, and no copy where casts are concatenated.
 
-1. An amax that programs left in pieces is put together by the region that reads it, if the pieces are few; else by a
+1. What is concatenated for regions alone is read where it lies (`side_by_side`).
+2. An amax that programs left in pieces is put together by the region that reads it, if the pieces are few; else by a
    region of its own (`amax_pieces`), as column sums are (`sum_pieces`). Those whose results only leave the graph become
    one.
-2. Parts of a concatenation are written in place (`concatenated`).
-3. A region that finds an amax and one that casts by it become one that casts in one pass (`one_pass_casts`).
-4. Small regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one;
+3. Parts of a concatenation are written in place (`concatenated`).
+4. A region that finds an amax and one that casts by it become one that casts in one pass (`one_pass_casts`).
+5. Small regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one;
    so do those between two matmuls whose results only leave the graph (`join_regions`).
 
 Sound as long as no region waits for itself; every combination is checked for that.
@@ -37,6 +38,7 @@ from fp8compile.passes.regions.region_graph import (
     spec_of,
     tensors_of,
 )
+from fp8compile.passes.regions.side_by_side import read_side_by_side
 from fp8compile.passes.regions.sum_pieces import adds_pieces, finish_sums
 
 PIECES, ANY_WARPS = "pieces", "any number of warps"
@@ -51,6 +53,7 @@ def run(c: HalfGraph) -> None:
 def combine_regions(graph: fx.Graph, one_pass_casts: bool = False) -> None:
     """Rewrite the regions of `graph`; with `one_pass_casts`, large ones cast in one pass: of gradients, in backward."""
     editor = GraphEditor(graph)
+    read_side_by_side(editor)
     read_pieces(graph)
     for cat in list(graph.find_nodes(op="call_function", target=aten.cat.default)):
         write_in_place(editor, cat)

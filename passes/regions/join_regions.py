@@ -57,7 +57,7 @@ def joined(editor: GraphEditor, nodes: Sequence[fx.Node]) -> Joined | None:
                 tensors.append(tensor)
                 strides.append(stride)
             where.append(tensors.index(tensor))
-        parts += [replace(p, inputs=tuple(replace(i, tensor=where[i.tensor]) for i in p.inputs)) for p in renamed.parts]
+        parts += [replace(p, inputs=tuple(i.renumbered(where.__getitem__) for i in p.inputs)) for p in renamed.parts]
         index |= {item: n + len(buffers) for n, item in getitems(node).items()}
         buffers += renamed.buffers
         origins |= dict.fromkeys(region.origins)

@@ -16,6 +16,7 @@ their deviation, and weights may: for these, four binades at the bottom of the r
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,12 +73,13 @@ class Draft:
             self.values.append(item)
         return self.values.index(item)
 
-    def load(self, op: str, x: Input, tensor: fx.Node, strides: Any) -> int:
-        """Return the number of the value that loads `x` from `tensor`."""
-        if tensor not in self.tensors:
-            self.tensors.append(tensor)
-            self.strides.append(strides)
-        x = replace(x, tensor=self.tensors.index(tensor))
+    def load(self, op: str, x: Input, tensors: Sequence[fx.Node], strides: Sequence[Any]) -> int:
+        """Return the number of the value that loads `x`, whose numbers are those of `tensors`."""
+        for t in x.tensors:
+            if tensors[t] not in self.tensors:
+                self.tensors.append(tensors[t])
+                self.strides.append(strides[t])
+        x = x.renumbered(lambda t: self.tensors.index(tensors[t]))
         if x not in self.inputs:
             self.inputs.append(x)
         return self.add(op, params=(self.inputs.index(x),))
@@ -125,7 +127,7 @@ def _handed_on(finding: fx.Node, casting: fx.Node) -> dict[fx.Node, Store]:
     stores = {s.buffer: s for s in first.parts[0].stores if _is_plain(first.parts[0], s)}
     for t, tensor in enumerate(tensors_of(casting)):
         store = stores.get(items.get(base(tensor), -1))
-        loads = [i for i in second.parts[0].inputs if i.tensor == t]
+        loads = [i for i in second.parts[0].inputs if t in i.tensors]
         if store is not None and all(_reads(i, first.parts[0], first.buffers[store.buffer].dtype) for i in loads):
             found[tensor] = store
     return found
@@ -140,7 +142,8 @@ def _is_plain(part: Part, store: Store) -> bool:
 
 def _reads(x: Input, part: Part, dtype: str) -> bool:
     """Return True if `x` is element (r, c) of a tensor of this dtype, of the rows and columns of `part`."""
-    return (x.dtype, x.rows, x.cols, x.offset) == (dtype, ((part.rows, part.cols),), ((part.cols, 1),), 0)
+    place = x.dtype, x.rows, x.cols, x.offset, x.beside
+    return place == (dtype, ((part.rows, part.cols),), ((part.cols, 1),), 0, ())
 
 
 def _plain(node: fx.Node) -> Part | None:
@@ -234,7 +237,7 @@ def _both(pair: Pair, sampled: dict[int, fx.Node], pieces: int) -> tuple[Region,
         if v.op == "load_max":
             buffer = buffer_of[reads[casts.inputs[v.params[0]].tensor]]
             maximum = Input(0, "float32", (), ((pieces, 1),))
-            maxima[i] = amax[buffer], draft.load("load_max", maximum, sampled[buffer], (1,))
+            maxima[i] = amax[buffer], draft.load("load_max", maximum, [sampled[buffer]], [(1,)])
     dtypes = [buffer.dtype for buffer in first.buffers]
     handed = {tensor: _as_loaded(draft, of_first[s.value], dtypes[s.buffer]) for tensor, s in pair.handed.items()}
     of_second = _copied(draft, pair.casting, casts, maxima, handed)
@@ -276,7 +279,7 @@ def _copied(
             if tensors[x.tensor] in handed:
                 numbers.append(handed[tensors[x.tensor]])
                 continue
-            numbers.append(draft.load(v.op, x, tensors[x.tensor], region.strides[x.tensor]))
+            numbers.append(draft.load(v.op, x, tensors, region.strides))
         elif v.op == "maximum" and set(v.args) <= set(maxima):
             of_sample = draft.add("maximum", *(maxima[a][1] for a in v.args))
             numbers.append(draft.add("maximum", *args))

@@ -43,8 +43,8 @@ def test_agrees_with_reference_on_larger_shapes(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", range(LARGE_CHUNKS))
-@pytest.mark.parametrize("how", ["images", "partials_twice"])
-def test_agrees_with_reference_where_rows_share_values_or_buffers_sums(how: str, chunk: int) -> None:
+@pytest.mark.parametrize("how", ["images", "partials_twice", "side_by_side"])
+def test_agrees_with_reference_where_rows_share_values_buffers_sums_or_columns_are_apart(how: str, chunk: int) -> None:
     for seed in range(20_000 + chunk * LARGE_SEEDS, 20_000 + (chunk + 1) * LARGE_SEEDS):
         wrong = regions.failures(seed, "cuda", "cuda", data_seeds=DATA, **{how: True})
         assert not wrong, wrong

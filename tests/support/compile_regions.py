@@ -50,7 +50,7 @@ JOINED = re.compile(r"F2FP\.SATFINITE\.E[0-9]M[0-9]\.F32\.PACK_AB_MERGE_C [^;]*,
 def compiled(region: Region, schedule: Schedule) -> Any:
     """Return the kernel compiled for sm_90, its tensors aligned as a GPU's are. Raises where it needs more shared
     memory than a program can have."""
-    dtypes = {f"x{i.tensor}": i.dtype for part in region.parts for i in part.inputs}
+    dtypes = {f"x{t}": i.dtype for part in region.parts for i in part.inputs for t in i.tensors}
     dtypes |= {f"y{i}": buffer.dtype for i, buffer in enumerate(region.buffers)}
     signature = {a: POINTERS[dtypes[a]] if a in dtypes else "i32" for a in arguments(region)}
     aligned = {(i,): ALIGNED for i, a in enumerate(signature) if a in dtypes}

@@ -99,21 +99,53 @@ def with_partials_twice(found: Draw) -> Draw:
     return replace(found, region=replace(region, parts=tuple(parts), buffers=tuple(buffers)))
 
 
+def with_columns_side_by_side(found: Draw) -> Draw:
+    """The same, but where rows are reduced: what is loaded element by element has its columns in two or three
+    arguments, of which each tile lies in one."""
+    region, tensors, parts, tilings = found.region, found.region.tensors, [], []
+    for part, tiling in zip(region.parts, found.schedule.tilings, strict=True):
+        inputs = list(part.inputs)
+        for n, x in enumerate(inputs if not any(part.levels) else ()):
+            pieces = next((k for k in (3, 2) if x.cols and int(x.cols[0][0]) % k == 0), 0)
+            if x.extent != ELEMENT or not pieces or part.cols // pieces % max(1, *(c for _, c in part.extents)):
+                continue
+            (size, stride), *inner = x.cols
+            more = tuple(range(tensors, tensors + pieces - 1))
+            inputs[n] = replace(x, cols=((int(size) // pieces, stride), *inner), beside=more)
+            tensors += pieces - 1
+        part = replace(part, inputs=tuple(inputs))
+        if part.widths:
+            (tiling,) = choose_schedule.choose(Region((part,), ())).tilings
+        parts.append(part)
+        tilings.append(tiling)
+    schedule = replace(found.schedule, tilings=tuple(_few(p, t, 3) for p, t in zip(parts, tilings, strict=True)))
+    return replace(found, region=replace(region, parts=tuple(parts)), schedule=schedule)
+
+
 def failures(
-    seed: int, target: str, device: str, data_seeds: int = 1, partials_twice: bool = False, **drawn: Any
+    seed: int,
+    target: str,
+    device: str,
+    data_seeds: int = 1,
+    partials_twice: bool = False,
+    side_by_side: bool = False,
+    **drawn: Any,
 ) -> str:
     """Try the region of `seed` with all its sizes and `data_seeds` sets of data; what went wrong, and how to see it
     again, or ""."""
     found = draw(seed, **drawn)
     if partials_twice:
         found = with_partials_twice(found)
+    if side_by_side:
+        found = with_columns_side_by_side(found)
     kernel = generated.kernel_of(found.region, found.schedule, target)
     for n, sizes in enumerate(found.sizes):
         for k in range(data_seeds):
             inputs = check_kernel.random_inputs(found.region, sizes, seed + n + k, device)
             lines = check_kernel.check(kernel, found.region, found.schedule, inputs, sizes)
             if lines:
-                again = f"regions.failures({seed}, {target!r}, {device!r}, {data_seeds}, {partials_twice}, **{drawn})"
+                how = {"partials_twice": partials_twice, "side_by_side": side_by_side, **drawn}
+                again = f"regions.failures({seed}, {target!r}, {device!r}, {data_seeds}, **{how})"
                 source = generated.file_source(found.region, found.schedule, target)
                 return "\n".join([f"{again}: sizes {sizes}, data {seed + n + k}", *lines, source])
     return ""

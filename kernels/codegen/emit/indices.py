@@ -10,7 +10,7 @@ from fp8compile.kernels.codegen.schedule.packed_transpose import STEP
 from fp8compile.kernels.codegen.schedule.tile_layout import INT32_MAX, TileLayout, size_of
 from fp8compile.kernels.codegen.source.function_draft import FunctionDraft
 from fp8compile.kernels.codegen.source.statements import Assign, Expression, Name, Statement, all_of, expr, joined
-from fp8compile.kernels.codegen.spec.region import Digits, Extent, Size
+from fp8compile.kernels.codegen.spec.region import Digits, Extent, Input, Size
 
 PID = Name("pid")
 BAND = Name("band")
@@ -53,7 +53,7 @@ class Indices:
         numbers = expr(f"tl.arange(0, {block}){shape}")
         if dim == 1:
             columns = expr("{} * {} + {}", COL_BLOCK, block, numbers) if tiling.col_blocks > 1 else numbers
-            return self.draft.tile if tiling.owns_rows else self.draft.before, columns
+            return self._of_columns(), columns
         if tiling.packed_transpose and step == 1:
             return self.draft.tile, expr("{} + {}", self.rows_of_first(), ROW)
         return self.draft.body, expr("{} * {} + {}", ROW_BLOCK, block, numbers)
@@ -62,6 +62,34 @@ class Indices:
         """Return the rows of the first tensor of a tile, which has every fourth row of it."""
         block = self.layout.tiling.block_rows
         return expr(f"{{}} * {block} + {STEP} * tl.arange(0, {block // STEP})[:, None]", ROW_BLOCK)
+
+    def argument(self, x: Input) -> Name:
+        """Return where an input begins: of several side by side, the one that has the columns of this tile."""
+        if not x.beside:
+            return Name(f"x{x.tensor}")
+        names = [Name(f"x{t}") for t in x.tensors]
+        blocks = self.layout.part.cols // len(names) // self.layout.tiling.block_cols
+        found: Expression = names[-1]
+        for n in reversed(range(len(names) - 1)):
+            found = expr("tl.where({} < {}, {}, {})", COL_BLOCK, (n + 1) * blocks, names[n], found)
+        return self._once(Name("_or_".join(f"x{t}" for t in x.tensors)), found)
+
+    def columns_of(self, x: Input) -> Name:
+        """Return the vector of the numbers that this tile's columns have in one of several inputs side by side."""
+        width = self.layout.part.cols // len(x.tensors)
+        return self._once(Name(f"cols_of_{width}"), expr(f"{{}} % {width}", self.vector(1, 1)))
+
+    def _once(self, name: Name, what: Expression) -> Name:
+        """Return `name` of what depends on the columns of a tile alone, and is written where they are."""
+        self.dims[name] = 1
+        if name not in self.written:
+            self.written.add(name)
+            self._of_columns().append(Assign(name, what))
+        return name
+
+    def _of_columns(self) -> list[Statement]:
+        """Return where the numbers of a tile's columns are written."""
+        return self.draft.tile if self.layout.tiling.owns_rows else self.draft.before
 
     def pointer(self, buffer: int, dtype: str) -> Name:
         """Return where a buffer begins; of one in FP8, as bytes."""

@@ -119,7 +119,7 @@ class _PartWriter:
         """Return what the function is given: everything in a kernel of its own, else what the part uses."""
         if len(self.region.parts) == 1:
             return [Name(a) for a in arguments(self.region)]
-        inputs, outputs = {i.tensor for i in self.part.inputs}, {s.buffer for s in self.part.stores}
+        inputs, outputs = {t for i in self.part.inputs for t in i.tensors}, {s.buffer for s in self.part.stores}
         used = [*(f"x{n}" for n in sorted(inputs)), *(f"y{n}" for n in sorted(outputs))]
         return [Name(a) for a in (*used, *Region((self.part,), ()).sizes)]
 

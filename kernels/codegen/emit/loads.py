@@ -25,7 +25,7 @@ def load(layout: TileLayout, indices: Indices, i: int) -> Expression:
     spec = layout.part.inputs[layout.part.values[i].params[0]]
     alike = layout.loaded_once_for(i)
     extent = (0, spec.extent[1]) if alike else spec.extent
-    pointer = joined(" + ", [Name(f"x{spec.tensor}"), *_offset_terms(layout, indices, spec, alike)])
+    pointer = joined(" + ", [indices.argument(spec), *_offset_terms(layout, indices, spec, alike)])
     mask = indices.mask(extent)
     if mask:
         x = expr("tl.load({}, mask={}, other={})", pointer, mask, "0.0" if "float" in spec.dtype else "0")
@@ -47,7 +47,7 @@ def _offset_terms(layout: TileLayout, indices: Indices, spec: Input, alike: int)
         if alike and dim == 0:
             axis = expr("({} * {})", BAND if alike == layout.band_rows else ROW_BLOCK, alike)
         else:
-            axis = indices.vector(dim, spec.extent[dim])
+            axis = indices.columns_of(spec) if dim and spec.beside else indices.vector(dim, spec.extent[dim])
         terms += address_terms(axis, digits[:-1] if spec.extent[dim] > 1 else digits)
     return terms
 

@@ -6,6 +6,7 @@ The numbers are the best that were measured on an H200.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
 from fp8compile.formats import ceil_div
 from fp8compile.kernels.codegen.schedule import one_pass, packed_transpose
@@ -206,6 +207,7 @@ def _tiled(
 ) -> Schedule:
     """Return tiles of this size: one a program, or walked over by `resident` programs, as symbolic rows always are."""
     rows, cols = extent(part)
+    block_cols = gcd(block_cols, *part.widths)  # each tile lies in one of the inputs that are side by side
     col_blocks = max(1, ceil_div(cols, block_cols))
     row_programs = max(1, (resident or _all_at_a_time(warps)) // (1 if sweeps or held else col_blocks))
     if isinstance(rows, int):

@@ -211,7 +211,7 @@ def needed(region: Region) -> Needed:
     number = _numbers(kept)
     loads = sorted({part.values[i].params[0] for i in kept if part.values[i].op in ("load", "load_max")})
     load = _numbers(loads)
-    tensors = sorted({part.inputs[i].tensor for i in loads})
+    tensors = sorted({t for i in loads for t in part.inputs[i].tensors})
     tensor = _numbers(tensors)
     buffers = sorted({s.buffer for s in part.stores})
     buffer = _numbers(buffers)
@@ -222,7 +222,7 @@ def needed(region: Region) -> Needed:
 
     small = replace(
         part,
-        inputs=tuple(replace(part.inputs[i], tensor=tensor(part.inputs[i].tensor)) for i in loads),
+        inputs=tuple(part.inputs[i].renumbered(tensor) for i in loads),
         values=tuple(value(part.values[i]) for i in kept),
         stores=tuple(replace(s, buffer=buffer(s.buffer), value=number(s.value)) for s in part.stores),
         only_if=None if part.only_if is None else number(part.only_if),

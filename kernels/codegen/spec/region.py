@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -30,13 +30,27 @@ def number_of(size: Size, sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class Input:
-    """A place for element (r, c) in argument `tensor`: offset + Σ digits of r · stride + Σ digits of c · stride."""
+    """A place for element (r, c) in argument `tensor`: offset + Σ digits of r · stride + Σ digits of c · stride.
+
+    beside: further arguments, laid out alike, of which each holds as many columns beside the last of the one before;
+    `cols` are then those of one of them.
+    """
 
     tensor: int
     dtype: str
     rows: Digits
     cols: Digits
     offset: int = 0
+    beside: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The arguments that it reads."""
+        return self.tensor, *self.beside
+
+    def renumbered(self, new: Callable[[int], int]) -> Input:
+        """Return it with other numbers of its arguments."""
+        return replace(self, tensor=new(self.tensor), beside=tuple(map(new, self.beside)))
 
     @property
     def extent(self) -> Extent:
@@ -131,6 +145,11 @@ class Part:
             extents.append(_extent(value, self.inputs, [extents[a] for a in value.args]))
         return tuple(extents)
 
+    @cached_property
+    def widths(self) -> frozenset[int]:
+        """The columns of one argument, for each count of arguments that have their columns side by side."""
+        return frozenset(self.cols // len(i.tensors) for i in self.inputs if i.beside)
+
     def stored_extent(self, store: Store) -> Extent:
         """Return along which loops `store` writes: where its value varies, and element by element where it appends
         zeros. A value of the only row does not vary along the rows; the zeros below it are written all the same."""
@@ -221,7 +240,7 @@ class Region:
     @cached_property
     def tensors(self) -> int:
         """The number of its tensor arguments."""
-        return 1 + max((i.tensor for part in self.parts for i in part.inputs), default=-1)
+        return 1 + max((t for part in self.parts for i in part.inputs for t in i.tensors), default=-1)
 
     def to_json(self) -> str:
         """Return it as text, for `from_json`; equal regions have equal texts."""
@@ -229,8 +248,10 @@ class Region:
 
 
 def _as_dict(x: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that are not None, as `asdict` does, without copying all that is in it."""
-    return {f.name: field for f in fields(x) if (field := getattr(x, f.name)) is not None}
+    """Return the fields of a dataclass, as `asdict` does, without copying all that is in it; not what few have."""
+    return {
+        f.name: field for f in fields(x) if (field := getattr(x, f.name)) is not None and (field or f.name != "beside")
+    }
 
 
 def _sizes_of(part: Part) -> Iterable[Size]:
@@ -262,7 +283,7 @@ def _part(data: dict[str, Any]) -> Part:
         cols=data["cols"],
         row_divisor=data["row_divisor"],
         only_if=data.get("only_if"),
-        inputs=tuple(Input(**{**i, "rows": _tuples(i["rows"]), "cols": _tuples(i["cols"])}) for i in data["inputs"]),
+        inputs=tuple(Input(**{name: _tuples(x) for name, x in i.items()}) for i in data["inputs"]),
         values=tuple(Value(v["op"], tuple(v["args"]), _tuples(v["params"])) for v in data["values"]),
         stores=tuple(Store(**s) for s in data["stores"]),
     )

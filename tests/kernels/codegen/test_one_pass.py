@@ -148,6 +148,9 @@ def test_a_sample_has_every_16th_row_of_each_run() -> None:
     whole = laid_out * y.view(5, 37, 8) * z.view(5, 1, 1)
     found = Evaluation(sample, [x.contiguous(), y, z], {})
     assert torch.equal(found[4].view(5, 2, 8), whole[:, [8, 24]])
+    crossed = (Input(0, "float32", ((4, 48), (48, 1)), ()), Input(1, "float32", ((6, 32), (32, 1)), ()))
+    values = (*loads[:2], Value("mul", (0, 1)), Value("all_amax", (2,)))
+    assert one_pass.sampled(Part(192, 8, crossed, values, (Store(0, 3),))) is None
     assert found[5] == whole[:, [8, 24]].abs().amax()
 
 
