@@ -76,9 +76,10 @@ def assert_alike(found: Any, expected: Any) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("contiguous", [False, True], ids=["as attention leaves them", "contiguous"])
 @pytest.mark.parametrize("function", [split_along_columns, unbound, with_copies])
-def test_it_is_read_where_it_lies(function: Callable[..., Any]) -> None:
-    grads = heads()
+def test_it_is_read_where_it_lies(function: Callable[..., Any], contiguous: bool) -> None:
+    grads = [g.contiguous() if contiguous else g for g in heads()]
     module = formed(function, *grads)
     assert concatenations(module.graph) == 0
     reads = [i for node in regions_of(module.graph) for part in spec_of(node)[0].parts for i in part.inputs]
