@@ -3,7 +3,7 @@
     BF16   2·M·N·K / bf16 rate + start + sum                                         (grouped: as if all were one)
     FP8    2·M·N'·K' / (fp8 rate · filled) + start / merged + casts + kernels · launch    (both operands; N', K' padded)
 
-    a cast of [R, C]   (itemsize · reads / readers + 1 / readers of the role) · R · C bytes / cast rate
+    a cast of [R, C]   (itemsize · (reads - spared) / readers + 1 / readers of the role) · R · C bytes / cast rate
     the sum            (merged - 1) / merged · M·N bytes of output / cast rate                       (grad_input alone)
 
 `merged`: how many matmuls become this one, of which FP8 starts one only. Their grad_inputs are summed within it, where
@@ -18,6 +18,11 @@ away. Matmuls of all roles that read a tensor share its reads, since both layout
 (q, k and v of x) share the payload. So each depends on what the others do: `passes/matmul/profitability.py`
 begins with all in FP8 that can be, and leaves out what makes the sum of all times less.
 
+A gradient that FP8 matmuls alone read (and sums of its rows: a bias) is spared what BF16 does with it: one that a
+generated kernel computes is never written, one that is concatenated (of q, k and v out of one matmul) neither written
+nor read. Of a large one with a scale of the whole tensor, a sample of rows is read in place of all for its amax
+(`passes/regions/one_pass_casts.py`).
+
 `fp8compile.devices` has the constants.
 """
 
@@ -31,21 +36,27 @@ from torch import fx
 
 from fp8compile.devices import Device
 from fp8compile.formats import ALIGNMENT, Granularity, round_up
-from fp8compile.passes.core import fusible
-from fp8compile.passes.core.compilation import base, hint, value
+from fp8compile.passes.core import fusible, operators
+from fp8compile.passes.core.aten_views import Concatenation
+from fp8compile.passes.core.compilation import VIEWS, base, hint, value
 from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.passes.core.walk import users_of, walk
 from fp8compile.passes.matmul.grouped_matmuls import GROUPED
 from fp8compile.recipe import Role
 
 Timed = tuple[MatmulNode, Role]
 TILE = 128  # rows and columns of an output that one multiprocessor computes at a time
+SAMPLE = 1 / 16  # of the rows of a gradient that is cast in one pass
+ONE_PASS = 24 << 20  # bytes of a gradient that is
 
 
 class Costs:
-    """The costs of a matmul beside those that are in FP8 already (`matmuls`)."""
+    """The costs of a matmul beside those that are in FP8 already (`matmuls`); one_pass: large gradients are cast in one
+    pass."""
 
-    def __init__(self, device: Device, matmuls: Iterable[MatmulNode]):
-        self.device = device
+    def __init__(self, device: Device, matmuls: Iterable[MatmulNode], one_pass: bool = True):
+        self.device, self.one_pass = device, one_pass
+        self.alone: dict[fx.Node, int] = {}
         self.in_fp8: set[MatmulNode] = set()
         self.readers: Counter[fx.Node] = Counter()
         self.of_role: Counter[tuple[fx.Node, str]] = Counter()
@@ -95,9 +106,10 @@ class Costs:
             node = base(operand)
             itself = matmul not in self.in_fp8
             readers, of_role = self.readers[node] + itself, self.of_role[node, matmul.role] + itself
-            reads = _reads(node, granularity) / readers
-            moved += batch * rows * kp * (reads * value(node).element_size() + 1 / of_role)
-            kernels += reads
+            reads = _reads(node, granularity)
+            spared = self._spared(matmul, node, granularity, readers)
+            moved += batch * rows * kp * ((reads - spared) / readers * value(node).element_size() + 1 / of_role)
+            kernels += reads / readers
         alone = work * m * n * k / d.bf16
         merged, start = self._merged(matmul), min(d.start * 1e-3, alone)
         sums = matmul.role == "grad_input" and merged > 1  # alone it is added to nothing; a convolution's has no tensor
@@ -110,6 +122,20 @@ class Costs:
         """Return True if a matmul is faster in FP8 by itself."""
         bf16, fp8 = self.milliseconds(matmul, role)
         return fp8 < bf16
+
+    def _spared(self, matmul: MatmulNode, node: fx.Node, granularity: Granularity, readers: int) -> float:
+        """Return how often less an operand is read and written than `_reads` and BF16 would have it, where FP8 matmuls
+        alone read it, so many of them; 0 of what is no gradient."""
+        if not _is_gradient(matmul, node):
+            return 0.0
+        if node not in self.alone:
+            self.alone[node] = _read_by_matmuls_alone(node)
+        if readers < self.alone[node] or not self.alone[node]:
+            return 0.0
+        is_large = hint(value(node).numel()) * value(node).element_size() >= ONE_PASS
+        sampled = self.one_pass and is_large and granularity.kind == "tensor"
+        unwritten = 2.0 if Concatenation.of(node) else 1.0 if fusible.is_fusible(node) else 0.0
+        return unwritten + (1 - SAMPLE if sampled else 0.0)
 
     def _merged(self, matmul: MatmulNode) -> int:
         """Return how many matmuls become one with this (`passes/matmul/merge_matmuls.py`), itself among them."""
@@ -162,6 +188,25 @@ def _kind(role: Role) -> str:
 
 def _operands(matmul: MatmulNode) -> list[fx.Node]:
     return [base(operand) for operand in (matmul.left, matmul.right) if operand is not None]
+
+
+def _is_gradient(matmul: MatmulNode, node: fx.Node) -> bool:
+    """Return True if the matmul's operand `node` is the gradient of its layer's output."""
+    others = [base(x) for x in (matmul.layer.left, matmul.layer.right) if x is not None]
+    return matmul.role in ("grad_input", "grad_weight") and bool(others) and node not in others
+
+
+def _read_by_matmuls_alone(node: fx.Node) -> int:
+    """Return how many matmuls read a tensor, if but for sums over its rows nothing else does; else 0."""
+    found = 0
+    for user in walk([node], users_of, through=lambda n: n is node or n.target in VIEWS):
+        if user is node or user.target in VIEWS:
+            continue
+        if operators.name_of(user.target) in operators.MATMULS:
+            found += 1
+        elif not fusible.is_col_sum(user):
+            return 0
+    return found
 
 
 def _reads(node: fx.Node, granularity: Granularity) -> int:

@@ -367,36 +367,82 @@ def test_what_a_fused_kernel_computes_is_not_read_to_be_cast():
     assert row.milliseconds_fp8 == pytest.approx(milliseconds(m, n, k, fused=True)[1])
 
 
-def test_both_layouts_of_a_gradient_are_cast_from_one_read():
+def read_by_others(dy, h):
+    made = dy * h
+    return made, made[:8].sin()
+
+
+SAMPLED = 1 + 1 / 16  # reads, where a sample of the rows is read for the amax
+GRADIENTS = {
+    "large": (lambda dy, h: (dy,), True, SAMPLED),
+    "large, with a bias": (lambda dy, h: (dy, dy.sum(0)), True, SAMPLED),
+    "in two passes": (lambda dy, h: (dy,), False, 2),
+    "computed": (lambda dy, h: (dy * h,), True, SAMPLED - 2),  # neither read nor written
+    "computed, in two passes": (lambda dy, h: (dy * h,), False, 2 - 2),
+    "computed, for others as well": (read_by_others, True, 2 - 1),
+    "concatenated": (lambda dy, h: (torch.cat([dy[: len(dy) // 2], h[len(dy) // 2 :]]),), True, SAMPLED - 2),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_both_layouts_of_a_gradient_are_cast_from_one_read(gradient):
     """grad_input and grad_weight read dy, output and grad_input w: each half of the reads, and a payload its own."""
     m, n, k = 8192, 6144, 8192
-    rows = {row.role: row for row in decide_training(m, n, k)}
+    made, one_pass, reads = GRADIENTS[gradient]
+    rows = {row.role: row for row in decide_training(m, n, k, made=made, one_pass_casts=one_pass)}
     assert {row.decision for row in rows.values()} == {"fp8"}
-    dy, w, x = 2 * 2 / 2 + 1, 2 * 2 / 2 + 1, (2 * 1 / 2 + 1, 2 * 2 / 2 + 1)  # bytes an element; x in rows, then whole
+    dy, w, x = (
+        2 * reads / 2 + 1,
+        2 * 2 / 2 + 1,
+        (2 * 1 / 2 + 1, 2 * 2 / 2 + 1),
+    )  # bytes an element; x in rows, then whole
+    kernels = 1 if gradient.startswith("computed") else 2
     expected = {
         "output": (m * k * x[0] + n * k * w, 1 / 2 + 2 / 2, ROW_RATE),
-        "grad_input": (m * n * dy + n * k * w, 2 / 2 + 2 / 2, TENSOR_RATE),
-        "grad_weight": (m * n * dy + m * k * x[1], 2 / 2 + 2 / 2, TENSOR_RATE),
+        "grad_input": (m * n * dy + n * k * w, kernels / 2 + 2 / 2, TENSOR_RATE),
+        "grad_weight": (m * n * dy + m * k * x[1], kernels / 2 + 2 / 2, TENSOR_RATE),
     }
     for role, (moved, kernels, rate) in expected.items():
         fp8 = (2 * m * n * k / rate + moved / CASTS) * 1e-9 + kernels * LAUNCH * 1e-3
         assert rows[role].milliseconds_fp8 == pytest.approx(fp8), role
 
 
+def test_a_small_gradient_and_half_of_one_in_fp8_are_spared_nothing():
+    computed = GRADIENTS["computed"][0]
+    small, large = (
+        {row.role: row.milliseconds_fp8 for row in decide_training(m, 2048, 2048, made=computed, select="all")}
+        for m in (2048, 8192)
+    )
+    work = 2 * 2048**3 / TENSOR_RATE * 1e-9
+    moved = 2048**2 * ((2 * (2 - 2) / 2 + 1) + (2 * 2 / 2 + 1)) / CASTS * 1e-9  # the amax reads all of it
+    assert small["grad_input"] == pytest.approx(work + moved + 1.5 * LAUNCH * 1e-3)
+    assert large["grad_input"] < 4 * small["grad_input"]
+    rows = {row.role: row for row in decide_training(8192, 2048, 2048, "rowwise_with_gw_hp", made=computed)}
+    assert rows["grad_weight"].decision == "bf16"
+    alone = 8192 * 2048 * (2 * (1 - 1) + 1) + 2048**2 * (2 * 1 / 2 + 1)  # BF16 is written for grad_weight
+    times = 2 * 8192 * 2048**2 / ROW_RATE * 1e-9 + alone / CASTS * 1e-9 + 1 / 2 * LAUNCH * 1e-3
+    assert rows["grad_input"].milliseconds_fp8 == pytest.approx(times)
+
+
 def decide_training(
-    m: int, n: int, k: int, recipe: str = "mixed", device: devices.Device = DEVICE, select: str = "profitable"
-) -> list[Matmul]:
-    """The plan's rows for a linear layer, with the gradients of its input and of its weight."""
+    m: int, n: int, k: int, recipe: str = "mixed", device: devices.Device = DEVICE, select: str = "profitable",
+    made=lambda dy, h: (dy,), **options,
+) -> list[Matmul]:  # fmt: skip
+    """The plan's rows for a linear layer, with the gradients of its input and of its weight; made(tangent, saved): the
+    gradient of its output, and what else is made of it."""
+
+    def step(x, w, tangent, saved):
+        dy, *others = made(tangent, saved)
+        return x @ w.t(), dy @ w, dy.t() @ x, *others
+
     with FakeTensorMode():
-        shapes = (m, k), (n, k), (m, n)
-        graph = make_fx(lambda x, w, dy: (x @ w.t(), dy @ w, dy.t() @ x))(
-            *(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
-        ).graph
-    x, w, dy = graph.find_nodes(op="placeholder")
+        shapes = (m, k), (n, k), (m, n), (m, n)
+        graph = make_fx(step)(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)).graph
+    x, w, dy, _ = graph.find_nodes(op="placeholder")
     dy.target = "tangents_1"  # an incoming gradient
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
         node.meta["seq_nr"] = 7  # of one layer
-    c = Compilation(graph, Options.parse({"select": select, "recipe": recipe}), device, Plan())
+    c = Compilation(graph, Options.parse({"select": select, "recipe": recipe, **options}), device, Plan())
     c.inputs = {x.name: Input(False), w.name: Input(True, "w")}
     canonicalize.run(c)
     select_matmuls.run(c)
