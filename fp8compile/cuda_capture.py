@@ -9,13 +9,33 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 _steps: list[bool] = []  # that run now, and are captured or to be captured
+_kept: list[list[Tensor]] = [[]]  # what graphs read: of those that others capture, then of those captured now
 
 
 def is_capturing() -> bool:
     """Return True while a CUDA graph is captured from the current stream; False without CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def keep(*tensors: Tensor) -> None:
+    """Keep tensors of which no graph knows that it reads them whenever it runs: what is copied from the host, tables
+    that a later step replaces. Does nothing unless a graph is being captured."""
+    if is_capturing():
+        _kept[-1] += tensors
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[list[Tensor]]:
+    """Collect meanwhile what is to be kept: as long as the graph is."""
+    found: list[Tensor] = []
+    _kept.append(found)
+    try:
+        yield found
+    finally:
+        _kept.pop()
 
 
 def is_to_be_captured() -> bool:

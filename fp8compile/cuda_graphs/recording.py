@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp8compile.cuda_capture import to_be_captured
+from fp8compile.cuda_capture import keeping, to_be_captured
 from fp8compile.errors import CaptureError
 
 Step = Callable[..., Any]
@@ -61,6 +61,7 @@ class Recorder:
             with (
                 torch.cuda.device(self.device),
                 to_be_captured(),
+                keeping() as kept,
                 # Only what this thread does is checked: loaders of data allocate pinned memory meanwhile.
                 torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
@@ -79,7 +80,7 @@ class Recorder:
         if random_numbers != host_random_numbers():
             raise CaptureError("the step draws random numbers on the host, and replays would take the same ones again")
         results = pytree.tree_map_only(Tensor, Tensor.detach, results)  # and not what backward has read
-        return Recording(graph, inputs, results)
+        return Recording(graph, inputs, results, kept)
 
     def _held(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Return copies of the inputs on the GPU."""
@@ -110,7 +111,8 @@ class Recorder:
 
 @dataclass
 class Recording:
-    """A captured step. inputs: the tensors it reads; results: what it returned, overwritten by every replay.
+    """A captured step. inputs: the tensors it reads; results: what it returned, overwritten by every replay; kept: what
+    else it reads.
 
     before: the address that each parameter's gradient has to have, None for no gradient, ANY where the step begins
     with `zero_grad`; after: the gradients that the step leaves.
@@ -119,6 +121,7 @@ class Recording:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     results: Any
+    kept: list[Tensor] = field(default_factory=list)
     before: list[int | None] = field(default_factory=list)
     after: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8compile.cuda_capture import is_capturing
+from fp8compile.cuda_capture import is_capturing, keep
 from fp8compile.kernels.optimizer.emit_update import ALIGNMENT, columns
 from fp8compile.kernels.optimizer.update_launch import SCHEDULE, blocks_of, kernel_of, pinned
 from fp8compile.kernels.optimizer.update_spec import from_json
@@ -39,7 +39,6 @@ class BoundLaunch:
         self.active: tuple[bool, ...] = (True,) * count
         self.active_sizes = torch.tensor(self.sizes, dtype=torch.int64, device=self.device)
         self.no_numbers = torch.zeros(1, device=self.device)
-        self.of_graphs: list[Tensor] = []  # what CUDA graphs that were captured read whenever they run
         assert len(columns(self.update)) == self.wide + self.narrow
 
     def read_again(self, column: int, addresses: list[int]) -> None:
@@ -50,7 +49,6 @@ class BoundLaunch:
         on_host = pinned(self.addresses, self.device)
         self.table = on_host.to(self.device, non_blocking=True)
         if is_capturing():  # nothing is copied before the graph runs
-            self.of_graphs.append(on_host)
             self.lie.pop(column, None)
         else:
             self.lie[column] = addresses
@@ -65,8 +63,7 @@ class BoundLaunch:
         """Update the parameters; `matrix`: their numbers, FP32 on the device, with a row a parameter or more rows."""
         if not len(self.blocks):
             return
-        if is_capturing():
-            self.of_graphs += [self.table, self.active_sizes]
+        keep(self.table, self.active_sizes, self.blocks, self.no_numbers)
         numbers = self.no_numbers if matrix is None else matrix
         widths = self.wide + self.narrow, len(self.update.scalars)
         arguments = self.table, self.active_sizes, self.blocks, numbers, *widths

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.cache_folder import cache_folder
+from fp8compile.cuda_capture import is_capturing, keep
 from fp8compile.formats import ceil_div
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.optimizer.emit_update import ALIGNMENT, UpdateSchedule, columns, update_source
@@ -130,14 +131,19 @@ def _tables_of(
     key = spec, schedule, device, sizes
     known = _tables.get(key)
     if known is not None and known.addresses == tuple(addresses):
+        keep(known.table, known.sizes, known.blocks)
         return known
     host = pinned(torch.tensor(addresses, dtype=torch.int64), device)
     table = host.to(device, non_blocking=True)
     if known is None:
-        blocks = blocks_of(sizes, schedule).to(device)
-        known = Tables((), table, torch.tensor(sizes, dtype=torch.int64, device=device), blocks)
-    _tables[key] = Tables(tuple(addresses), table, known.sizes, known.blocks, [host])
-    return _tables[key]
+        on_host = [pinned(x, device) for x in (torch.tensor(sizes, dtype=torch.int64), blocks_of(sizes, schedule))]
+        of_sizes, blocks = (x.to(device, non_blocking=True) for x in on_host)
+        known = Tables((), table, of_sizes, blocks, on_host)
+    keep(table, known.sizes, known.blocks)
+    found = Tables(tuple(addresses), table, known.sizes, known.blocks, [host, *known.keep])
+    if not is_capturing():  # nothing is copied before the graph runs
+        _tables[key] = found
+    return found
 
 
 def blocks_of(sizes: Sequence[int], schedule: UpdateSchedule) -> Tensor:
@@ -150,8 +156,11 @@ def blocks_of(sizes: Sequence[int], schedule: UpdateSchedule) -> Tensor:
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of `x` from which a GPU copies by itself; `x` where there is none."""
-    return x.pin_memory() if device.type == "cuda" else x
+    """Return a copy of `x` from which a GPU copies by itself, and a CUDA graph whenever it runs; `x` where there is no
+    GPU."""
+    found = x.pin_memory() if device.type == "cuda" else x
+    keep(found)
+    return found
 
 
 def _packed(scalars: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.backend import fp8
-from fp8compile.optimizer.shared_step import shared_step, tracing
+from fp8compile.optimizer.shared_step import group_step, shared_step, tracing
 from fp8compile.optimizer.state_parts import INNER
 
 SHAPES = ((64, 65), (7,), (30, 4, 50))  # two in 8 bits, of which one ends inside a group; and a small one
@@ -410,3 +410,12 @@ def test_other_layouts() -> None:
 
     run(*(made := pair(make)), steps=3, change=change)
     assert_shared(made[0])
+
+
+@pytest.mark.parametrize("active", ["110", "101", "011", "111", "001", "0111011"])
+def test_rows_of_numbers_of_those_that_have_gradients(active: str) -> None:
+    """In runs: an index would be copied to a GPU, for which a step waits and a CUDA graph cannot be captured."""
+    wanted = tuple(x == "1" for x in active)
+    matrix = torch.arange(20.0).view(10, 2)
+    expected = [matrix[i] for i, x in enumerate(wanted) if x]
+    assert torch.equal(group_step._rows(matrix, wanted), torch.stack(expected))

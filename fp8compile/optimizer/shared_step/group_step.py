@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +172,7 @@ class Alike:
         """Run the operator, as a graph of all parameters would."""
         members = [i for i, wanted in enumerate(active) if wanted]
         read = [tensor_of(role, self.parameters[i], self.states[i]) for i in members for role in self.template.read]
-        numbers = [] if matrix is None else [matrix[members]]
+        numbers = [] if matrix is None else [_rows(matrix, active)]
         state_ops.update_parameters(self._of_active(active), read, numbers, self.template.spec)
 
     def _of_active(self, active: tuple[bool, ...]) -> list[Tensor]:
@@ -202,6 +202,14 @@ def _scattered(numbers: list[Tensor]) -> ScatteredNumbers | None:
     from fp8compile.kernels.optimizer.scattered_numbers import ScatteredNumbers, are_scattered  # imports Triton
 
     return ScatteredNumbers(numbers) if are_scattered(numbers) else None
+
+
+def _rows(matrix: Tensor, active: tuple[bool, ...]) -> Tensor:
+    """Return the rows of those that are active: in runs, as no index is sent to a GPU."""
+    changes = [i for i in range(1, len(active)) if active[i] != active[i - 1]]
+    runs = list(pairwise([0, *changes, len(active)]))
+    found = [matrix[start:end] for start, end in runs if active[start]]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _some(tensors: list[Tensor], active: tuple[bool, ...]) -> list[Tensor]:

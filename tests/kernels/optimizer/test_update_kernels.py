@@ -7,6 +7,7 @@ import pytest
 import torch
 from updates import SIZES, Data, adam, data_for, hard, unscaled
 
+from fp8compile import cuda_capture
 from fp8compile.kernels.optimizer import bound_launch, state_transfer, update_launch
 from fp8compile.kernels.optimizer import update as reference
 from fp8compile.kernels.optimizer.bound_launch import BoundLaunch
@@ -180,17 +181,39 @@ def test_a_captured_launch_keeps_what_it_reads(monkeypatch):
     mine = data_for(adam("log", "log", root="abs"), FEW)
     launch = BoundLaunch(adam("log", "log", root="abs").to_json(), mine.stored, mine.read, "interpreter")
     addresses = [x.data_ptr() for x in mine.read]
-    with monkeypatch.context() as captured:
-        captured.setattr(bound_launch, "is_capturing", lambda: True)
+    with monkeypatch.context() as captured, cuda_capture.keeping() as kept:
+        for module in (bound_launch, cuda_capture):
+            captured.setattr(module, "is_capturing", lambda: True)
         launch.read_again(0, addresses)
         of_graph = launch.table
         launch(torch.zeros(len(launch.sizes), len(launch.update.scalars)))
     assert not launch.lie  # so the next step sends a table, whatever the addresses
     launch.read_again(0, addresses)
     assert launch.lie == {0: addresses}
-    assert any(x is of_graph for x in launch.of_graphs)
+    assert any(x is of_graph for x in kept)
     launch(torch.zeros(len(launch.sizes), len(launch.update.scalars)))
-    assert len(launch.of_graphs) == 3  # on the host, the table, the sizes
+    assert len(kept) == 5  # on the host; the table, the sizes, the programs, no numbers
+
+
+def test_so_does_one_of_tensors_that_a_kernel_cannot_take(monkeypatch):
+    """The tables of an ordinary step are others: what a graph copies is not there before it runs."""
+    update, spec = adam("log", "log", root="abs"), adam("log", "log", root="abs").to_json()
+    mine, theirs = data_for(update, FEW), data_for(update, FEW)
+    numbers = torch.zeros(len(FEW), len(update.scalars))
+    update_launch.launch(spec, mine.stored, mine.read, [numbers], "interpreter")
+    (before,) = [t for key, t in update_launch._tables.items() if key[0] == spec]
+    with monkeypatch.context() as captured, cuda_capture.keeping() as kept:
+        for module in (update_launch, cuda_capture):
+            captured.setattr(module, "is_capturing", lambda: True)
+        update_launch.launch(spec, mine.stored, mine.read, [numbers], "interpreter")
+        assert any(x is before.table for x in kept)
+        update_launch.launch(spec, theirs.stored, theirs.read, [numbers], "interpreter")
+    after = [t for key, t in update_launch._tables.items() if key[0] == spec]
+    assert len(after) == 1
+    assert after[0] is before
+    addresses = [x.data_ptr() for x in theirs.read]
+    tables = [x for x in kept if x.dim() == 1 and set(addresses) <= set(x.tolist())]
+    assert len(tables) == 2  # on the host, from which a graph copies whenever it runs, and on the device
 
 
 @pytest.mark.parametrize("noise", ["", "/stochastic"])
