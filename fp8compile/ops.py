@@ -7,7 +7,9 @@ With a warm cache no pass runs, so no operator may be born at compile time.
     fp8::quantize(x, scale, format, granularity, …) -> data, contiguous along the contracted dimension
     fp8::dequantize(data, scale, granularity, dtype)
     fp8::scaled_mm(a, scale_a, …, b, scale_b, …)    -> (a · scale_a) @ (b · scale_b)ᵀ + bias; with `offs` grouped: rows
-                                                       of a, in groups that end there, each times its own matrix of b
+                                                       of a, in groups that end there, each times its own matrix of b;
+                                                       of two matrices, groups of columns, with a product for each
+    fp8::grouped_cast(x, offs, format, …)           -> data, scale and ends of groups of tokens, for those products
     fp8::delayed_scale(amax, key, …)                -> scale from the history kept under `key` (`fp8compile.delayed`)
     fp8::observe(scale, tensors, …)                 -> the scale; measures the cast (`fp8compile.plan.cast_statistics`)
     fp8::probe(x, …)                                -> x; measures what casts of it would lose, where there is none
@@ -16,10 +18,13 @@ With a warm cache no pass runs, so no operator may be born at compile time.
 
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
 maximised over merged operands or reduced over ranks, a scale can be shared by two layouts, and no node has a tuple.
+grouped_cast is all of it in one: the scale of a group's column serves nothing else, and a kernel that has just found it
+has the tokens at hand.
 `transpose` means: of xᵀ. `row_multiple` and `col_multiple` append zeros: padding needs no symbolic sizes in graphs.
 
-Their meaning is `kernels/reference/markers.py`; on CUDA, `scaled_mm` is `kernels/matmul/scaled_mm.py`. Inductor never
-sees the first four on its way to code: `passes/regions/form_regions.py` makes generated kernels of them, and
+Their meaning is `kernels/reference/markers.py` and `grouped_reference.py`; on CUDA, `scaled_mm` is
+`kernels/matmul/scaled_mm.py`, and `grouped_cast` is `kernels/casts/grouped_cast.py`. Inductor never sees the first four
+on its way to code: `passes/regions/form_regions.py` makes generated kernels of them, and
 `passes/lower/lower_markers.py` plain operators of what is left.
 """
 
@@ -37,7 +42,7 @@ from fp8compile.formats import FORMATS, parse_granularity, round_up
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.loss import chunked_loss as chunked
 from fp8compile.kernels.matmul import scaled_mm
-from fp8compile.kernels.reference import markers, region_reference
+from fp8compile.kernels.reference import grouped_reference, markers, region_reference
 from fp8compile.plan import cast_statistics
 
 NAMESPACE = "fp8"
@@ -49,6 +54,8 @@ SCHEMAS = {
     "dequantize": "(Tensor data, Tensor scale, str granularity, ScalarType dtype) -> Tensor",
     "scaled_mm": "(Tensor a, Tensor scale_a, str granularity_a, Tensor b, Tensor scale_b, str granularity_b, "
     "Tensor? bias, ScalarType out_dtype, bool fast_accumulation=False, Tensor? offs=None) -> Tensor",
+    "grouped_cast": "(Tensor x, Tensor offs, str format, bool power_of_two=False, int row_multiple=1) "
+    "-> (Tensor, Tensor, Tensor)",
     "delayed_scale": "(Tensor amax, str key, str format, int history, int margin, bool power_of_two=False) -> Tensor",
     "observe": "(Tensor scale, Tensor[] tensors, str cast, bool transpose, str name, str key) -> Tensor",
     "probe": "(Tensor x, bool transpose, str name, str key) -> Tensor",
@@ -103,7 +110,16 @@ def _fake_scaled_mm(
     fast_accumulation: bool = False,
     offs: Tensor | None = None,
 ) -> Tensor:
-    return new_empty(a, [*a.shape[:-1], b.shape[-2]], out_dtype)
+    groups = [offs.shape[0]] if offs is not None and b.dim() == 2 else []
+    return new_empty(a, [*groups, *a.shape[:-1], b.shape[-2]], out_dtype)
+
+
+def _fake_grouped_cast(
+    x: Tensor, offs: Tensor, format: str, power_of_two: bool = False, row_multiple: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    width, length = round_up(x.shape[1], row_multiple), grouped_reference.padded_tokens(x.shape[0], offs.shape[0])
+    data = new_empty(x, [width, length], FORMATS[format].dtype)
+    return data, new_empty(x, [offs.shape[0], width, 1], torch.float32), new_empty(offs, offs.shape)
 
 
 def _fake_delayed_scale(
@@ -120,12 +136,13 @@ def _fake_probe(x: Tensor, transpose: bool, name: str, key: str) -> Tensor:
     return new_empty(x, x.shape)
 
 
-_FAKES: dict[str, Callable[..., Tensor]] = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "amax": _fake_amax,
     "scale": _fake_scale,
     "quantize": _fake_quantize,
     "dequantize": _fake_dequantize,
     "scaled_mm": _fake_scaled_mm,
+    "grouped_cast": _fake_grouped_cast,
     "delayed_scale": _fake_delayed_scale,
     "observe": _fake_observe,
     "probe": _fake_probe,
@@ -139,12 +156,19 @@ def _scaled_mm_on_cpu(a: Tensor, scale_a: Tensor, granularity_a: str, b: Tensor,
     return markers.scaled_mm(a, scale_a, granularity_a, b, *rest)
 
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
+def _grouped_cast_on_cuda(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from fp8compile.kernels.casts.grouped_cast import grouped_cast  # Triton is imported where there is a GPU
+
+    return grouped_cast(*given)
+
+
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "amax": markers.amax,
     "scale": markers.scale,
     "quantize": markers.quantize,
     "dequantize": markers.dequantize,
     "scaled_mm": _scaled_mm_on_cpu,
+    "grouped_cast": grouped_reference.grouped_cast,
     "delayed_scale": delayed.scale,
     "observe": cast_statistics.observe,
     "probe": cast_statistics.probe,
@@ -173,6 +197,7 @@ for _name, _schema in SCHEMAS.items():
     _library.impl(_name, _IMPLEMENTATIONS[_name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _FAKES[_name], lib=_library)
 _library.impl("scaled_mm", scaled_mm.scaled_mm, "CUDA")
+_library.impl("grouped_cast", _grouped_cast_on_cuda, "CUDA")
 _library.define(
     "region(Tensor[] inputs, SymInt[] sizes, str spec, str schedule) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
 )
@@ -210,12 +235,13 @@ scale = torch.ops.fp8.scale.default
 quantize = torch.ops.fp8.quantize.default
 dequantize = torch.ops.fp8.dequantize.default
 scaled_mm = torch.ops.fp8.scaled_mm.default
+grouped_cast = torch.ops.fp8.grouped_cast.default
 delayed_scale = torch.ops.fp8.delayed_scale.default
 observe = torch.ops.fp8.observe.default
 probe = torch.ops.fp8.probe.default
 region = torch.ops.fp8.region.default
 chunked_loss = torch.ops.fp8.chunked_loss.default
-MARKERS = (amax, scale, quantize, dequantize, scaled_mm, delayed_scale, observe, probe)
+MARKERS = (amax, scale, quantize, dequantize, scaled_mm, grouped_cast, delayed_scale, observe, probe)
 FAKES = {getattr(torch.ops.fp8, name).default: fake for name, fake in _FAKES.items()} | {region: _fake_region}
 CASTS = {
     amax: markers.amax,

@@ -10,6 +10,7 @@ kernel has no output in the dtype asked for, its BF16 result is converted.
 | row × row, row × tensor, tensor × row | row-wise; tensor scales repeated | as above on Hopper, CUDA ≥ 12.9 |
 | group(128) or block(128) × the same, not both block | cuBLAS block-wise (Hopper only) | BF16 |
 | row × row in groups of rows (a mixture's experts) | CUTLASS grouped (Hopper only), no copy to the host | BF16 |
+| row × row in groups of what is contracted (their grad_weight) | the same, each a multiple of 16, none empty | BF16 |
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ def scaled_mm(
 def _grouped(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Return products of rows of a, in groups of any size, with matrices of b; scales are [M] and [E, N]."""
+    """Return products of rows of a, in groups of any size, with matrices of b: scales are [M] and [E, N]. Or those of
+    columns of a and b, in groups of multiples of 16: scales are [E · M] and [E · N]."""
     if a.shape[0] == 0:
-        return a.new_empty(0, b.shape[1], dtype=out_dtype)
+        return a.new_empty(*(offs.shape if b.dim() == 2 else ()), 0, b.shape[-2], dtype=out_dtype)
+    scale_a, scale_b = (s.reshape(-1) if b.dim() == 2 else s.squeeze(-1) for s in (scale_a, scale_b))
     out = torch._scaled_grouped_mm(
-        a, b.transpose(-1, -2), scale_a.squeeze(-1), scale_b.squeeze(-1), offs,
-        out_dtype=torch.bfloat16, use_fast_accum=fast,
-    )  # fmt: skip
+        a, b.transpose(-1, -2), scale_a, scale_b, offs, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
     return out.to(out_dtype)
 
 

@@ -169,8 +169,19 @@ def scaled_mm(
     Returns [..., M, N] in `out_dtype`. `fast_accumulation` changes nothing here: it allows a GPU to accumulate in less.
 
     Grouped, with offs [E] (int32, ascending): a [M, K], b [E, N, K], both with row scales. Rows offs[e - 1] to offs[e]
-    of a are multiplied with b[e]; rows behind the last group give zeros (a GPU leaves them as they are).
+    of a are multiplied with b[e]; rows behind the last group give zeros (a GPU leaves them as they are). Or b [N, K],
+    with row scales of each group, [E, M, 1] and [E, N, 1]: columns offs[e - 1] to offs[e] of both give product e of
+    [E, M, N] (`grouped_reference.grouped_cast` makes such operands).
     """
+    if offs is not None and b.dim() == 2:
+        products, start = [], 0
+        for e, end in enumerate(offs.tolist()):
+            left, right = a[:, start:end], b[:, start:end]
+            products.append(
+                scaled_mm(left, scale_a[e], granularity_a, right, scale_b[e], granularity_b, bias, out_dtype)
+            )
+            start = end
+        return torch.stack(products)
     if offs is not None:
         out = a.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
         start = 0

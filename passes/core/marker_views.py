@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.passes.core.node_views import NodeView, argument
+from fp8compile.passes.core.node_views import Getitem, NodeView, argument
 
 
 class _Oriented(NodeView):
@@ -173,6 +173,49 @@ class ScaledMM(NodeView):
     def offs(self) -> fx.Node | None:
         """The rows at which the groups of a grouped matmul end, or None."""
         return self._optional("offs")
+
+
+class GroupedCast(NodeView):
+    """`fp8::grouped_cast`: groups of rows, cast and transposed for a matmul that contracts the rows of each."""
+
+    TARGETS = frozenset({ops.grouped_cast})
+
+    @property
+    def x(self) -> fx.Node:
+        """The tensor that is cast, [tokens, columns]."""
+        return self._node("x")
+
+    @property
+    def offs(self) -> fx.Node:
+        """The rows at which its groups end."""
+        return self._node("offs")
+
+    @property
+    def format(self) -> str:
+        """The format of the codes."""
+        return self._text("format")
+
+
+class GroupedPart(NodeView):
+    """A result of `fp8::grouped_cast`: codes, scales, or the columns at which groups of codes end."""
+
+    TARGETS = Getitem.TARGETS
+
+    @classmethod
+    def of(cls, node: object) -> GroupedPart | None:
+        """Return the view of `node`, or None if it is a result of anything else."""
+        part = Getitem.of(node)
+        return cls(part.node) if part is not None and part.source.target is ops.grouped_cast else None
+
+    @property
+    def cast(self) -> GroupedCast:
+        """The cast."""
+        return GroupedCast(Getitem(self.node).source)
+
+    @property
+    def is_payload(self) -> bool:
+        """True for the codes."""
+        return Getitem(self.node).index == 0
 
 
 class RegionCall(NodeView):

@@ -3,11 +3,11 @@
 - the graph is well-formed, and its outputs have the shapes and dtypes that they had before the first pass
 - every node carries its value, and its arguments hold symbolic sizes as nodes, never raw; a marker's value is what the
   operator says of its arguments
-- FP8 data comes from fp8.quantize (or views and concatenations of such data), or from outside; it is contiguous along
-  the contracted dimension where a matmul reads it, and its contracted dimension is a multiple of 16
+- FP8 data comes from fp8.quantize, fp8.grouped_cast (or views and concatenations of such data), or from outside; it is
+  contiguous along the contracted dimension where a matmul reads it, and its contracted dimension is a multiple of 16
 - FP8 data is read only by fp8.scaled_mm, fp8.dequantize and regions (or passes through views, concatenations, graph
   outputs; or travels to other ranks as bytes)
-- the groups of a grouped matmul are int32 numbers, one for each matrix of its right operand, and its scales are rows'
+- the groups of a grouped matmul: `passes/core/verify_grouped.py`
 - a view has its value in the memory of what it is a view of: torch decides by that what backward may overwrite
 - operators that demand strides find their inputs as they came (`passes/core/stride_demands.py`)
 - data meets the scale it was made with, or arrived with, in the granularity it was made in, and the scale has the shape
@@ -18,6 +18,7 @@ A broken rule is our bug: `VerificationError` names the pass, the node and the r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from fp8compile.passes.core.node_views import call_of, first_input
 from fp8compile.passes.core.run_passes import Check
 from fp8compile.passes.core.stages import StageGraph
 from fp8compile.passes.core.stride_demands import Broken, check_strides
+from fp8compile.passes.core.verify_grouped import contracts_groups, wrong_groups
 
 TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default, aten.reshape.default}
 HELD = {*FP8_DTYPES, torch.uint8}
@@ -48,6 +50,7 @@ READERS = (
     ops.region,
 )  # what a region does with FP8 data: `passes/lower/verify_kernels.py`
 Signature = list[tuple[str, list[str]] | None]
+Values = dict[str, torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 def signature(graph: fx.Graph) -> Signature:
@@ -64,7 +67,7 @@ def _type(node: Any) -> tuple[str, list[str]] | None:
 def graph_verifier(c: StageGraph) -> Check:
     """Return the check of a joint graph: all rules of this module, and the outputs that it has now."""
     outputs = signature(c.graph)
-    expected: dict[str, torch.Tensor] = {}  # most markers are there after the next pass, too
+    expected: Values = {}  # most markers are there after the next pass, too
     return lambda step: verify(c.graph, step, outputs, expected=expected)
 
 
@@ -97,7 +100,7 @@ def verify(
     stage: str,
     outputs: Signature | None = None,
     broken: Broken = (),
-    expected: dict[str, torch.Tensor] | None = None,
+    expected: Values | None = None,
 ) -> None:
     """Check all rules of this module after `stage`; raises `VerificationError`. `broken`: demands of strides that were
     not met before; `expected`: values of markers that earlier calls for this graph have evaluated, which it adds to."""
@@ -112,7 +115,7 @@ def verify(
         _verify_outputs(graph, stage, outputs)
 
 
-def _broken_rule(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
+def _broken_rule(node: fx.Node, expected: Values) -> str:
     if node.op == "call_function" and "val" not in node.meta and _returns(node):
         return "carries no value"
     if _holds_raw_size((node.args, node.kwargs)):
@@ -147,7 +150,7 @@ def _is_ours(node: fx.Node) -> bool:
     """Return True if FP8 data comes from our quantize; a user's own FP8 tensors are none of our business."""
     while node.target in TRANSPARENT | CARRIERS and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    return node.target is ops.quantize
+    return node.target in (ops.quantize, ops.grouped_cast)
 
 
 def _wrong_users(node: fx.Node) -> str:
@@ -166,13 +169,13 @@ def _may_read(node: fx.Node, user: fx.Node) -> bool:
     return user.target in (CARRIERS if as_bytes else READERS)
 
 
-def _wrong_marker(node: fx.Node, expected: dict[str, torch.Tensor]) -> str:
+def _wrong_marker(node: fx.Node, expected: Values) -> str:
     call = f"{node.target}{fx.map_arg(node.args, lambda n: _describe(n.meta['val']))}"
     if call not in expected:  # layers are alike
         expected[call] = _evaluate(node)
-    wanted, actual = expected[call], value(node)
-    if wanted.dtype != actual.dtype or not same_sizes(wanted.shape, actual.shape):
-        return f"has value {_describe(actual)}, its arguments give {_describe(wanted)}"
+    wanted, actual = (x if isinstance(x, tuple) else (x,) for x in (expected[call], node.meta["val"]))
+    if not all(x.dtype == y.dtype and same_sizes(x.shape, y.shape) for x, y in zip(wanted, actual, strict=True)):
+        return f"has value {_described(actual)}, its arguments give {_described(wanted)}"
     if node.target is ops.scaled_mm:
         return _wrong_scaled_mm(node)
     if restored := Dequantize.of(node):
@@ -189,7 +192,7 @@ def _wrong_quantize(cast: Quantize) -> str:
     return "" if scale.dtype == torch.float32 else "its scale is not FP32"
 
 
-def _evaluate(node: fx.Node) -> torch.Tensor:
+def _evaluate(node: fx.Node) -> torch.Tensor | tuple[torch.Tensor, ...]:
     args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
     fake: Any = ops.FAKES[call_of(node)]
     return fake(*args)  # takes values of several fake modes, as backward has
@@ -197,6 +200,8 @@ def _evaluate(node: fx.Node) -> torch.Tensor:
 
 def _wrong_scaled_mm(node: fx.Node) -> str:
     mm = ScaledMM(node)
+    if contracts_groups(mm):
+        return wrong_groups(mm)
     why = _wrong_operand(mm.a, mm.scale_a, mm.granularity_a) or _wrong_operand(mm.b, mm.scale_b, mm.granularity_b)
     if why:
         return why
@@ -206,15 +211,7 @@ def _wrong_scaled_mm(node: fx.Node) -> str:
         return f"contracts {k_a} with {k_b} elements"
     if not divides(ALIGNMENT, k_a) or not divides(ALIGNMENT, b.shape[-2]):
         return f"K {k_a} or N {b.shape[-2]} is not a multiple of {ALIGNMENT}"
-    return "" if mm.offs is None else _wrong_groups(a, b, value(mm.offs), {mm.granularity_a, mm.granularity_b})
-
-
-def _wrong_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, how: set[str]) -> str:
-    if (a.dim(), b.dim(), offs.dim()) != (2, 3, 1) or not same_sizes(offs.shape, b.shape[:1]):
-        return f"groups {list(offs.shape)} of {list(a.shape)} for {list(b.shape)}"
-    if offs.dtype != torch.int32:
-        return f"its groups end at {offs.dtype} numbers, not int32"
-    return "" if how == {"row"} else f"its groups have scales of {' and '.join(sorted(how))}, not of rows"
+    return "" if mm.offs is None else wrong_groups(mm)
 
 
 def _wrong_operand(data: fx.Node, scale: fx.Node, granularity: str) -> str:
@@ -265,6 +262,10 @@ def _arrived_with(node: fx.Node) -> object:
     while node.target in TRANSPARENT and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return getattr(node.meta.get("desc"), "base", None) if node.op == "placeholder" else None
+
+
+def _described(values: Sequence[torch.Tensor]) -> str:
+    return " and ".join(map(_describe, values))
 
 
 def _describe(val: Any) -> str:

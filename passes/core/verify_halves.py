@@ -13,8 +13,9 @@ from torch import fx
 from fp8compile.errors import VerificationError
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.passes.core.compilation import is_tensor, value
-from fp8compile.passes.core.marker_views import Dequantize, ScaledMM
+from fp8compile.passes.core.marker_views import Dequantize, GroupedPart, ScaledMM
 from fp8compile.passes.core.verify import TRANSPARENT, Signature, excerpt, made_of, quantizes, signature, verify
+from fp8compile.passes.core.verify_grouped import contracts_groups
 
 NOT_SAVED = (
     "tangents",
@@ -46,6 +47,8 @@ def _broken_rule(node: fx.Node, returned: dict[str, fx.Node]) -> str:
     if restored := Dequantize.of(node):
         return _unpaired(restored.data, restored.scale, restored.granularity, returned)
     if mm := ScaledMM.of(node):
+        if contracts_groups(mm):
+            return _unpaired_groups(mm.a, mm.scale_a, returned) or _unpaired_groups(mm.b, mm.scale_b, returned)
         left = _unpaired(mm.a, mm.scale_a, mm.granularity_a, returned)
         return left or _unpaired(mm.b, mm.scale_b, mm.granularity_b, returned)
     return ""
@@ -67,6 +70,14 @@ def _unpaired(data: fx.Node, scale: fx.Node, granularity: str, returned: dict[st
         if kept is None or (own not in (kept, *kept.all_input_nodes) and made_of(own) != made_of(_plain(kept))):
             return f"%{saved.name} was made with %{own.name} and is read with %{scale.name}"
     return ""
+
+
+def _unpaired_groups(data: fx.Node, scale: fx.Node, returned: dict[str, fx.Node]) -> str:
+    """Return why groups that forward has cast meet other scales than their own; "" if they meet their own."""
+    made, kept = (GroupedPart.of(_saved(node, returned)) for node in (data, scale))
+    if made is None or (kept is not None and kept.cast.node is made.cast.node):
+        return ""
+    return f"%{data.name} was not made with %{scale.name}"
 
 
 def _plain(node: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""The trial of torch's grouped matmul: it takes the right product, and no other."""
+"""The trials of torch's grouped matmul, in both forms: they take the right product, and no other."""
 
 from __future__ import annotations
 
@@ -33,9 +33,30 @@ def unscaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tenso
 
 
 def unwritten(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, **how: Any) -> Tensor:
-    out = product(a, b, scale_a, scale_b, offs, **how)
+    out = (product if b.dim() == 3 else contraction)(a, b, scale_a, scale_b, offs, **how)
     out[3] = float("nan")
     return out
+
+
+def contraction(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, **how: Any) -> Tensor:
+    """The same of groups that are contracted: a [M, P], b [P, N], scales [E · M] and [E · N], none empty."""
+    assert (a.stride(1), b.stride(0)) == (1, 1), "what is contracted lies side by side"
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    assert ((sizes > 0) & (sizes % 16 == 0)).all(), "the kernel stops the program"
+    out, start = torch.full((len(offs), a.shape[0], b.shape[1]), float("nan"), dtype=how["out_dtype"]), 0
+    scales = scale_a.view(len(offs), -1, 1).double(), scale_b.view(len(offs), 1, -1).double()
+    for e, end in enumerate(offs.tolist()):
+        out[e] = ((a[:, start:end].double() @ b[start:end].double()) * scales[0][e] * scales[1][e]).to(how["out_dtype"])
+        start = end
+    return out
+
+
+def of_another_group(*given: Tensor, **how: Any) -> Tensor:
+    return contraction(*given, **how).roll(1, 0)
+
+
+def scaled_by_the_first(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, **how: Any) -> Tensor:
+    return contraction(a, b, scale_a, scale_b.view(len(offs), -1)[0].repeat(len(offs)), offs, **how)
 
 
 def raising(*_: Any, **__: Any) -> Tensor:
@@ -44,9 +65,12 @@ def raising(*_: Any, **__: Any) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
-    check_grouped.why_it_fails.cache_clear()
+    trials = check_grouped.why_it_fails, check_grouped.why_contractions_fail
+    for trial in trials:
+        trial.cache_clear()
     yield
-    check_grouped.why_it_fails.cache_clear()
+    for trial in trials:
+        trial.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -57,5 +81,20 @@ def test_what_is_taken(monkeypatch: pytest.MonkeyPatch, kernel: Any, why: str) -
     monkeypatch.setattr(torch, "_scaled_grouped_mm", kernel)
     with FakeTensorMode():  # as passes find it
         found = check_grouped.why_it_fails(CPU)
+    assert why in found
+    assert bool(found) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [
+        (contraction, ""), (of_another_group, "wrong"), (scaled_by_the_first, "wrong"), (unwritten, "wrong"),
+        (raising, "run here (Only sm90)"),
+    ],
+)  # fmt: skip
+def test_which_contractions_are_taken(monkeypatch: pytest.MonkeyPatch, kernel: Any, why: str) -> None:
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", kernel)
+    with FakeTensorMode():
+        found = check_grouped.why_contractions_fail(CPU)
     assert why in found
     assert bool(found) == bool(why)

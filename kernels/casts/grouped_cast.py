@@ -1,0 +1,265 @@
+"""Groups of tokens to E4M3, transposed: what grad_weight of a mixture's experts contracts. Meaning:
+`kernels/reference/grouped_reference.py`.
+
+    x [T, C]   ─►   data [C, P]   scale [E, C, 1]   ends [E]           all groups at once, wherever they end
+
+Where groups end only the device knows. So programs look it up, buffers have the size that suffices for all (P), and
+nobody waits for anything: the host launches the same for every step, as CUDA graphs want it. Padding is written as
+zeros, whatever lay there; what lies behind the last group in x is not read, and in data not written.
+
+A program has some columns of a piece of a group. A first kernel finds the amaxes, a second casts: both read x, and
+together reached 2.2 to 2.6 TB/s on an H100 (an earlier form of them), of 3.0 that a copy has. One kernel for both,
+whose programs have all tokens of a group and find them in the cache the second time, was a fifth faster where 128
+experts had as many tokens each, no faster with 8, and took up to five times as long where one had all of them.
+
+Codes of four tokens make a word, and words are transposed, as in `kernels/codegen/schedule/packed_transpose.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8compile.formats import ALIGNMENT, E4M3, ceil_div, round_up
+from fp8compile.kernels.reference.grouped_reference import padded_tokens
+
+TOKENS, COLUMNS, WARPS = 128, 64, 8  # of a tile
+PIECE = 512  # tokens of a program
+LEAST_GROUPS = 16  # lanes that look groups up: fewer are no faster
+
+
+@triton.jit
+def magnitude(x):
+    """Bits of |x|. As integers they are ordered like |x|, with inf above all numbers and nan above inf."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(amax, POWER_OF_TWO: tl.constexpr):  # noqa: N803
+    """`markers.scale` for E4M3, of bits of an amax."""
+    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), 448.0)
+    scale = tl.where(amax == 0, 1.0, tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale))
+    if POWER_OF_TWO:
+        up = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where((scale != scale) | (scale == float("inf")), scale, up)
+    return scale
+
+
+@triton.jit
+def quotient(x, scale, inverse, ASSEMBLED: tl.constexpr):  # noqa: N803
+    """x / scale to nearest, of |x| that the scale was made of: by its inverse and one correction (Markstein, IBM J. R&D
+    34, 1990), in a third of a division's instructions. nan where the scale is nan, or both are inf."""
+    if ASSEMBLED:
+        finite = tl.where(scale == float("inf"), 0.0, scale)
+        near = x * inverse
+        found = tl.fma(tl.fma(near, finite, x * -1.0), inverse * -1.0, near)
+    else:  # the interpreter's fma rounds twice
+        found = tl.div_rn(x, scale)
+    return found
+
+
+@triton.jit
+def code(x):
+    """FP32 to bytes of E4M3: to nearest even, saturated. For the interpreter."""
+    x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)
+
+
+@triton.jit
+def words_of(a, b, c, d, ASSEMBLED: tl.constexpr):  # noqa: N803
+    """Four FP32 tensors to one of words, each four codes of E4M3: to nearest even, saturated; nan stays nan."""
+    if ASSEMBLED:  # as `kernels/codegen/source/helpers.py` has it, which says why
+        words = tl.inline_asm_elementwise(
+            "{ .reg .b16 lo, hi; .reg .b32 word, high; "
+            "cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+            "cvt.u32.u16 word, lo; cvt.u32.u16 high, hi; shl.b32 high, high, 16; or.b32 $0, word, high; }",
+            "=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = (code(a) | (code(b) << 8) | (code(c) << 16) | (code(d) << 24)).to(tl.int32, bitcast=True)
+    return words
+
+
+@triton.jit
+def cast_row(x, token, end, some, scale, inverse, ASSEMBLED: tl.constexpr):  # noqa: N803
+    """Load a row of each word, and divide it by the scales; zeros from `end` on."""
+    row = tl.load(x, mask=some & (token < end), other=0.0).to(tl.float32)
+    return tl.where(token < end, quotient(row, scale, inverse, ASSEMBLED), 0.0)
+
+
+@triton.jit
+def cast_tile(
+    x,
+    data,
+    first,
+    end,
+    place,
+    room,
+    column,
+    columns,
+    width,
+    length,
+    scale,
+    inverse,
+    ASSEMBLED: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+):
+    """Cast TOKENS tokens from `first` on to data [width, length], from `place` on: zeros behind `end`, and nothing
+    behind the next `room` tokens, a multiple of 16 as `place` is."""
+    token = first + 4 * tl.arange(0, TOKENS // 4)[:, None]
+    some = column[None, :] < columns
+    here = x + token.to(tl.int64) * columns + column[None, :]
+    a = cast_row(here, token, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
+    b = cast_row(here + columns, token + 1, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
+    c = cast_row(here + 2 * columns, token + 2, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
+    d = cast_row(here + 3 * columns, token + 3, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
+    words = tl.trans(words_of(a, b, c, d, ASSEMBLED))
+    word = tl.arange(0, TOKENS // 4)[None, :]
+    target = data.to(tl.pointer_type(tl.int32), bitcast=True) + tl.multiple_of(place // 4, 4) + word
+    target += column[:, None].to(tl.int64) * tl.multiple_of(length // 4, 4)
+    tl.store(target, words, mask=(word < tl.multiple_of(room // 4, 4)) & (column[:, None] < width))
+
+
+@triton.jit
+def amaxes_of(x, first, end, column, columns, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: N803
+    """Bits of the amax of each column, of tokens `first` to `end`."""
+    largest = tl.zeros([TOKENS, COLUMNS], tl.int32)
+    token = tl.arange(0, TOKENS)[:, None]
+    for start in range(first, end, TOKENS):
+        inside = (start + token < end) & (column[None, :] < columns)
+        here = x + (start + token).to(tl.int64) * columns + column[None, :]
+        largest = tl.maximum(largest, magnitude(tl.load(here, mask=inside, other=0.0)))
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def look_up(offs, groups, GROUPS: tl.constexpr):  # noqa: N803
+    """(number, first token, end, padded tokens) of every group; those behind the last have no tokens."""
+    group = tl.arange(0, GROUPS)
+    end = tl.load(offs + group, mask=group < groups, other=0)
+    start = tl.load(offs + group - 1, mask=(group > 0) & (group < groups), other=0)
+    return group, start, end, tl.maximum((end - start + 15) // 16 * 16, 16)
+
+
+@triton.jit
+def of(group, mine, value):
+    """The entry of `value` that is that of group `mine`."""
+    return tl.sum(tl.where(group == mine, value, 0), 0)
+
+
+@triton.jit
+def look_up_piece(offs, groups, piece, GROUPS: tl.constexpr, PIECE: tl.constexpr):  # noqa: N803
+    """(group, first token, end of its group, first padded token, padded tokens of the group from there on, whether it
+    is its group's first) of a piece; the group is `groups` for pieces that there are not."""
+    group, starts, stops, rooms = look_up(offs, groups, GROUPS)  # pyright: ignore[reportGeneralTypeIssues]
+    pieces = tl.where(group < groups, (rooms + PIECE - 1) // PIECE, 0)
+    behind = tl.cumsum(pieces, 0)
+    mine = tl.sum(((behind <= piece) & (group < groups)).to(tl.int32), 0)
+    at = (piece - of(group, mine, behind - pieces)) * PIECE
+    place = tl.sum(tl.where(group < mine, rooms, 0), 0) + at
+    return mine, of(group, mine, starts) + at, of(group, mine, stops), place, of(group, mine, rooms) - at, at == 0
+
+
+@triton.jit
+def find_amaxes(
+    x,
+    offs,
+    amaxes,
+    groups,
+    columns,
+    width,
+    GROUPS: tl.constexpr,  # noqa: N803
+    PIECE: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    """Some tokens of a group, some columns: into amaxes [E, width], which hold zeros at first."""
+    blocks = tl.cdiv(columns, COLUMNS)
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    mine, first, end, _, _, _ = look_up_piece(offs, groups, tl.program_id(0) // blocks, GROUPS, PIECE)
+    if mine < groups:
+        found = amaxes_of(x, first, tl.minimum(end, first + PIECE), column, columns, TOKENS, COLUMNS)
+        tl.atomic_max(amaxes + mine * width + column, found, mask=column < columns, sem="relaxed")
+
+
+@triton.jit
+def cast_pieces(
+    x,
+    offs,
+    amaxes,
+    data,
+    scales,
+    ends,
+    groups,
+    columns,
+    width,
+    length,
+    POWER_OF_TWO: tl.constexpr,  # noqa: N803
+    ASSEMBLED: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr,  # noqa: N803
+    PIECE: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    """Some tokens of a group, some columns: data; of the group's first, scales and where it ends."""
+    blocks = tl.cdiv(width, COLUMNS)
+    block, piece = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    mine, first, end, place, room, is_first = look_up_piece(offs, groups, piece, GROUPS, PIECE)
+    if mine < groups:
+        scale = scale_of(tl.load(amaxes + mine * width + column, mask=column < width, other=0), POWER_OF_TWO)
+        inverse = tl.div_rn(1.0, scale)
+        tl.store(scales + mine * width + column, scale, mask=is_first & (column < width))
+        tl.store(ends + mine, place + room, mask=is_first & (block == 0))
+        for at in range(0, tl.minimum(room, PIECE), TOKENS):
+            cast_tile(
+                x, data, first + at, end, place + at, room - at, column, columns, width, length, scale, inverse,
+                ASSEMBLED, TOKENS,
+            )  # fmt: skip
+
+
+def grouped_cast(
+    x: Tensor, offs: Tensor, format: str, power_of_two: bool = False, row_multiple: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `grouped_reference.grouped_cast` does; data behind the last group, where nothing reads, is left."""
+    if format != E4M3.name:
+        raise ValueError(f"grouped FP8 matmuls take e4m3, not {format}")
+    (tokens, columns), groups = x.shape, offs.shape[0]
+    width, length = round_up(columns, row_multiple), padded_tokens(tokens, groups)
+    data = x.new_empty(width, length, dtype=E4M3.dtype)
+    scales = x.new_empty(groups, width, 1, dtype=torch.float32)
+    ends = torch.empty_like(offs)
+    launch(x.contiguous(), offs.contiguous(), data, scales, ends, power_of_two)
+    return data, scales, ends
+
+
+def launch(x: Tensor, offs: Tensor, data: Tensor, scales: Tensor, ends: Tensor, power_of_two: bool) -> None:
+    """Fill data, scales and ends, by programs for as many pieces as there may be."""
+    (tokens, columns), groups, (width, length) = x.shape, offs.shape[0], data.shape
+    amaxes = x.new_zeros(groups, width, dtype=torch.int32)
+    pieces = tokens // PIECE + groups
+    how = {"GROUPS": _lanes(groups), "PIECE": PIECE, "TOKENS": TOKENS, "COLUMNS": COLUMNS, "num_warps": WARPS}
+    find: Any = find_amaxes
+    cast: Any = cast_pieces
+    with torch.cuda.device_of(x):
+        find[(pieces * ceil_div(columns, COLUMNS),)](x, offs, amaxes, groups, columns, width, **how)
+        cast[(pieces * ceil_div(width, COLUMNS),)](
+            x, offs, amaxes, data, scales, ends, groups, columns, width, length,
+            POWER_OF_TWO=power_of_two, ASSEMBLED=x.is_cuda, **how,
+        )  # fmt: skip
+
+
+def _lanes(groups: int) -> int:
+    """Return the power of two that holds so many groups."""
+    return max(LEAST_GROUPS, 1 << (groups - 1).bit_length())
+
+
+assert ALIGNMENT == 16, "kernels have it as a number"

@@ -1,0 +1,57 @@
+"""Compile the kernels that cast groups of tokens for Hopper, without a GPU; prints how many compiled.
+
+    python tests/support/compile_grouped_casts.py [--verbose]
+
+A process of its own, as Triton is either interpreted or compiled in one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp8compile.kernels.casts import grouped_cast
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {"offs": "*i32", "data": "*fp8e4nv", "scales": "*fp32", "ends": "*i32", "amaxes": "*i32"}
+TILE = {"TOKENS": grouped_cast.TOKENS, "COLUMNS": grouped_cast.COLUMNS}
+ALIGNED = ("columns", "width", "length")  # multiples of 16, as pointers are of bytes
+INSTRUCTIONS = r"[ls][td]\.(?:global|shared)[\w.]*|bar\.sync|cvt\.rn\.satfinite|div\.rn"
+
+
+def forms() -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    """(kernel, dtype, compile-time values) of what is launched."""
+    piece = {"PIECE": grouped_cast.PIECE}
+    yield grouped_cast.find_amaxes, "*bf16", TILE | piece | {"GROUPS": 1024}
+    for dtype, exact, groups in (("*bf16", False, 16), ("*fp32", True, 1024)):
+        values = piece | {"POWER_OF_TWO": exact, "ASSEMBLED": True, "GROUPS": groups}
+        yield grouped_cast.cast_pieces, dtype, TILE | values
+
+
+def main(verbose: bool) -> None:
+    compiled = total = 0
+    for kernel, dtype, values in forms():
+        total += 1
+        types = {n: dtype if n == "x" else TYPES.get(n, "i32") for n in kernel.arg_names if n not in values}
+        aligned = [n for n, kind in types.items() if kind.startswith("*") or n in ALIGNED]
+        attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+        source = ASTSource(kernel, types | dict.fromkeys(values, "constexpr"), values, attributes)
+        asm = triton.compile(source, target=HOPPER, options={"num_warps": grouped_cast.WARPS}).asm
+        compiled += len(asm["cubin"]) > 0
+        if verbose:
+            print(kernel.__name__, dtype, dict(Counter(re.findall(INSTRUCTIONS, str(asm["ptx"])))))
+    print(f"{compiled} of {total} compiled")
+
+
+if __name__ == "__main__":
+    main("--verbose" in sys.argv)
