@@ -14,9 +14,9 @@ Each `Role` says how its left and right operand become FP8 (a `Cast` each), or i
 | rowwise_with_gw_hp   | row × row               | row × row               | BF16 |
 | blockwise            | group(128) × block(128) | group(128) × block(128) | group(128) × group(128) |
 
-Grouped matmuls (experts) run output and grad_input as row × row under every recipe
-(`passes/matmul/grouped_matmuls.py`). A row or group always lies along the contracted dimension. In grad_weight that is
-the token dimension: the matmul units allow nothing else there; what is only *saved* in FP8 never groups across tokens.
+Grouped matmuls (experts) run as row × row under every recipe (`passes/matmul/grouped_matmuls.py`). A row or group
+always lies along the contracted dimension. In grad_weight that is the token dimension: the matmul units allow nothing
+else there; what is only *saved* in FP8 never groups across tokens.
 Sources: mixed is the measured choice of this project; tensorwise, rowwise and rowwise_with_gw_hp follow torchao's
 float8 training (their power-of-two row scales by `power_of_two=True`); blockwise follows DeepSeek-V3 (arXiv 2412.19437,
 §3.3). Fast accumulation is on in `output` only, as in torchao.

@@ -1,12 +1,12 @@
 """Exchange as FP8: rows that experts get from other ranks, and give back, are cast before they travel.
 
-Before      %y = all_to_all(%x)   %q = fp8.quantize(%y, %s, e4m3, row)   %d = _grouped_mm(%dy, %y)
-After       %q = fp8.quantize(%x, …)   %y = all_to_all(%q)               %d = _grouped_mm(%dy, fp8.dequantize(%y, …))
+Before      %y = all_to_all(%x)   %q = fp8.quantize(%y, %s, e4m3, row)   %d = fp8.grouped_cast(%y, …)
+After       %q = fp8.quantize(%x, …)   %y = all_to_all(%q)               %d = fp8.grouped_cast(fp8.dequantize(%y, …), …)
 
 Where only FP8 matmuls read the rows (in inference, or with frozen experts) they get the same values, bit for bit
 (`passes/collectives/quantize_before_collective.py`). Elsewhere it takes wire="fp8", for somebody reads rounded rows:
-grad_weight of experts, which is a BF16 matmul, or, behind the experts, the model. A row with a scale of its own loses
-what a cast for a matmul would.
+grad_weight of experts, which casts them by columns, or, behind the experts, the model. A row with a scale of its own
+loses what a cast for a matmul would.
 """
 
 from __future__ import annotations

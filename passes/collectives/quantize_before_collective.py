@@ -133,6 +133,8 @@ def _cast_of(quantize: fx.Node) -> Cast:
 def _name(node: fx.Node) -> str:
     if node.op == "output":
         return "the caller"
+    if node.target is ops.grouped_cast:
+        return "grad_weight"
     return str(node.target).removeprefix("aten.").split(".")[0]
 
 

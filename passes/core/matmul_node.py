@@ -117,6 +117,12 @@ class MatmulNode:
         return None if grouped is None else grouped.offs
 
     @property
+    def contracts_groups(self) -> bool:
+        """True for a grouped matmul that contracts the rows of each group, as grad_weight of experts does."""
+        grouped = GroupedMM.of(self.node)
+        return grouped is not None and grouped.left.meta["val"].dim() == grouped.right.meta["val"].dim() == 2
+
+    @property
     def weight(self) -> fx.Node | None:
         """The weight operand of an output matmul."""
         return self.left if self.weight_on_left else self.right

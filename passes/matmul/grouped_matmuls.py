@@ -11,9 +11,12 @@ Rows. torch's kernel takes E4M3 with a scale a token and one a column of each ex
 is what every recipe means here. It is also what is sound: nobody writes the rows behind the last group (where tokens of
 other ranks' experts end up), and a scale of the whole tensor would be made of whatever lies there.
 
-grad_weight stays as it is: FP8 units read what they contract in pieces of 16, so each group would have to begin at a
-multiple of 16 tokens and none could be empty. Only the data knows, and the kernel stops the program where it is not so.
-To pad groups would take copies of both operands, and a scale a group and column.
+grad_weight contracts tokens, which FP8 units read in pieces of 16: each group has to begin at a multiple of 16, and
+none may be empty, or the kernel stops the program. Only the data knows where groups end. So its casts write every group
+from such a place on, with zeros behind it, into buffers that suffice whatever the groups (`fp8::grouped_cast`); rows
+are then columns of a group of tokens, each with a scale of its own. These are casts of their own: a matmul that reads
+the same tensor by rows of tokens casts it once more. Those of gate and up share that of their input, and backward may
+be given it in place of the input, in half the bytes (`passes/save/min_cut.py`).
 (All this is what torch's source says, aten/src/ATen/native/cuda/GroupMMCommon.cuh; tests/gpu/test_grouped.py tries it,
 and `kernels/matmul/check_grouped.py` tries the kernel itself, once in a process, before a plan relies on it.)
 """
@@ -24,15 +27,16 @@ from dataclasses import replace
 
 from fp8compile.devices import Device
 from fp8compile.formats import ROW
-from fp8compile.kernels.matmul.check_grouped import why_it_fails
-from fp8compile.passes.core.compilation import value
+from fp8compile.kernels.matmul.check_grouped import why_contractions_fail, why_it_fails
+from fp8compile.passes.core.compilation import hint, value
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.plan.reasons import Reason, Why
 from fp8compile.recipe import Cast, Recipe, Role
 
 GROUPED = "grouped"  # the kind of such a matmul
+LARGE, SMALL = 2048, 128  # two sizes of a group's matmul that are large, or one of its product's that is small
+SHARE_OF_SMALL_TILES = 1 / 3
 MOST_GROUPS = 1023  # torch's kernel has one thread a group to prepare them
-RAGGED = "contracts groups of tokens: FP8 needs multiples of 16, and only the data knows"
 
 
 def casts_of(matmul: MatmulNode, recipe: Recipe) -> Role | None:
@@ -47,6 +51,23 @@ def _by_rows(cast: Cast) -> Cast:
     return Cast(ROW, power_of_two=cast.power_of_two)
 
 
+def share_of_rate(matmul: MatmulNode, role: Role) -> float:
+    """Return the share of the device's rate for rows that a matmul has: all of it, but for grouped ones in small tiles.
+
+    torch's kernel takes its tiles by the size of an average group (ScaledGroupMM.cu). In those for groups of middling
+    size it is slow without fast accumulation: an H100 does 180 to 310 TFLOP/s, where it does 500 to 940 with it, and
+    500 to 650 in BF16. That was seen of grad_weight of Qwen3-30B-A3B's experts, and is taken to hold of grad_input,
+    which has the same tiles.
+    """
+    if matmul.kind != GROUPED or role.fast_accumulation:
+        return 1.0
+    m, n, k = (hint(size) for size in (matmul.m, matmul.n, matmul.k))
+    groups = max(1, hint(matmul.groups))
+    m, k = (m, k // groups) if matmul.contracts_groups else (m // groups, k)
+    is_large = sorted((m, n, k))[1] >= LARGE
+    return 1.0 if is_large or min(m, n) <= SMALL else SHARE_OF_SMALL_TILES
+
+
 def takes_rows_alone(matmul: MatmulNode, recipe: Recipe) -> bool:
     """Return True if the casts of a matmul are not the recipe's own."""
     return recipe.role(matmul.role) != casts_of(matmul, recipe)
@@ -59,13 +80,12 @@ def why_not_grouped(matmul: MatmulNode, role: Role | None, device: Device) -> Wh
         return Why(Reason.GROUPED, text)
     if device.emulated:
         return None
-    text = why_it_fails(value(matmul.pair[0]).device) if device.grouped else f"{device.name} has no grouped FP8 matmul"
+    fails = why_contractions_fail if matmul.contracts_groups else why_it_fails
+    text = fails(value(matmul.pair[0]).device) if device.grouped else f"{device.name} has no grouped FP8 matmul"
     return Why(Reason.DEVICE, text) if text else None
 
 
 def _why_not_grouped(matmul: MatmulNode, role: Role | None) -> str:
-    if value(matmul.pair[1]).dim() != 3:
-        return RAGGED
     if role is not None and {(c.granularity, c.format) for c in (role.left, role.right)} != {(ROW, Cast().format)}:
         return f"grouped FP8 units take E4M3 by rows, not {role.left} × {role.right}"
     if isinstance(matmul.groups, int) and matmul.groups > MOST_GROUPS:

@@ -11,12 +11,15 @@ those in BF16 are each written, and read again to be added. `start` is no more t
 on matmuls that fill a device.
 `filled` is 1 with tensor scales, else the share of the device that has tiles of the output to work on
 (`Device.filled`): a grad_weight of small layers fills little of it. Layers that read one activation count together.
+Grouped matmuls have a share of the rate by their tiles (`passes/matmul/grouped_matmuls.py`).
 
 An operand with a scale of the whole tensor is read twice, for its amax and to be cast; one with scales of rows, groups
 or blocks once. Where a generated kernel computes it (norms, activation functions and their gradients), one read falls
 away. Matmuls of all roles that read a tensor share its reads, since both layouts are stored from one; those of one role
 (q, k and v of x) share the payload. So each depends on what the others do: `passes/matmul/profitability.py`
 begins with all in FP8 that can be, and leaves out what makes the sum of all times less.
+grad_weight of experts casts groups of tokens, filled up, by a kernel of its own (`fp8::grouped_cast`): it reads them
+`READS_OF_GROUPS` times, whoever else does, and shares that only with others that contract the same groups.
 
 A gradient that FP8 matmuls alone read (and sums of its rows: a bias) is spared what BF16 does with it: one that a
 generated kernel computes is never written, one that is concatenated (of q, k and v out of one matmul) neither written
@@ -36,15 +39,17 @@ from torch import fx
 
 from fp8compile.devices import Device
 from fp8compile.formats import ALIGNMENT, Granularity, round_up
+from fp8compile.kernels.reference.grouped_reference import padded_tokens
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.aten_views import Concatenation
 from fp8compile.passes.core.compilation import VIEWS, base, hint, value
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.walk import users_of, walk
-from fp8compile.passes.matmul.grouped_matmuls import GROUPED
+from fp8compile.passes.matmul.grouped_matmuls import GROUPED, share_of_rate
 from fp8compile.recipe import Role
 
 Timed = tuple[MatmulNode, Role]
+READS_OF_GROUPS = 2.0  # for their amaxes, and to be cast
 TILE = 128  # rows and columns of an output that one multiprocessor computes at a time
 SAMPLE = 1 / 16  # of the rows of a gradient that is cast in one pass
 ONE_PASS = 24 << 20  # bytes of a gradient that is
@@ -68,7 +73,7 @@ class Costs:
     def _count(self, matmul: MatmulNode, by: int) -> None:
         (self.in_fp8.add if by > 0 else self.in_fp8.remove)(matmul)
         for operand in _operands(matmul):
-            self.readers[operand] += by
+            self.readers[operand] += 0 if matmul.contracts_groups else by
             self.of_role[operand, matmul.role] += by
         if merged := merged_as(matmul):
             self.merged[merged] += by
@@ -94,11 +99,11 @@ class Costs:
         """Return the times of this matmul in BF16, and in FP8 as `role` of the recipe says."""
         m, n, k, batch = (hint(s) for s in (matmul.m, matmul.n, matmul.k, matmul.batch))
         left, right = matmul.pair
-        kp, np_ = round_up(k, ALIGNMENT), round_up(n, ALIGNMENT)
+        kp, np_ = _padded(matmul), round_up(n, ALIGNMENT)
         d, work = self.device, 2 * batch * 1e-9  # FLOPs / TFLOP/s = 1e-12 s = 1e-9 ms
         rate = d.rate(kind := _kind(role))
         if kind != "tensor":
-            rate *= d.filled(self._merged_tiles(matmul))
+            rate *= d.filled(self._merged_tiles(matmul)) * share_of_rate(matmul, role)
         weights = hint(matmul.groups) if value(right).dim() == 3 and matmul.kind == GROUPED else 1
         moved = kernels = 0.0
         sides = (left, role.left.granularity, m), (right, role.right.granularity, np_ * weights)
@@ -106,8 +111,9 @@ class Costs:
             node = base(operand)
             itself = matmul not in self.in_fp8
             readers, of_role = self.readers[node] + itself, self.of_role[node, matmul.role] + itself
-            reads = _reads(node, granularity)
-            spared = self._spared(matmul, node, granularity, readers)
+            reads, spared = float(_reads(node, granularity)), self._spared(matmul, node, granularity, readers)
+            if matmul.contracts_groups:  # which a kernel of their own casts
+                reads, spared, readers = READS_OF_GROUPS, 0.0, of_role
             moved += batch * rows * kp * ((reads - spared) / readers * value(node).element_size() + 1 / of_role)
             kernels += reads / readers
         alone = work * m * n * k / d.bf16
@@ -173,9 +179,16 @@ def merged_as(matmul: MatmulNode) -> tuple[fx.Node, str] | None:
     return (base(left), matmul.role) if aligned else None
 
 
+def _padded(matmul: MatmulNode) -> int:
+    """Return how long what is contracted becomes; where groups are, at most: only the data knows."""
+    k = hint(matmul.k)
+    return padded_tokens(k, hint(matmul.groups)) if matmul.contracts_groups else round_up(k, ALIGNMENT)
+
+
 def _tiles(matmul: MatmulNode) -> int:
     """Return how many tiles its output has."""
-    return hint(matmul.batch) * ceil(hint(matmul.m) / TILE) * ceil(round_up(hint(matmul.n), ALIGNMENT) / TILE)
+    products = hint(matmul.groups if matmul.contracts_groups else matmul.batch)
+    return products * ceil(hint(matmul.m) / TILE) * ceil(round_up(hint(matmul.n), ALIGNMENT) / TILE)
 
 
 def _kind(role: Role) -> str:

@@ -9,10 +9,17 @@ Each operand is cast into the layout in which the contracted dimension is contig
 has, or transposed on the way. A concatenation is cast part by part into one buffer. A contracted dimension that is no
 multiple of 16 is filled up with zeros, which add nothing to the sum; so is the last dimension of the result, which is
 then cut off. A weight that arrived in FP8 is taken as it is (`passes/matmul/gathered_weights.py`).
+
+Where groups of tokens are contracted (grad_weight of experts), only the data knows what is to be filled up:
+
+Before      %g = _grouped_mm(permute(%dy), %x, offs=%o)
+After       %d = fp8.grouped_cast(%dy, %o, e4m3)     %qd, %sd, %ends = %d     %c = fp8.grouped_cast(%x, %o, e4m3)     …
+            %g = fp8.scaled_mm(%qd, %sd, row, %qx, %sx, row, None, bfloat16, False, %ends)
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
@@ -69,13 +76,19 @@ def run(c: Compilation) -> None:
 def _rewrite(c: Compilation, matmul: MatmulNode, key: str) -> None:
     node, (left, right), (left_cast, right_cast) = matmul.node, matmul.pair, matmul.casts
     m_rows, n_rows, cols = _multiples(matmul)
-    left_operand = _operand(c, left, True, left_cast, f"{key}/left", m_rows, cols, node)
-    right_operand = _operand(c, right, False, right_cast, f"{key}/right", n_rows, cols, node)
+    offs = matmul.offs
+    if offs is not None and matmul.contracts_groups:
+        *left_operand, left_ends = _groups(c, left, True, left_cast, offs, m_rows, node)
+        *right_operand, right_ends = _groups(c, right, False, right_cast, offs, n_rows, node)
+        offs = right_ends if matmul.weight_on_left else left_ends  # of the gradient: backward casts it anyway
+    else:
+        left_operand = _operand(c, left, True, left_cast, f"{key}/left", m_rows, cols, node)
+        right_operand = _operand(c, right, False, right_cast, f"{key}/right", n_rows, cols, node)
     fits = matmul.bias is not None and same_sizes(value(matmul.bias).shape, [matmul.n]) and n_rows == m_rows == 1
     bias = matmul.bias if fits else None
     out = c.emit(
         ops.scaled_mm, *left_operand, left_cast.granularity, *right_operand, right_cast.granularity, bias,
-        value(node).dtype, matmul.fast_accumulation, *([] if matmul.offs is None else [matmul.offs]), like=node,
+        value(node).dtype, matmul.fast_accumulation, *([] if offs is None else [offs]), like=node,
     )  # fmt: skip
     for dim, multiple, size, source in ((-1, n_rows, matmul.n, right), (-2, m_rows, matmul.m, left)):
         if multiple > 1:
@@ -83,18 +96,19 @@ def _rewrite(c: Compilation, matmul: MatmulNode, key: str) -> None:
             out = c.emit(aten.slice.Tensor, out, value(out).dim() + dim, 0, length, like=node)
     if matmul.bias is not None and bias is None:
         out = c.emit(aten.add.Tensor, out, matmul.bias, like=node)
+    k = ("K of each group", ALIGNMENT) if matmul.contracts_groups else (f"K {matmul.k}", cols)
     c.matmuls.move(matmul, out)
     replace_value(c, node, out)
     matmul.padded = tuple(
-        f"{name} {size} to a multiple of {multiple}"
-        for name, size, multiple in (("K", matmul.k, cols), ("N", matmul.n, n_rows), ("M", matmul.m, m_rows))
+        f"{what} to a multiple of {multiple}"
+        for what, multiple in (k, (f"N {matmul.n}", n_rows), (f"M {matmul.m}", m_rows))
         if multiple > 1
     )
 
 
 def _multiples(matmul: MatmulNode) -> tuple[int, int, int]:
     """Return the numbers of which m, n and k must become multiples; 1 where nothing is to be filled up."""
-    cols = 1 if divides(ALIGNMENT, matmul.k) else ALIGNMENT
+    cols = 1 if matmul.contracts_groups or divides(ALIGNMENT, matmul.k) else ALIGNMENT
     n_rows = 1 if divides(ALIGNMENT, matmul.n) else ALIGNMENT
     grouped = parse_granularity(matmul.casts[0].granularity).kind == "group"
     m_rows = GROUP_ROWS if grouped and not divides(GROUP_ROWS, matmul.m) else 1
@@ -119,14 +133,29 @@ def _operand(
     like: fx.Node,
 ) -> tuple[fx.Node, fx.Node]:
     """Return (data, scale) of a left operand [M, K] or a right operand [K, N], as the matmul wants them."""
-    source, transpose = node, not contracted_last
-    if (turned := Permutation.of(node)) is not None and is_transpose_of(node, turned.x):
-        source, transpose = turned.x, not transpose
+    source, transpose = _as_it_lies(node, contracted_last)
     weight = gathered(source)
     if operand.gathered and weight is not None:
         return _gathered(c, weight, transpose, like)
     cast = _Cast(c, operand, key, like)
     return cast.make(source, Layout(transpose, rows, cols))
+
+
+def _as_it_lies(node: fx.Node, contracted_last: bool) -> tuple[fx.Node, bool]:
+    """Return the tensor that an operand shows, and True if it lies so that what is contracted is its rows."""
+    if (turned := Permutation.of(node)) is not None and is_transpose_of(node, turned.x):
+        return turned.x, contracted_last
+    return node, not contracted_last
+
+
+def _groups(
+    c: Compilation, node: fx.Node, contracted_last: bool, operand: Operand, offs: fx.Node, rows: int, like: fx.Node
+) -> list[fx.Node]:
+    """Return data, scale and ends of an operand [M, K] or [K, N] of which groups of K end at `offs`."""
+    source, transpose = _as_it_lies(node, contracted_last)
+    tokens = source if transpose else c.transposed(source, like)
+    cast = c.emit(ops.grouped_cast, tokens, offs, operand.format, operand.power_of_two, rows, like=like)
+    return [c.emit(operator.getitem, cast, part, like=like) for part in range(3)]
 
 
 def _gathered(c: Compilation, weight: Gathered, transpose: bool, like: fx.Node) -> tuple[fx.Node, fx.Node]:

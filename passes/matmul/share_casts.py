@@ -17,10 +17,10 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.passes.core.compilation import Compilation, aten, sort_topologically
-from fp8compile.passes.core.marker_views import Amax
+from fp8compile.passes.core.marker_views import Amax, GroupedPart
 from fp8compile.passes.core.replace import replace_value
 
-PURE = {*ops.CASTS, aten.cat.default, aten.maximum.default}
+PURE = {*ops.CASTS, ops.grouped_cast, aten.cat.default, aten.maximum.default}
 
 
 def run(c: Compilation) -> None:
@@ -41,7 +41,7 @@ def run(c: Compilation) -> None:
 def _unify(c: Compilation) -> None:
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(c.graph.nodes):
-        if node.target not in PURE:
+        if node.target not in PURE and GroupedPart.of(node) is None:
             continue
         same = known.setdefault((node.target, _key(node)), node)
         if same is not node:

@@ -152,7 +152,7 @@ def may_be_computed_again(node: fx.Node, is_recomputable: Callable[[fx.Node], bo
         return False
     if (part := Getitem.of(node)) is not None:
         return may_be_computed_again(part.source, is_recomputable)
-    if node.target in (ops.scale, ops.quantize, ops.dequantize, aten.cat.default):
+    if node.target in (ops.scale, ops.quantize, ops.grouped_cast, ops.dequantize, aten.cat.default):
         return True
     return node.target is not ops.amax and is_recomputable(node)
 

@@ -19,6 +19,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.passes.core.compilation import VIEWS, is_tensor, value
+from fp8compile.passes.core.marker_views import GroupedPart
 from fp8compile.passes.save.min_cut import NARROWING, Halves, bytes_kept, may_be_kept, run_again
 from fp8compile.passes.save.saved_forms import count
 
@@ -42,7 +43,8 @@ def find_far(graph: fx.Graph, saved: Iterable[fx.Node], halves: Halves) -> set[f
             share = _share(node, source)
             for leaf, bytes_ in found.items():
                 reads[node][leaf] = max(reads[node].get(leaf, 0.0), bytes_ * share)
-        if len(reads[node]) > 1 and node.target is not ops.quantize and may_be_kept(node, halves):
+        is_payload = node.target is ops.quantize or GroupedPart.of(node) is not None
+        if len(reads[node]) > 1 and not is_payload and may_be_kept(node, halves):
             kept = bytes_kept(node, halves)
             if sum(reads[node].values()) > MOST * kept:
                 far.add(node)

@@ -10,7 +10,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.passes.core.compilation import VIEWS, is_tensor, value
-from fp8compile.passes.core.marker_views import Quantize
+from fp8compile.passes.core.marker_views import GroupedPart, Quantize
 from fp8compile.passes.core.matmul_node import plain
 from fp8compile.passes.core.origin import module_path, source_line
 from fp8compile.passes.core.walk import walk
@@ -25,7 +25,7 @@ FP8_ONLY = (ops.amax, ops.scale, ops.delayed_scale, ops.quantize)  # what no oth
 def saved_rows(saved: Iterable[SavedValue], parameters: Set[fx.Node]) -> list[Saved]:
     """Return a row for each saved tensor that is no parameter."""
     told = [s for s in saved if s.has_row]
-    counted = set(parameters) | {made_at(s.node) for s in told if made_at(s.node).target not in FP8_ONLY}
+    counted = set(parameters) | {made for s in told if not _is_fp8_only(made := made_at(s.node))}
     return [_saved_row(s, _bytes_before(s.node, counted)) for s in told]
 
 
@@ -41,14 +41,24 @@ def _saved_row(saved: SavedValue, before: int | None) -> Saved:
 def _bytes_before(node: fx.Node, counted: set[fx.Node]) -> int | None:
     """Return `Saved.before`. counted: nodes whose bytes other rows have already; it grows."""
     made = made_at(node)
-    if made.target not in FP8_ONLY:
+    if not _is_fp8_only(made):
         return None
-    cast = Quantize.of(made)
-    source = made_at(cast.x) if cast is not None else None
-    if cast is None or source is None or source in counted:
+    x = _cast_by(made)
+    if x is None or made_at(x) in counted:
         return 0
-    counted.add(source)
-    return bytes_of(value(cast.x))
+    counted.add(made_at(x))
+    return bytes_of(value(x))
+
+
+def _is_fp8_only(node: fx.Node) -> bool:
+    return node.target in FP8_ONLY or GroupedPart.of(node) is not None
+
+
+def _cast_by(node: fx.Node) -> fx.Node | None:
+    """Return the tensor of which `node` is the payload; None if it is none."""
+    part = GroupedPart.of(node)
+    cast = part.cast if part is not None and part.is_payload else Quantize.of(node)
+    return None if cast is None else cast.x
 
 
 def count_recomputed(nodes: Iterable[fx.Node], halves: Halves) -> dict[str, int]:

@@ -18,6 +18,7 @@ from fp8compile import ops
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.passes.core.collectives import is_sent
 from fp8compile.passes.core.compilation import is_tensor, value
+from fp8compile.passes.core.marker_views import GroupedPart
 from fp8compile.passes.core.matmul_node import plain
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.origin import module_path, source_line
@@ -78,7 +79,7 @@ def _why_itself(node: fx.Node) -> Why:
     """Return why a value for which no form was found is kept as it is."""
     if node.target is ops.quantize or value(node).dtype in FP8_DTYPES or is_sent(node):
         return Why(Reason.PAYLOAD, "a payload that a matmul of backward reads")
-    if node.target in (ops.amax, ops.scale):
+    if node.target in (ops.amax, ops.scale) or GroupedPart.of(node) is not None:
         return Why(Reason.AMAX, "an amax: its tensor is not read again for it")
     if value(node).is_complex():
         return Why(Reason.COMPLEX, "complex numbers")

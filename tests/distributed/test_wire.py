@@ -230,7 +230,8 @@ def rounded_experts(rank: int) -> None:
     errors = {name: float((rounded[0][name] - y).norm() / y.norm()) for name, y in whole[0].items()}
     assert errors["y"] < 0.03
     assert errors["x"] < 0.06, errors  # y in the loss, then the gradient there and back
-    assert max(errors["up"], errors["down"]) < 0.04, errors
+    # of each operand of grad_weight: rounded by rows, 0.026, and its cast by columns falls otherwise, √2 · 0.026
+    assert max(errors["up"], errors["down"]) < 0.064, errors
 
 
 @pytest.mark.parametrize("case", [experts, rounded_experts], ids=lambda case: case.__name__)

@@ -6,7 +6,7 @@
 
 Inside `fake_quantized(recipe)` every matmul with a weight that eager PyTorch runs is replaced: F.linear (nn.Linear,
 nn.MultiheadAttention), torch.addmm (transformers' Conv1D), weight @ x, convolutions whose patches do not overlap, and
-F.grouped_mm (experts): in rows whatever the recipe, its grad_weight as it is.
+F.grouped_mm (experts): in rows whatever the recipe, those of grad_weight of each group's tokens.
 Nothing here comes from fp8compile: the formats' maxima, the scales and the recipes are written down again.
 """
 
@@ -53,7 +53,7 @@ def fake_quantize(x: Tensor, cast: tuple[str, tuple[torch.dtype, float]] | None,
     other roundings: another draw of the same noise.
     """
     x = x.float()
-    if cast is None:
+    if cast is None or not x.numel():
         return x
     granularity, (dtype, largest) = cast
     if granularity == "tensor":
@@ -169,14 +169,14 @@ def _make_convolution(original: Op, linear: Op, is_weight: IsWeight) -> Op:
     return replaced
 
 
-def _make_grouped(original: Op, linear: Op, is_weight: IsWeight) -> Op:
+def _make_grouped(original: Op, linear: Op, is_weight: IsWeight, rows: str = "rowwise") -> Op:
     def replaced(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
         owner = w if w._base is None else w._base
         if isinstance(owner, nn.Parameter) and not is_weight(owner):  # it may be a BF16 copy, too
             return original(x, w, offs=offs)
         ends = offs.tolist()
         groups = zip([0, *ends], ends, w, strict=False)
-        return torch.cat([linear(x[start:end], of.t(), None, "rowwise_with_gw_hp") for start, end, of in groups])
+        return torch.cat([linear(x[start:end], of.t(), None, rows) for start, end, of in groups])
 
     return replaced
 

@@ -28,7 +28,6 @@ from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import Matmul
 
-RAGGED = "contracts groups of tokens: FP8 needs multiples of 16, and only the data knows"
 ALL = "every matmul that can run"
 SIZES = GROUPS["empty"]
 
@@ -37,6 +36,7 @@ SIZES = GROUPS["empty"]
 def tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices are rows of a table here, and tensors on a CPU: there is no kernel to try."""
     monkeypatch.setattr(grouped_matmuls, "why_it_fails", lambda device: "")
+    monkeypatch.setattr(grouped_matmuls, "why_contractions_fail", lambda device: "")
 
 
 def run(model: nn.Module, sizes: list[int] = SIZES, **options: Any) -> Plan:
@@ -68,12 +68,13 @@ def test_each_of_the_six_matmuls_of_two_experts_layers_has_its_role(flipped):
 )
 def test_every_recipe_means_rows(recipe, flipped):
     plan = run(Experts(4, flipped=flipped), recipe=recipe)
+    roles = {"output", "grad_input", "grad_weight"} - ({"grad_weight"} if recipe == "rowwise_with_gw_hp" else set())
     assert {(m.role, str(m.left), str(m.right)) for m in plan.converted} == {
-        ("output", "e4m3 row", "e4m3 row"), ("grad_input", "e4m3 row", "e4m3 row")
-    }  # fmt: skip
+        (role, "e4m3 row", "e4m3 row") for role in roles
+    }
     why = ALL if recipe.startswith("rowwise") else f"{ALL}; grouped FP8 takes rows alone"
     assert {m.reason for m in plan.converted} == {why}
-    kept = "recipe 'rowwise_with_gw_hp' keeps grad_weight in BF16" if recipe == "rowwise_with_gw_hp" else RAGGED
+    kept = "recipe 'rowwise_with_gw_hp' keeps grad_weight in BF16" if recipe == "rowwise_with_gw_hp" else why
     assert reasons(plan, role="grad_weight") == {kept}
 
 
@@ -109,16 +110,25 @@ def test_a_device_without_grouped_fp8_says_so(monkeypatch, name):
 @pytest.mark.parametrize("name", ["H100", "H200", "H20"])
 def test_hopper_has_it(monkeypatch, name):
     monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE[name])
-    assert {m.role for m in run(Experts(4)).converted} == {"output", "grad_input"}
+    assert {m.role for m in run(Experts(4)).converted} == {"output", "grad_input", "grad_weight"}
 
 
 @pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
 def test_a_kernel_that_was_tried_and_failed_is_not_used(monkeypatch):
     monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE["H200"])
     monkeypatch.setattr(grouped_matmuls, "why_it_fails", lambda device: f"it fails on {device}")
+    monkeypatch.setattr(grouped_matmuls, "why_contractions_fail", lambda device: f"it stops {device}")
     plan = run(Experts(4))
     assert not plan.converted
-    assert {m.reason for m in plan.matmuls if m.role != "grad_weight"} == {"it fails on cpu"}
+    assert {(m.role == "grad_weight", m.reason) for m in plan.matmuls} == {
+        (False, "it fails on cpu"), (True, "it stops cpu")
+    }  # fmt: skip
+
+
+def test_a_kernel_that_fails_in_one_form_is_used_in_the_other(monkeypatch):
+    monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE["H200"])
+    monkeypatch.setattr(grouped_matmuls, "why_contractions_fail", lambda device: "it is wrong")
+    assert {m.role for m in run(Experts(4)).converted} == {"output", "grad_input"}
 
 
 @pytest.mark.parametrize("experts", [1023, 1024])
@@ -132,7 +142,8 @@ def test_a_skipped_module_stays():
     model = module(lambda self, x, offs: self.b(self.a(x, offs), offs), a=Experts(4), b=Experts(4))
     plan = run(model, skip=["b"])
     assert reasons(plan, "b") == {"skip='b'"}
-    assert {m.role for m in plan.matmuls if m.path == "a" and m.decision == "fp8"} == {"output", "grad_input"}
+    converted = {m.role for m in plan.matmuls if m.path == "a" and m.decision == "fp8"}
+    assert converted == {"output", "grad_input", "grad_weight"}
 
 
 def test_operations_count_it_as_linear():
@@ -240,8 +251,8 @@ def test_the_plan_says_how_many_groups():
     plan = run(Experts(4))
     text = str(plan) + plan.table("matmuls")
     assert "96×128×64 in 4  fp8   e4m3 row × e4m3 row  every matmul that can run; grouped FP8 takes rows alone" in text
-    assert f"128×64×96 in 4  bf16  {RAGGED}" in text
-    assert "FP8       4 of 6 matmuls, 66.7% of" in text
+    assert "128×64×96 in 4  fp8   e4m3 row × e4m3 row  every matmul that can run; grouped FP8 takes rows alone" in text
+    assert "FP8       6 of 6 matmuls, 100.0% of" in text
 
 
 def test_json_keeps_groups_and_reads_plans_that_have_none():
@@ -258,7 +269,7 @@ def test_an_edited_plan_is_carried_out():
     rows = [dataclasses.replace(m, decision="bf16") if m.role == "grad_input" else m for m in plan.matmuls]
     torch.compiler.reset()
     again = run(Experts(4), plan=dataclasses.replace(plan, matmuls=rows))
-    assert {m.role for m in again.converted} == {"output"}
+    assert {m.role for m in again.converted} == {"output", "grad_weight"}
     assert reasons(again, role="grad_input") == {"the plan says so"}
 
 
@@ -275,7 +286,11 @@ def test_an_edited_plan_is_carried_out():
             {"left": "row", "right": "tensor"},
             "grouped FP8 units take E4M3 by rows, not e4m3 row × e4m3 tensor",
         ),
-        ("grad_weight", {"left": "row", "right": "row"}, RAGGED),
+        (
+            "grad_weight",
+            {"left": "tensor", "right": "row"},
+            "grouped FP8 units take E4M3 by rows, not e4m3 tensor × e4m3 row",
+        ),
     ],
 )
 def test_a_plan_that_wants_what_no_unit_can_do_is_refused(role, casts, why):
