@@ -18,9 +18,10 @@ from models import LAYERS, unsettled
 from torch.profiler import ProfilerActivity, profile
 
 import fp8compile
+from fp8compile import ops
 from fp8compile.kernels.matmul import scaled_mm
-from fp8compile.kernels.matmul.check_grouped import why_it_fails
-from fp8compile.kernels.reference import markers
+from fp8compile.kernels.matmul.check_grouped import why_contractions_fail, why_it_fails
+from fp8compile.kernels.reference import grouped_reference, markers
 from tests.train.test_experts import LEAST, NEAR, losses, mixtral, qwen3_moe, step
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -59,8 +60,9 @@ def agree(out: torch.Tensor, expected: torch.Tensor, bits: int = 13) -> None:
 
 
 @hopper
-def test_the_trial_lets_it_pass() -> None:
-    assert why_it_fails(torch.device("cuda", 0)) == ""
+@pytest.mark.parametrize("trial", [why_it_fails, why_contractions_fail])
+def test_the_trials_let_it_pass(trial: Any) -> None:
+    assert trial(torch.device("cuda", 0)) == ""
 
 
 @hopper
@@ -146,11 +148,121 @@ print("right")
 @hopper
 @pytest.mark.parametrize(("sizes", "runs"), [([32, 16, 64], True), ([30, 18, 64], False), ([1, 0, 31], False)], ids=str)
 def test_contracting_groups_takes_multiples_of_16(sizes: list[int], runs: bool) -> None:
-    """Why grad_weight stays BF16. In a process of its own: the kernel's assertion ends all CUDA of its process."""
+    """Why casts for grad_weight fill groups up. Each in a process: the kernel's assertion ends all CUDA of its own."""
     done = subprocess.run(
         [sys.executable, "-c", RAGGED.format(sizes=sizes)], capture_output=True, text=True, check=False, timeout=300
     )
     assert (done.returncode == 0 and "right" in done.stdout) == runs, done.stderr[-2000:]
+
+
+# --- groups that are contracted
+
+
+def tokens(sizes: list[int], columns: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, offs) of very different columns, with zeros of both signs; NaN in 37 rows behind the last group."""
+    x = torch.randn(sum(sizes) + 37, columns, device="cuda") * torch.rand(columns, device="cuda").mul(20).sub(10).exp2()
+    x[:, 3], x[1::2, 5] = 0.0, -0.0
+    x[sum(sizes) :] = torch.nan
+    return x.to(dtype), ends(sizes, "cuda")
+
+
+def cast_right(x: torch.Tensor, offs: torch.Tensor, power_of_two: bool = False, junk: int = 0xFF) -> None:
+    """The kernel gives the reference's bits in all that is read, and leaves the junk behind it."""
+    from fp8compile.kernels.casts import grouped_cast
+
+    wanted = grouped_reference.grouped_cast(x, offs, "e4m3", power_of_two, 16)
+    given = [torch.full_like(t.view(torch.uint8), junk).view(t.dtype) for t in wanted]
+    grouped_cast.launch(x, offs, *given, power_of_two)
+    last = int(wanted[2][-1])
+    assert torch.equal(given[2], wanted[2])
+    torch.testing.assert_close(given[1], wanted[1], rtol=0, atol=0, equal_nan=True)
+    found, codes = (torch.where(t.view(torch.uint8) == 0xFF, 0x7F, t.view(torch.uint8)) for t in (given[0], wanted[0]))
+    assert torch.equal(found[:, :last], codes[:, :last])
+    assert (given[0][:, last:].view(torch.uint8) == junk).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", GROUPS)
+def test_casts_of_groups_are_the_references(name: str, dtype: torch.dtype) -> None:
+    cast_right(*tokens(GROUPS[name], 208, dtype), power_of_two=dtype == torch.float32)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_casts_of_drawn_groups(seed: int) -> None:
+    draw = random.Random(seed)
+    experts, rows = draw.choice([1, 8, 64, 1023]), draw.choice([1, 250, 20000])
+    cuts = sorted(draw.randint(0, rows) for _ in range(experts))
+    sizes = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
+    x, offs = tokens(sizes, draw.choice([8, 72, 1000, 2048]))
+    if sum(sizes) > 2:
+        x[0, 6], x[1, 7] = torch.nan, torch.inf
+    cast_right(x, offs, draw.random() < 0.5, draw.choice([0xFF, 0x7E]))
+
+
+def test_casts_beyond_what_32_bits_count() -> None:
+    """More than 2^31 elements, of which the last group has the last."""
+    x = torch.zeros(2**20 + 5, 2064, device="cuda", dtype=torch.bfloat16)
+    x[-40:] = torch.randn(40, 2064, device="cuda")
+    offs = ends([2**20 - 35, 40], "cuda")
+    from fp8compile.kernels.casts import grouped_cast
+
+    data = torch.empty(2064, grouped_reference.padded_tokens(len(x), 2), device="cuda", dtype=torch.float8_e4m3fn)
+    found = data, torch.empty(2, 2064, 1, device="cuda"), torch.empty_like(offs)
+    grouped_cast.launch(x, offs, *found, False)
+    wanted = grouped_reference.grouped_cast(x[-40:], ends([40], "cuda"), "e4m3")
+    first, last = found[2].tolist()
+    assert torch.equal(found[0][:, first:last].view(torch.uint8), wanted[0][:, :48].view(torch.uint8))
+    assert torch.equal(found[1][1], wanted[1][0])
+
+
+def contracted(sizes: list[int], n: int, k: int, dtype: torch.dtype = torch.bfloat16, fast: bool = False) -> Any:
+    """The GPU's and the emulation's product of the tokens of each group, of what the GPU has cast."""
+    (left, offs), (right, _) = tokens(sizes, n), tokens(sizes, k)
+    (a, scale_a, places), (b, scale_b, _) = (ops.grouped_cast(x, offs, "e4m3") for x in (left, right))
+    args = (a, scale_a, "row", b, scale_b, "row", None, dtype, fast, places)
+    return scaled_mm.scaled_mm(*args), markers.scaled_mm(*args)
+
+
+def agree_by_columns(out: torch.Tensor, expected: torch.Tensor, bits: int = 13) -> None:
+    """As `agree`, each element beside the norms of its row and column: the scales of those differ by 2^20."""
+    assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
+    for found, wanted in zip(out.double(), expected.double(), strict=True):
+        rows, columns = (wanted.square().mean(dim, keepdim=True).sqrt() for dim in (1, 0))
+        mean = wanted.square().mean().sqrt()
+        size = rows * columns / mean if mean > 0 else torch.zeros_like(wanted)
+        assert ((found - wanted).abs() <= 2.0**-7 * wanted.abs() + 8 * 2.0 ** (5 - bits) * size).all()
+
+
+@hopper
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(("n", "k"), [(128, 64), (16, 16), (72, 1024), (256, 48)])
+def test_contractions_of_groups_of_any_size(name: str, n: int, k: int) -> None:
+    agree_by_columns(*contracted(GROUPS[name], n, k))
+
+
+@hopper
+@pytest.mark.parametrize("seed", range(12))
+def test_contractions_of_drawn_groups(seed: int) -> None:
+    draw = random.Random(seed)
+    experts, rows = draw.choice([1, 4, 8, 64]), draw.choice([1, 7, 250, 4099])
+    cuts = sorted(draw.randint(0, rows) for _ in range(experts))
+    sizes = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
+    agree_by_columns(*contracted(sizes, draw.choice([24, 208, 4096]), draw.choice([32, 2048])))
+
+
+@hopper
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_contractions_in_other_dtypes(fast: bool, dtype: torch.dtype) -> None:
+    agree_by_columns(*contracted([100, 0, 33, 123], 512, 1024, dtype, fast), bits=11 if fast else 13)
+
+
+@hopper
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [0, 1, 0], [1] + [0] * 1022], ids=lambda sizes: str(len(sizes)))
+def test_contractions_of_no_tokens_are_zeros(sizes: list[int]) -> None:
+    out, wanted = contracted(sizes, 32, 48)
+    agree_by_columns(out, wanted)
+    assert [bool((product == 0).all()) for product in out] == [size == 0 for size in sizes]
 
 
 # --- compiled
@@ -176,7 +288,7 @@ def test_a_step_is_near_the_fake_quantized_one(name: str, flipped: bool, executo
         assert sqnr(bf16[key], got[key].cpu()) >= LEAST, key
         assert sqnr(want.cpu(), got[key].cpu()) >= LEAST, key
     assert {(m.role, m.decision) for m in fp8compile.last_compile().matmuls} == {
-        ("output", "fp8"), ("grad_input", "fp8"), ("grad_weight", "bf16")
+        ("output", "fp8"), ("grad_input", "fp8"), ("grad_weight", "fp8")
     }  # fmt: skip
 
 
@@ -199,7 +311,7 @@ def test_the_kernel_that_runs_is_grouped_fp8(executor: str) -> None:
         run(x, offs).float().square().mean().backward()
         torch.cuda.synchronize()
     names = [e.name for e in recorded.events() or []]
-    assert names.count("aten::_scaled_grouped_mm") == 4
+    assert names.count("aten::_scaled_grouped_mm") == 6
     assert not any("Memcpy DtoH" in name for name in names)  # nobody waits for the sizes of groups
 
 
@@ -217,6 +329,36 @@ def test_cuda_graphs() -> None:
 
 
 @hopper
+def test_cuda_graphs_of_a_training_step() -> None:
+    """Gradients of steps whose groups differ, without a new graph; all that is written before is NaN."""
+    model = Experts(4).bfloat16().cuda()
+    run = compiled(model, mode="reduce-overhead")
+    x = torch.randn(96, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for name in ("even", "uneven", "empty", "last", "even", "uneven"):
+        offs = ends(GROUPS[name], "cuda")
+        found = []
+        for call in (model, run):
+            torch.compiler.cudagraph_mark_step_begin()
+            out = call(x, offs)
+            gradients = torch.autograd.grad(out, (x, *model.parameters()), torch.ones_like(out))
+            found.append([g.clone() for g in gradients])
+        assert all(sqnr(bf16, fp8) >= LEAST for bf16, fp8 in zip(*found, strict=True)), name
+    assert len(fp8compile.compiles()) == 1
+
+
+@hopper
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_what_is_saved_takes_half_the_bytes(executor: str) -> None:
+    """x is given to backward as the payload that grad_weight contracts."""
+    model = Experts(4, 512, 1024).bfloat16().cuda()
+    x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    compiled(model, executor=executor)(x, ends([1000, 0, 2096, 1000], "cuda")).float().square().mean().backward()
+    saved = {row.shape: row.bytes for row in fp8compile.last_compile().saved}
+    assert saved[512, 4096 + 4 * 16] == 512 * (4096 + 4 * 16)
+    assert (4096, 512) not in saved
+
+
+@hopper
 @pytest.mark.parametrize("build", [mixtral, qwen3_moe])
 def test_models_of_transformers_train_as_in_bf16(build: Any) -> None:
     torch.manual_seed(0)
@@ -225,7 +367,7 @@ def test_models_of_transformers_train_as_in_bf16(build: Any) -> None:
     bf16 = losses(first, first)
     fp8 = losses(second, compiled(second, skip=["*.gate"]))
     assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < NEAR
-    assert sum(m.kind == "grouped" for m in fp8compile.last_compile().converted) == 4 * LAYERS
+    assert sum(m.kind == "grouped" for m in fp8compile.last_compile().converted) == 6 * LAYERS
 
 
 def test_elsewhere_experts_stay_in_bf16() -> None:
