@@ -55,9 +55,8 @@ def share_of_rate(matmul: MatmulNode, role: Role) -> float:
     """Return the share of the device's rate for rows that a matmul has: all of it, but for grouped ones in small tiles.
 
     torch's kernel takes its tiles by the size of an average group (ScaledGroupMM.cu). In those for groups of middling
-    size it is slow without fast accumulation: an H100 does 180 to 310 TFLOP/s, where it does 500 to 940 with it, and
-    500 to 650 in BF16. That was seen of grad_weight of Qwen3-30B-A3B's experts, and is taken to hold of grad_input,
-    which has the same tiles.
+    size it is slow without fast accumulation: an H100 does 180 to 340 TFLOP/s for Qwen3-30B-A3B's experts, in any role,
+    where it does 500 to 1160 with it, and 500 to 710 in BF16 (`benchmarks/micro/grouped_matmul.py`).
     """
     if matmul.kind != GROUPED or role.fast_accumulation:
         return 1.0
