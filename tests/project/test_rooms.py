@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,3 +90,14 @@ def test_a_stranger_finds_where_things_are_decided() -> None:
     assert "q and k" in readme("passes/save")  # where is it decided that q is saved in BF16?
     assert "add an operator" in readme("passes/core").lower()  # how do I add an operator to fused regions?
     assert "stays BF16" in readme("passes/matmul")  # why did this matmul stay BF16?
+
+
+def test_every_room_with_code_is_a_package_that_is_installed() -> None:
+    """A room that pyproject.toml does not name is missing where the package is installed from a wheel."""
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    rooms = (room for room in ROOMS if room.startswith(("fp8compile", "passes", "kernels")))
+    found = {room if room.startswith("fp8compile") else f"fp8compile/{room}" for room in rooms}
+    found = {room.replace("/", ".") for room in found}
+    assert len(named) == len(set(named))
+    assert found - set(named) == set()
+    assert set(named) - found <= {"fp8compile.kernels"}  # which has rooms alone
