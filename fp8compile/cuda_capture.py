@@ -6,13 +6,24 @@ A step that is captured later runs as it is before (`capture_step`): what is com
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 _steps: list[bool] = []  # that run now, and are captured or to be captured
-_kept: list[list[Tensor]] = [[]]  # what graphs read: of those that others capture, then of those captured now
+_kept: list[Tensor] = []  # what graphs read that others captured
+
+
+class _Recordings(threading.local):
+    """What the graphs read that this thread records now, innermost last."""
+
+    def __init__(self) -> None:
+        self.kept: list[list[Tensor]] = []
+
+
+_recordings = _Recordings()
 
 
 def is_capturing() -> bool:
@@ -24,18 +35,19 @@ def keep(*tensors: Tensor) -> None:
     """Keep tensors of which no graph knows that it reads them whenever it runs: what is copied from the host, tables
     that a later step replaces. Does nothing unless a graph is being captured."""
     if is_capturing():
-        _kept[-1] += tensors
+        found = _recordings.kept[-1] if _recordings.kept else _kept
+        found += tensors
 
 
 @contextlib.contextmanager
 def keeping() -> Iterator[list[Tensor]]:
     """Collect meanwhile what is to be kept: as long as the graph is."""
     found: list[Tensor] = []
-    _kept.append(found)
+    _recordings.kept.append(found)
     try:
         yield found
     finally:
-        _kept.pop()
+        _recordings.kept.pop()
 
 
 def is_to_be_captured() -> bool:

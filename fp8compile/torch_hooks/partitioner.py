@@ -27,7 +27,8 @@ from fp8compile import devices, ops
 from fp8compile.errors import OptionError
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.passes import pipeline
-from fp8compile.passes.core.compilation import aten, device_of, has_markers, remove_dead, value
+from fp8compile.passes.core.compilation import aten, dependents, device_of, has_markers, remove_dead, value
+from fp8compile.passes.core.node_views import Copy
 from fp8compile.passes.core.snapshot import Snapshot
 from fp8compile.passes.core.verify import signature
 from fp8compile.passes.core.verify_halves import verify_halves
@@ -137,6 +138,7 @@ def _partition(
 ) -> Any:
     p = torch_partitioners
     gm, has_checkpointed_random = _made_ready(gm)
+    _copy_what_is_written(gm.graph)
     halves = _halves(gm, kwargs, options)
     outputs, count = signature(gm.graph), kwargs["num_fwd_outputs"]
     if not halves.backward:
@@ -206,12 +208,14 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
     recomputable = p.get_default_op_list().is_recomputable
     if device_of(gm.graph).type == "cpu":
         recomputable = _but_for_places(recomputable)
+    written = _written_inputs(gm.graph)
     halves = Halves(
         set(info.inputs),
         set(info.required_fw_nodes),
         {n for n in info.required_bw_nodes if n.op != "output"},
-        set(info.static_lifetime_input_nodes),
+        set(info.static_lifetime_input_nodes) - written,
         recomputable,
+        written=written,
     )
     returned, gradients, *_ = p._extract_fwd_bwd_outputs(gm, num_fwd_outputs=outputs)
     primals = [n for n in gm.graph.find_nodes(op="placeholder") if p._is_primal(n)]
@@ -229,6 +233,35 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
         halves.exact.update(hazards)
         halves.forms.update(find_forms(gm.graph, known, options, hazards))
     return halves
+
+
+def _written_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Return the inputs of a graph that it overwrites: buffers that a model updates."""
+    copies = map(Copy, graph.find_nodes(op="call_function", target=aten.copy_.default))
+    return {copy.written for copy in copies if copy.written.op == "placeholder"}
+
+
+def _copy_what_is_written(graph: fx.Graph) -> None:
+    """Let everything read a copy of an input that the graph overwrites, if backward may need what it was: of two forms
+    of it only the copy can be kept. One that is not kept costs nothing."""
+    gradients = [n for n in graph.find_nodes(op="placeholder") if torch_partitioners._is_tangent(n)]
+    backward = dependents(graph, gradients)
+    for node in _written_inputs(graph):
+        readers = [
+            user for user in node.users if not (user.target is aten.copy_.default and Copy(user).written is node)
+        ]
+        if not any(user in backward for reader in dependents(graph, [node]) for user in reader.users):
+            continue
+        with graph.inserting_before(_first(graph, readers)):
+            copy = graph.call_function(aten.clone.default, (node,))
+        copy.meta = {name: x for name, x in node.meta.items() if name in ("val", "tensor_meta")}
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+
+
+def _first(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
+    """Return the one of `nodes` that stands first."""
+    return next(node for node in graph.nodes if node in nodes)
 
 
 def _is_in_fp8(gm: fx.GraphModule) -> bool:

@@ -125,7 +125,8 @@ def cast_tile(
     word = tl.arange(0, TOKENS // 4)[None, :]
     target = data.to(tl.pointer_type(tl.int32), bitcast=True) + tl.multiple_of(place // 4, 4) + word
     target += column[:, None].to(tl.int64) * tl.multiple_of(length // 4, 4)
-    tl.store(target, words, mask=(word < tl.multiple_of(room // 4, 4)) & (column[:, None] < width))
+    left = tl.minimum(room, length - place)  # ends that decrease, which is no grouping, write nothing behind the data
+    tl.store(target, words, mask=(word < tl.multiple_of(left // 4, 4)) & (column[:, None] < width))
 
 
 @triton.jit

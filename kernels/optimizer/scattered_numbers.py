@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8compile.cuda_capture import keep
 from fp8compile.formats import ceil_div
 
 BLOCK = 256
@@ -30,6 +31,7 @@ class ScatteredNumbers:
 
     def vector(self, length: int) -> Tensor:
         """Return the numbers, and the first one again and again up to `length`."""
+        keep(self.table, self.like)
         found = torch.empty(length, dtype=self.like.dtype, device=self.like.device)
         kernel: Any = read_numbers
         with torch.cuda.device_of(found):
@@ -38,6 +40,7 @@ class ScatteredNumbers:
 
     def add(self, by: float, unless: Tensor | None = None) -> None:
         """Add `by` to each number; nothing where `unless`, a number on the device, is not 0."""
+        keep(self.table, self.like)
         count = len(self.table)
         skip = self.like if unless is None else unless  # `like` is 0
         kernel: Any = add_to_numbers

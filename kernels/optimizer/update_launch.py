@@ -80,7 +80,8 @@ class Tables:
     table: Tensor
     sizes: Tensor
     blocks: Tensor
-    keep: list[Any] = field(default_factory=list)  # host memory that a copy under way reads from
+    host: Tensor | None = None  # from which a copy under way reads the addresses
+    fixed: list[Tensor] = field(default_factory=list)  # likewise, sizes and programs
 
 
 _tables: dict[tuple[str, UpdateSchedule, torch.device, tuple[int, ...]], Tables] = {}
@@ -136,11 +137,11 @@ def _tables_of(
     host = pinned(torch.tensor(addresses, dtype=torch.int64), device)
     table = host.to(device, non_blocking=True)
     if known is None:
-        on_host = [pinned(x, device) for x in (torch.tensor(sizes, dtype=torch.int64), blocks_of(sizes, schedule))]
-        of_sizes, blocks = (x.to(device, non_blocking=True) for x in on_host)
-        known = Tables((), table, of_sizes, blocks, on_host)
+        fixed = [pinned(x, device) for x in (torch.tensor(sizes, dtype=torch.int64), blocks_of(sizes, schedule))]
+        of_sizes, blocks = (x.to(device, non_blocking=True) for x in fixed)
+        known = Tables((), table, of_sizes, blocks, fixed=fixed)
     keep(table, known.sizes, known.blocks)
-    found = Tables(tuple(addresses), table, known.sizes, known.blocks, [host, *known.keep])
+    found = Tables(tuple(addresses), table, known.sizes, known.blocks, host, known.fixed)
     if not is_capturing():  # nothing is copied before the graph runs
         _tables[key] = found
     return found

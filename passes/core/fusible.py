@@ -182,6 +182,13 @@ def is_row_reduction(node: fx.Node) -> bool:
     return 0 < len(dims) < n and dims == list(range(n - len(dims), n))
 
 
+def laid_out(node: fx.Node) -> fx.Node:
+    """Return the tensor of which `node` is a view, or a copy that is laid out in another way."""
+    while node.target in RESHAPES | PERMUTES:
+        node = first_input(node)
+    return node
+
+
 def is_col_sum(node: fx.Node) -> bool:
     """Return True if `node` sums over all but the last dimension, or over bands of rows (`bands_of`)."""
     if node.op != "call_function" or node.target is not aten.sum.dim_IntList:

@@ -22,8 +22,8 @@ grad_weight of experts casts groups of tokens, filled up, by a kernel of its own
 `READS_OF_GROUPS` times, whoever else does, and shares that only with others that contract the same groups.
 
 A gradient that FP8 matmuls alone read (and sums of its rows: a bias) is spared what BF16 does with it: one that a
-generated kernel computes is never written, one that is concatenated (of q, k and v out of one matmul) neither written
-nor read. Of a large one with a scale of the whole tensor, a sample of rows is read in place of all for its amax
+generated kernel computes is never written, one that is concatenated of what lies in memory (dq, dk, dv) neither
+written nor read. Of a large one with a scale of the whole tensor, a sample of rows is read in place of all for its amax
 (`passes/regions/one_pass_casts.py`).
 
 `fp8compile.devices` has the constants.
@@ -51,6 +51,7 @@ from fp8compile.recipe import Role
 Timed = tuple[MatmulNode, Role]
 READS_OF_GROUPS = 2.0  # for their amaxes, and to be cast
 TILE = 128  # rows and columns of an output that one multiprocessor computes at a time
+SIDE_BY_SIDE = 4  # tensors at most that a kernel reads as one
 SAMPLE = 1 / 16  # of the rows of a gradient that is cast in one pass
 ONE_PASS = 24 << 20  # bytes of a gradient that is
 
@@ -140,7 +141,7 @@ class Costs:
             return 0.0
         is_large = hint(value(node).numel()) * value(node).element_size() >= ONE_PASS
         sampled = self.one_pass and is_large and granularity.kind == "tensor"
-        unwritten = 2.0 if Concatenation.of(node) else 1.0 if fusible.is_fusible(node) else 0.0
+        unwritten = 2.0 if _is_read_in_pieces(node, granularity) else float(fusible.is_fusible(node))
         return unwritten + (1 - SAMPLE if sampled else 0.0)
 
     def _merged(self, matmul: MatmulNode) -> int:
@@ -207,6 +208,18 @@ def _is_gradient(matmul: MatmulNode, node: fx.Node) -> bool:
     """Return True if the matmul's operand `node` is the gradient of its layer's output."""
     others = [base(x) for x in (matmul.layer.left, matmul.layer.right) if x is not None]
     return matmul.role in ("grad_input", "grad_weight") and bool(others) and node not in others
+
+
+def _is_read_in_pieces(node: fx.Node, granularity: Granularity) -> bool:
+    """Return True for a concatenation that casts do without: of matrices, whose payloads are concatenated, or of a few
+    tensors that lie side by side as columns (`passes/regions/side_by_side.py`)."""
+    cat = Concatenation.of(node)
+    if cat is None or value(node).dim() == 2:
+        return cat is not None
+    shapes = {tuple(value(piece).shape) for piece in cat.pieces}
+    computed = any(fusible.is_fusible(base(fusible.laid_out(piece))) for piece in cat.pieces)
+    alike = len(shapes) == 1 and len(cat.pieces) <= SIDE_BY_SIDE and cat.dim == value(node).dim() - 1
+    return alike and not computed and granularity.kind == "tensor"
 
 
 def _read_by_matmuls_alone(node: fx.Node) -> int:

@@ -67,7 +67,7 @@ def _is_simple(cat: fx.Node) -> bool:
 
 def _reading(region: Region, tensors: list[fx.Node], cat: fx.Node) -> tuple[Region, list[fx.Node]] | None:
     """Return the region that reads the pieces of `cat` in place of it, and its tensors; None if it cannot."""
-    old, owners = tensors.index(cat), [_owner(piece) for piece in Concatenation(cat).pieces]
+    old, owners = tensors.index(cat), [fusible.laid_out(piece) for piece in Concatenation(cat).pieces]
     if any(fusible.is_fusible(base(owner)) for owner in owners):
         return None
     more = tuple(range(len(tensors), len(tensors) + len(owners) - 1))
@@ -92,18 +92,11 @@ def _least(part: Part) -> int:
     return max(LEAST, *(cols for _, cols in part.extents))
 
 
-def _owner(piece: fx.Node) -> fx.Node:
-    """Return the tensor of which `piece` is a view, or a copy that is laid out in another way."""
-    while piece.target in fusible.RESHAPES or Permutation.of(piece):
-        piece = first_input(piece)
-    return piece
-
-
 def _beside(x: Input, part: Part, cat: fx.Node, more: tuple[int, ...]) -> Input:
     """Return `x`, which reads `cat`, as one that reads its pieces: its own tensor and `more`. Raises `NoAccessError`
     where the columns do not run through one piece after the other."""
-    if x.offset or not x.rows or any(v.op in ROW_REDUCTIONS for v in part.values):
-        raise NoAccessError("rows are read whole, or as one")
+    if x.offset or not x.rows or part.bands > 1 or any(v.op in ROW_REDUCTIONS for v in part.values):
+        raise NoAccessError("rows are read whole, as one, or in bands: tiles are not to change")
     pieces, dim = Concatenation(cat).pieces, Concatenation(cat).dim
     shape = list(value(pieces[0]).shape)
     by_piece = [*shape[:dim], len(pieces), *shape[dim:]]
@@ -116,7 +109,10 @@ def _beside(x: Input, part: Part, cat: fx.Node, more: tuple[int, ...]) -> Input:
     places = [split(_in_owner(piece, within), part.cols // len(pieces)) for piece in pieces]
     if any(place != places[0] for place in places) or not all(places[0]):
         raise NoAccessError("pieces are laid out in several ways")
-    return replace(x, rows=places[0][0], cols=places[0][1], beside=more)
+    found = replace(x, rows=places[0][0], cols=places[0][1], beside=more)
+    if found.extent != x.extent:
+        raise NoAccessError("a piece repeats its elements, and stores were made for what varies")
+    return found
 
 
 def _in_owner(piece: fx.Node, access: Access) -> Access:

@@ -48,10 +48,11 @@ class Halves:
     inputs: set[fx.Node]  # of the forward half
     forward: set[fx.Node]  # needed for the forward half's outputs
     backward: set[fx.Node]  # computed from incoming gradients, or returned by the backward half
-    static: set[fx.Node]  # inputs that stay where they are: parameters
+    static: set[fx.Node]  # inputs that stay where they are, as they are: parameters
     is_recomputable: Callable[[fx.Node], bool]  # cheap and pure, by torch's own list
     forms: dict[fx.Node, Form] = field(default_factory=dict)  # how a value would be kept, where not as it is
     exact: set[fx.Node] = field(default_factory=set)  # what backward must not see rounded
+    written: set[fx.Node] = field(default_factory=set)  # inputs that forward overwrites
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ def _price(node: fx.Node, halves: Halves) -> float:
     """Return the price of saving the value of `node`; infinite for what cannot be."""
     if node.op == "placeholder" and is_object(node):
         return 0.0
+    if node in halves.written:  # backward would find what forward has left there
+        return math.inf
     if node.meta.get("recompute") in RECOMPUTED or not isinstance(
         node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     ):

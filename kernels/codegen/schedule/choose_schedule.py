@@ -207,7 +207,8 @@ def _tiled(
 ) -> Schedule:
     """Return tiles of this size: one a program, or walked over by `resident` programs, as symbolic rows always are."""
     rows, cols = extent(part)
-    block_cols = gcd(block_cols, *part.widths)  # each tile lies in one of the inputs that are side by side
+    narrow = gcd(block_cols, *part.widths)  # each tile lies in one of the inputs that are side by side
+    block_rows, block_cols = block_rows * (block_cols // narrow), narrow
     col_blocks = max(1, ceil_div(cols, block_cols))
     row_programs = max(1, (resident or _all_at_a_time(warps)) // (1 if sweeps or held else col_blocks))
     if isinstance(rows, int):

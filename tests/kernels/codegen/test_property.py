@@ -54,13 +54,13 @@ def test_partials_that_are_stored_twice() -> None:
 def test_columns_of_several_tensors_side_by_side() -> None:
     """As gradients of q, k and v that are read where attention has written them."""
     tried = 0
-    for seed in range(50):
+    for seed in range(25):
         found = regions.with_columns_side_by_side(regions.draw(seed))
         if any(part.widths for part in found.region.parts):
             tried += 1
             wrong = regions.failures(seed, "interpreter", "cpu", side_by_side=True)
             assert not wrong, wrong
-    assert tried > 10
+    assert tried > 5
 
 
 def test_draws_are_functions_of_their_seed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import interpreter
 import pytest
 import torch
@@ -193,6 +195,37 @@ def test_a_captured_launch_keeps_what_it_reads(monkeypatch):
     assert any(x is of_graph for x in kept)
     launch(torch.zeros(len(launch.sizes), len(launch.update.scalars)))
     assert len(kept) == 5  # on the host; the table, the sizes, the programs, no numbers
+
+
+def test_tables_of_other_addresses_take_the_place_of_those_before():
+    update, spec = adam("log", "log", root="abs"), adam("log", "log", root="abs").to_json()
+    numbers = torch.zeros(len(FEW), len(update.scalars))
+    sizes = set()
+    for _ in range(4):
+        mine = data_for(update, FEW)
+        update_launch.launch(spec, mine.stored, mine.read, [numbers], "interpreter")
+        (tables,) = [t for key, t in update_launch._tables.items() if key[0] == spec]
+        sizes.add(len(tables.fixed))
+    assert sizes == {2}  # sizes and programs, whatever came before
+
+
+def test_threads_that_record_keep_their_own(monkeypatch):
+    monkeypatch.setattr(cuda_capture, "is_capturing", lambda: True)
+    mine, theirs = torch.zeros(1), torch.zeros(1)
+    found: list[list[torch.Tensor]] = []
+
+    def record() -> None:
+        with cuda_capture.keeping() as kept:
+            cuda_capture.keep(theirs)
+            found.append(kept)
+
+    with cuda_capture.keeping() as kept:
+        thread = threading.Thread(target=record)
+        thread.start()
+        thread.join()
+        cuda_capture.keep(mine)
+    assert [x is mine for x in kept] == [True]
+    assert [x is theirs for x in found[0]] == [True]
 
 
 def test_so_does_one_of_tensors_that_a_kernel_cannot_take(monkeypatch):

@@ -372,6 +372,15 @@ def read_by_others(dy, h):
     return made, made[:8].sin()
 
 
+def columns(dy, h):
+    half = dy.shape[1] // 2
+    return dy[:, :half], h[:, half:]
+
+
+def side_by_side(*pieces):
+    return (torch.cat([x.reshape(8, len(x) // 8, -1) for x in pieces], 2).view(len(pieces[0]), -1),)
+
+
 SAMPLED = 1 + 1 / 16  # reads, where a sample of the rows is read for the amax
 GRADIENTS = {
     "large": (lambda dy, h: (dy,), True, SAMPLED),
@@ -381,6 +390,9 @@ GRADIENTS = {
     "computed, in two passes": (lambda dy, h: (dy * h,), False, 2 - 2),
     "computed, for others as well": (read_by_others, True, 2 - 1),
     "concatenated": (lambda dy, h: (torch.cat([dy[: len(dy) // 2], h[len(dy) // 2 :]]),), True, SAMPLED - 2),
+    "side by side": (lambda dy, h: side_by_side(*columns(dy, h)), True, SAMPLED - 2),
+    "side by side, of other widths": (lambda dy, h: side_by_side(dy[:, :4096], h[:, 4096:]), True, SAMPLED),
+    "side by side, computed": (lambda dy, h: side_by_side(*(x * 2 for x in columns(dy, h))), True, SAMPLED),
 }
 
 

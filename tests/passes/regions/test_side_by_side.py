@@ -155,8 +155,15 @@ def groups_across(a: Tensor, b: Tensor) -> Any:
     return ops.quantize(both, scale, "e4m3", "group(128)"), scale
 
 
+def repeated_rows(a: Tensor, b: Tensor) -> Any:
+    """Each row 32 times: a store of it would be made for what varies."""
+    rows = [x[:2, None].expand(2, 32, 64).reshape(2, 32, 64) for x in (a, b)]
+    return cast(torch.cat(rows, 2).view(64, 128))
+
+
 REFUSED = (
     read_by_others, of_other_widths, along_rows, computed, of_another_layout, by_rows, narrow, groups_across,
+    repeated_rows,
 )  # fmt: skip
 
 
@@ -169,6 +176,29 @@ def test_these_are_concatenated(function: Callable[..., Any]) -> None:
     found, expected = module(a, b), function(a, b)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x.float(), y.float(), rtol=0.13, atol=0.1)  # a code apart, where sums are in doubt
+
+
+def test_sums_of_bands_of_rows_are_those_of_the_concatenation() -> None:
+    """Of rows of each image, whose programs are counted by views."""
+
+    def with_shift(*grads: Tensor) -> Any:
+        both = torch.cat(grads, 1)
+        data, across, scale, _ = cast(both)
+        return data, across, scale, both.view(4, 256, 256).float().sum(1)
+
+    torch.manual_seed(0)
+    grads = [torch.randn(1024, 128).bfloat16() for _ in range(2)]
+    assert_alike(formed(with_shift, *grads)(*grads), with_shift(*grads))
+
+
+@pytest.mark.parametrize("width", [768, 1152, 1600])
+def test_tiles_of_narrow_pieces_have_as_many_elements(width: int) -> None:
+    grads = [torch.empty(8192, width, dtype=torch.bfloat16) for _ in range(3)]
+    module = formed(lambda *x: cast(torch.cat(x, 1)), *grads)
+    for node in regions_of(module.graph):
+        region, schedule = spec_of(node)
+        if any(part.widths for part in region.parts):
+            assert schedule.elements_a_thread >= 16
 
 
 def test_sizes_that_come_later_are_concatenated() -> None:
