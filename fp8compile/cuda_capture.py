@@ -17,7 +17,7 @@ _kept: list[Tensor] = []  # what graphs read that others captured
 
 
 class _Recordings(threading.local):
-    """What the graphs read that this thread records now, innermost last."""
+    """Hold what the graphs read that this thread records now, innermost last."""
 
     def __init__(self) -> None:
         self.kept: list[list[Tensor]] = []

@@ -32,6 +32,7 @@ from fp8compile.passes.core.node_views import Copy
 from fp8compile.passes.core.snapshot import Snapshot
 from fp8compile.passes.core.verify import signature
 from fp8compile.passes.core.verify_halves import verify_halves
+from fp8compile.passes.core.walk import walk
 from fp8compile.passes.save.min_cut import Halves, is_object, may_be_computed_again, run_again
 from fp8compile.passes.save.rounding_hazards import find_hazards
 from fp8compile.passes.save.save_as_fp8 import Cut
@@ -208,7 +209,7 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
     recomputable = p.get_default_op_list().is_recomputable
     if device_of(gm.graph).type == "cpu":
         recomputable = _but_for_places(recomputable)
-    written = _written_inputs(gm.graph)
+    written = set(_written_inputs(gm.graph))
     halves = Halves(
         set(info.inputs),
         set(info.required_fw_nodes),
@@ -235,33 +236,31 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
     return halves
 
 
-def _written_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inputs of a graph that it overwrites: buffers that a model updates."""
+def _written_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Return the inputs of a graph that it overwrites, in the order in which it does: buffers that a model updates."""
     copies = map(Copy, graph.find_nodes(op="call_function", target=aten.copy_.default))
-    return {copy.written for copy in copies if copy.written.op == "placeholder"}
+    return list(dict.fromkeys(copy.written for copy in copies if copy.written.op == "placeholder"))
 
 
 def _copy_what_is_written(graph: fx.Graph) -> None:
     """Let everything read a copy of an input that the graph overwrites, if backward may need what it was: of two forms
     of it only the copy can be kept. One that is not kept costs nothing."""
+    written = _written_inputs(graph)
+    if not written:
+        return
     gradients = [n for n in graph.find_nodes(op="placeholder") if torch_partitioners._is_tangent(n)]
-    backward = dependents(graph, gradients)
-    for node in _written_inputs(graph):
-        readers = [
-            user for user in node.users if not (user.target is aten.copy_.default and Copy(user).written is node)
-        ]
-        if not any(user in backward for reader in dependents(graph, [node]) for user in reader.users):
+    needed = set(walk(dependents(graph, gradients) - {graph.output_node()}))
+    last_input = list(graph.find_nodes(op="placeholder"))[-1]
+    for node in written:
+        if node not in needed:
             continue
-        with graph.inserting_before(_first(graph, readers)):
+        with graph.inserting_after(last_input):
             copy = graph.call_function(aten.clone.default, (node,))
         copy.meta = {name: x for name, x in node.meta.items() if name in ("val", "tensor_meta")}
-        for reader in readers:
-            reader.replace_input_with(node, copy)
-
-
-def _first(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
-    """Return the one of `nodes` that stands first."""
-    return next(node for node in graph.nodes if node in nodes)
+        for reader in list(node.users):
+            is_written_to = reader.target is aten.copy_.default and Copy(reader).written is node
+            if reader is not copy and not is_written_to:
+                reader.replace_input_with(node, copy)
 
 
 def _is_in_fp8(gm: fx.GraphModule) -> bool:

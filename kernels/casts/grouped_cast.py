@@ -8,9 +8,8 @@ nobody waits for anything: the host launches the same for every step, as CUDA gr
 zeros, whatever lay there; what lies behind the last group in x is not read, and in data not written.
 
 A program has some columns of a piece of a group. A first kernel finds the amaxes, a second casts: both read x, and
-together reach 2.2 to 2.4 TB/s on an H100, of 3.0 that a copy has (`benchmarks/micro/grouped_matmul.py`). One kernel
-for both, whose programs have all tokens of a group and find them in the cache the second time, was a fifth faster where
-128 experts had as many tokens each, no faster with 8, and took up to five times as long where one had all of them.
+together reach 2.1 to 2.4 TB/s on an H100 (`benchmarks/micro/grouped_matmul.py`). One kernel for both, whose programs
+have all tokens of a group, would keep most of the GPU waiting where one expert has most of them.
 
 Codes of four tokens make a word, and words are transposed, as in `kernels/codegen/schedule/packed_transpose.py`.
 """

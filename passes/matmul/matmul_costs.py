@@ -39,6 +39,8 @@ from torch import fx
 
 from fp8compile.devices import Device
 from fp8compile.formats import ALIGNMENT, Granularity, round_up
+from fp8compile.kernels.codegen.schedule import one_pass
+from fp8compile.kernels.codegen.spec.region import MOST_BESIDE
 from fp8compile.kernels.reference.grouped_reference import padded_tokens
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.aten_views import Concatenation
@@ -51,9 +53,6 @@ from fp8compile.recipe import Role
 Timed = tuple[MatmulNode, Role]
 READS_OF_GROUPS = 2.0  # for their amaxes, and to be cast
 TILE = 128  # rows and columns of an output that one multiprocessor computes at a time
-SIDE_BY_SIDE = 4  # tensors at most that a kernel reads as one
-SAMPLE = 1 / 16  # of the rows of a gradient that is cast in one pass
-ONE_PASS = 24 << 20  # bytes of a gradient that is
 
 
 class Costs:
@@ -139,10 +138,10 @@ class Costs:
             self.alone[node] = _read_by_matmuls_alone(node)
         if readers < self.alone[node] or not self.alone[node]:
             return 0.0
-        is_large = hint(value(node).numel()) * value(node).element_size() >= ONE_PASS
+        is_large = hint(value(node).numel()) * value(node).element_size() >= one_pass.LEAST
         sampled = self.one_pass and is_large and granularity.kind == "tensor"
         unwritten = 2.0 if _is_read_in_pieces(node, granularity) else float(fusible.is_fusible(node))
-        return unwritten + (1 - SAMPLE if sampled else 0.0)
+        return unwritten + (1 - 1 / one_pass.EVERY if sampled else 0.0)
 
     def _merged(self, matmul: MatmulNode) -> int:
         """Return how many matmuls become one with this (`passes/matmul/merge_matmuls.py`), itself among them."""
@@ -218,7 +217,7 @@ def _is_read_in_pieces(node: fx.Node, granularity: Granularity) -> bool:
         return cat is not None
     shapes = {tuple(value(piece).shape) for piece in cat.pieces}
     computed = any(fusible.is_fusible(base(fusible.laid_out(piece))) for piece in cat.pieces)
-    alike = len(shapes) == 1 and len(cat.pieces) <= SIDE_BY_SIDE and cat.dim == value(node).dim() - 1
+    alike = len(shapes) == 1 and len(cat.pieces) <= MOST_BESIDE and cat.dim == value(node).dim() - 1
     return alike and not computed and granularity.kind == "tensor"
 
 

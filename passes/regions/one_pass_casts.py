@@ -38,7 +38,7 @@ from fp8compile.passes.regions.region_graph import (
     tensors_of,
 )
 
-LEAST = 24 << 20  # bytes that are not read again: about 8 microseconds, as long as the two short kernels take
+LEAST = one_pass.LEAST
 MOST_PIECES = 2048  # of an amax, which each program of a repair reads: more than run at a time with 4 warps
 ACCUMULATED = ("all_amax", "col_sum")
 SCALES = ("scale", "scale_power_of_two")

@@ -18,7 +18,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.kernels.codegen.schedule import choose_schedule
-from fp8compile.kernels.codegen.spec.region import ROW_REDUCTIONS, Input, Part, Region
+from fp8compile.kernels.codegen.spec.region import MOST_BESIDE, ROW_REDUCTIONS, Input, Part, Region
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.aten_views import Concatenation, Permutation
 from fp8compile.passes.core.compilation import aten, base, getitems, value
@@ -35,7 +35,6 @@ from fp8compile.passes.core.iteration import (
 from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.regions.region_graph import GraphEditor, rewrite, spec_of, tensors_of
 
-MOST = 4  # pieces: each tile asks which is its own
 LEAST = 32  # columns of a tile, of which a piece has a whole number
 
 
@@ -59,7 +58,9 @@ def _is_simple(cat: fx.Node) -> bool:
     """Return True if `cat` lies in memory element after element, and puts a few tensors of one shape together."""
     pieces, whole = Concatenation(cat).pieces, value(cat)
     tensors = [whole, *map(value, pieces)]
-    if not 1 < len(pieces) <= MOST or not all(isinstance(s, int) for x in tensors for s in (*x.shape, *x.stride())):
+    if not 1 < len(pieces) <= MOST_BESIDE or not all(
+        isinstance(s, int) for x in tensors for s in (*x.shape, *x.stride())
+    ):
         return False
     kinds = {(x.dtype, tuple(x.shape)) for x in tensors[1:]}
     return len(kinds) == 1 and whole.dtype == tensors[1].dtype and list(whole.stride()) == contiguous(whole.shape)

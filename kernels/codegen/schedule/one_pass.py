@@ -26,6 +26,7 @@ from fp8compile.kernels.codegen.schedule.tiling import Schedule
 from fp8compile.kernels.codegen.spec.region import PARTIALS, Buffer, Digits, Input, Part, Region, Store, Value, reached
 
 EVERY = 16  # rows, of which one is in the sample
+LEAST = 24 << 20  # bytes that are not read again: about 8 microseconds, as long as the two short kernels take
 REPAIRING = 264  # programs of a repair at most: two for each multiprocessor, which find nothing to do at once
 
 

@@ -21,6 +21,7 @@ Size = int | str  # a name stands for a number that comes with the call: see `nu
 Digits = tuple[tuple[Size, Size], ...]  # (size, stride) of the loops that make up an index, outermost first
 Extent = tuple[int, int]
 ELEMENT, ROW, COLUMN, NUMBER = (1, 1), (1, 0), (0, 1), (0, 0)
+MOST_BESIDE = 4  # arguments that have their columns side by side: each tile asks which is its own
 
 
 def number_of(size: Size, sizes: Mapping[str, int]) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from formed import formed as formed_from
 from torch import Tensor, fx, nn
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import reinplace
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8compile
 from fp8compile import ops
@@ -22,8 +22,6 @@ from fp8compile.passes.core.compilation import remove_dead
 from fp8compile.passes.lower.kernel_rows import kernel_rows
 from fp8compile.passes.lower.lower_regions import LAUNCH, lower_regions
 from fp8compile.passes.regions import one_pass_casts
-from fp8compile.passes.regions.combine_regions import combine_regions
-from fp8compile.passes.regions.form_regions import form_regions
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
 
 ROWS, COLS = 2048, 256
@@ -41,16 +39,7 @@ def cast(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor, Tensor]:
     return ops.quantize(x, scale, format, "tensor"), ops.quantize(x, scale, format, "tensor", True), scale
 
 
-def formed(
-    function: Callable[..., Any], *inputs: Tensor, mode: str = "fake", in_one_pass: bool = True
-) -> fx.GraphModule:
-    module = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode=mode)(*inputs)
-    module.graph.eliminate_dead_code()
-    form_regions(module.graph)
-    combine_regions(module.graph, in_one_pass)
-    module.graph.lint()
-    module.recompile()
-    return module
+formed = functools.partial(formed_from, in_one_pass=True)
 
 
 def one_pass_regions(module: fx.GraphModule) -> int:

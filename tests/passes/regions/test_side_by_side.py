@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from formed import formed
 from torch import Tensor, fx, nn
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import ops
 from fp8compile.kernels.codegen.schedule import choose_schedule, one_pass
@@ -18,24 +17,10 @@ from fp8compile.kernels.codegen.schedule.one_pass import is_one_pass
 from fp8compile.passes.core.compilation import aten
 from fp8compile.passes.regions import combine_regions as combine_regions_module
 from fp8compile.passes.regions import one_pass_casts, side_by_side
-from fp8compile.passes.regions.combine_regions import combine_regions
-from fp8compile.passes.regions.form_regions import form_regions
 from fp8compile.passes.regions.region_graph import GraphEditor, regions_of, spec_of
 
 BATCH, LENGTH, HEADS, WIDTH = 4, 50, 2, 64
 COLS = HEADS * WIDTH
-
-
-def formed(
-    function: Callable[..., Any], *inputs: Tensor, mode: str = "fake", in_one_pass: bool = False
-) -> fx.GraphModule:
-    module = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode=mode)(*inputs)
-    module.graph.eliminate_dead_code()
-    form_regions(module.graph)
-    combine_regions(module.graph, in_one_pass)
-    module.graph.lint()
-    module.recompile()
-    return module
 
 
 def concatenations(graph: fx.Graph) -> int:
