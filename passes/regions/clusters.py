@@ -27,6 +27,8 @@ from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.fusion_barriers import is_narrowed_elsewhere, is_read_by_border, is_statistic
 from fp8compile.passes.regions.repeated_values import is_repeated
 
+LONGEST_HELD = 16384  # columns; of 30522, log-softmax's backward with a bias took three times what Inductor's two do
+
 
 @dataclass
 class Cluster:
@@ -191,6 +193,9 @@ def reduces_rows(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
 
 
 def _is_worth_a_kernel(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
+    """Return True for casts, and for column sums next to reductions of rows that a program holds as a whole: those of a
+    norm, and not of logits."""
     if any(s.target in ops.CASTS for s in cluster.sinks):
         return True
-    return reduces_rows(cluster, levels) and any(fusible.is_col_sum(s) for s in cluster.sinks)
+    held = cluster.cols <= LONGEST_HELD
+    return held and reduces_rows(cluster, levels) and any(fusible.is_col_sum(s) for s in cluster.sinks)

@@ -248,6 +248,18 @@ def test_what_nothing_is_cast_of_is_left() -> None:
     assert formed.regions == formed.reasons == []
 
 
+@pytest.mark.parametrize(("columns", "regions"), [(64, 1), (20000, 0)])
+def test_column_sums_next_to_a_reduction_of_rows_that_no_program_holds_are_left(columns: int, regions: int) -> None:
+    """Of log-softmax's backward: rows of logits are as long as the vocabulary."""
+
+    def run(dy: Tensor, y: Tensor) -> Any:
+        dx = dy - y.exp() * dy.sum(-1, keepdim=True)
+        return dx @ dx.t(), dx.sum(0)
+
+    logits = torch.log_softmax(noise(R, columns), -1)
+    assert len(Formed(run, noise(R, columns, seed=3), logits).regions) == regions
+
+
 def test_a_matmul_is_a_border() -> None:
     formed = Formed(lambda x, w: (*cast(torch.sin(x)), *cast(torch.cos(torch.sin(x) @ w))), noise(R, C), noise(C, C))
     assert sorted(map(sorted, formed.operators())) == [
