@@ -80,11 +80,14 @@ def times_in_bf16(graph: fx.Graph, matmuls: Iterable[MatmulNode], device: Device
 
 
 def times_in_fp8(bf16: Times, chosen: Iterable[Timed], costs: Costs) -> Times:
-    """Return the times with these matmuls in FP8; those that become one count once for the host."""
+    """Return the times with these matmuls in FP8, and what others of backward read unpacked; matmuls that become one
+    count once for the host."""
     times = [(matmul, *costs.milliseconds(matmul, role)) for matmul, role in chosen]
+    in_fp8 = {matmul for matmul, _, _ in times}
+    unpacking = sum(x.milliseconds(in_fp8) for x in costs.unpacked)
     launched = {merged_as(matmul) or matmul for matmul, _, _ in times}
     saved = sum(before - after for _, before, after in times)
-    return Times(bf16.gpu - saved, bf16.host + ADDED * len(launched) * 1e-3)
+    return Times(bf16.gpu - saved + unpacking, bf16.host + ADDED * len(launched) * 1e-3)
 
 
 def is_shorter(fp8: Times, bf16: Times, waits_for_host: bool = True) -> bool:

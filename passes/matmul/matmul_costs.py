@@ -21,6 +21,8 @@ begins with all in FP8 that can be, and leaves out what makes the sum of all tim
 grad_weight of experts casts groups of tokens, filled up, by a kernel of its own (`fp8::grouped_cast`): it reads them
 `READS_OF_GROUPS` times, whoever else does, and shares that only with others that contract the same groups.
 
+What backward reads in BF16 is unpacked first, which a matmul in FP8 spares (`passes/matmul/unpack_costs.py`).
+
 A gradient that FP8 matmuls alone read (and sums of its rows: a bias) is spared what BF16 does with it: one that a
 generated kernel computes is never written, one that is concatenated of what lies in memory (dq, dk, dv) neither
 written nor read. Of a large one with a scale of the whole tensor, a sample of rows is read in place of all for its amax
@@ -48,6 +50,7 @@ from fp8compile.passes.core.compilation import VIEWS, base, hint, value
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.walk import users_of, walk
 from fp8compile.passes.matmul.grouped_matmuls import GROUPED, share_of_rate
+from fp8compile.passes.matmul.unpack_costs import Unpacked
 from fp8compile.recipe import Role
 
 Timed = tuple[MatmulNode, Role]
@@ -57,10 +60,20 @@ TILE = 128  # rows and columns of an output that one multiprocessor computes at 
 
 class Costs:
     """The costs of a matmul beside those that are in FP8 already (`matmuls`); one_pass: large gradients are cast in one
-    pass."""
+    pass; unpacked: the activations that matmuls of backward in BF16 would have unpacked."""
 
-    def __init__(self, device: Device, matmuls: Iterable[MatmulNode], one_pass: bool = True):
-        self.device, self.one_pass = device, one_pass
+    def __init__(
+        self,
+        device: Device,
+        matmuls: Iterable[MatmulNode],
+        one_pass: bool = True,
+        unpacked: Sequence[Unpacked] = (),
+    ):
+        self.device, self.one_pass, self.unpacked = device, one_pass, unpacked
+        self.unpacked_by: dict[MatmulNode, list[Unpacked]] = {}
+        for each in unpacked:
+            for matmul in each.readers | each.casters:
+                self.unpacked_by.setdefault(matmul, []).append(each)
         self.alone: dict[fx.Node, int] = {}
         self.in_fp8: set[MatmulNode] = set()
         self.readers: Counter[fx.Node] = Counter()
@@ -88,12 +101,13 @@ class Costs:
         """Return how many milliseconds longer everything takes when `leaving` run in BF16, and `others` have casts for
         themselves that they shared with them; less than 0 if it is faster."""
         times = [self.milliseconds(matmul, role) for matmul, role in leaving]
+        unpacking = self._unpacking([matmul for matmul, _ in leaving])
         before = sum(self.milliseconds(matmul, role)[1] for matmul, role in others)
         self.remove(matmul for matmul, _ in leaving)
         after = sum(self.milliseconds(matmul, role)[1] for matmul, role in others)
         for matmul, _ in leaving:
             self._count(matmul, 1)
-        return sum(bf16 - fp8 for bf16, fp8 in times) + after - before
+        return sum(bf16 - fp8 for bf16, fp8 in times) + after - before + unpacking
 
     def milliseconds(self, matmul: MatmulNode, role: Role) -> tuple[float, float]:
         """Return the times of this matmul in BF16, and in FP8 as `role` of the recipe says."""
@@ -124,10 +138,21 @@ class Costs:
         casts = moved / (d.casts * 1e9) + kernels / self._siblings(matmul) * d.launch * 1e-3
         return bf16, work * m * np_ * kp / rate + start / merged + casts
 
-    def pays(self, matmul: MatmulNode, role: Role) -> bool:
-        """Return True if a matmul is faster in FP8 by itself."""
+    def is_faster(self, matmul: MatmulNode, role: Role) -> bool:
+        """Return True if a matmul and its casts take less time in FP8."""
         bf16, fp8 = self.milliseconds(matmul, role)
         return fp8 < bf16
+
+    def pays(self, matmul: MatmulNode, role: Role) -> bool:
+        """Return True if a matmul is faster in FP8 by itself, with what is not unpacked for it then."""
+        bf16, fp8 = self.milliseconds(matmul, role)
+        return fp8 < bf16 + self._unpacking([matmul])
+
+    def _unpacking(self, leaving: Sequence[MatmulNode]) -> float:
+        """Return how many milliseconds longer activations take to unpack when `leaving` run in BF16."""
+        staying = self.in_fp8 - set(leaving)
+        concerned = dict.fromkeys(each for matmul in leaving for each in self.unpacked_by.get(matmul, ()))
+        return sum(x.milliseconds(staying) - x.milliseconds(self.in_fp8 | set(leaving)) for x in concerned)
 
     def _spared(self, matmul: MatmulNode, node: fx.Node, granularity: Granularity, readers: int) -> float:
         """Return how often less an operand is read and written than `_reads` and BF16 would have it, where FP8 matmuls

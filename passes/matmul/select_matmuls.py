@@ -27,6 +27,7 @@ from fp8compile.passes.matmul.matmul_costs import Costs
 from fp8compile.passes.matmul.output_heads import find_heads
 from fp8compile.passes.matmul.profitability import leave_out
 from fp8compile.passes.matmul.roles import find_roles
+from fp8compile.passes.matmul.unpack_costs import find_unpacked
 from fp8compile.plan import overrides
 from fp8compile.plan.reasons import BY_PLAN, DIFFERENTIATED, Reason, Why
 from fp8compile.plan.rows import BF16, FP8
@@ -101,7 +102,8 @@ def _record_hints(matmul: MatmulNode, c: Compilation) -> None:
 def _profitable(candidates: Sequence[Candidate], c: Compilation) -> Costs:
     """Return the costs beside the matmuls that are to be in FP8; those without which all is faster get an objection."""
     chosen = [x for x in candidates if x.objection is None]
-    costs = Costs(c.device, (x.matmul for x in chosen), c.options.one_pass_casts)
+    unpacked = find_unpacked(c, [x.matmul for x in candidates]) if c.device.has_fp8 else []
+    costs = Costs(c.device, (x.matmul for x in chosen), c.options.one_pass_casts, unpacked)
     if c.options.select != "all" and c.device.has_fp8:
         gathered_in_fp8 = {x.matmul for x in chosen if _is_gathered(x.matmul)}
         timed = [(x.matmul, x.casts) for x in chosen if x.casts is not None]
@@ -146,6 +148,8 @@ def _decide(x: Candidate, costs: Costs, c: Compilation) -> None:
         why = Why(Reason.FASTER, "faster by the cost model")
         if x.casts is not None and not costs.pays(x.matmul, x.casts):
             why = why.with_remark(Reason.SHARED_CASTS, " for all that share its casts")
+        elif x.casts is not None and not costs.is_faster(x.matmul, x.casts):
+            why = why.with_remark(Reason.UNPACKED, " with what unpacking its operand for BF16 would take")
     if _is_gathered(x.matmul):
         why = Why(Reason.GATHERED, "its weight is gathered in FP8")
     if takes_rows_alone(x.matmul, c.options.recipe):
