@@ -120,7 +120,7 @@ def test_what_is_small_or_kept_by_request_is_not_unpacked() -> None:
 
 def planned(model: nn.Module, monkeypatch: pytest.MonkeyPatch, device: devices.Device) -> dict[tuple[str, int], Matmul]:
     """Return the rows of the plan by role, and by the size that the layer contracts."""
-    monkeypatch.setattr(matmul_costs.Costs, "milliseconds", costs_of)
+    monkeypatch.setattr(matmul_costs.Costs, "milliseconds", lambda _, matmul, role: (1.0, 1.0 - GAINS[matmul.role]))
     c = joint(model, torch.randn(ROWS, WIDTH, dtype=torch.bfloat16), save_min_bytes=0, select="profitable").compilation
     c.device = device
     canonicalize.run(c)
@@ -132,16 +132,13 @@ def decided(model: nn.Module, monkeypatch: pytest.MonkeyPatch, device: devices.D
     return {name: row.decision for name, row in planned(model, monkeypatch, device).items()}
 
 
-GAIN, LOSS = 0.02, 0.01  # milliseconds of a matmul in FP8: output and grad_input gain, grad_weight loses
-
-
-def costs_of(costs: matmul_costs.Costs, matmul: MatmulNode, role: object) -> tuple[float, float]:
-    return 1.0, (1.0 + LOSS if matmul.role == "grad_weight" else 1.0 - GAIN)
+# Milliseconds that a matmul gains in FP8, before what is unpacked.
+GAINS = {"output": 0.02, "grad_input": 0.02, "grad_weight": -0.01}
 
 
 def test_a_grad_weight_that_spares_more_than_it_loses_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     spared = 3 * ROWS * HIDDEN * 1e-6
-    assert spared > LOSS
+    assert spared > -GAINS["grad_weight"]
     found = decided(Feedforward(), monkeypatch, DEVICE)
     assert found == {
         ("output", WIDTH): FP8, ("output", HIDDEN): FP8, ("grad_input", HIDDEN): FP8,
@@ -154,11 +151,19 @@ def test_a_grad_weight_that_spares_more_than_it_loses_is_in_fp8(monkeypatch: pyt
     assert decided(Feedforward(), monkeypatch, fast)["grad_weight", HIDDEN] == BF16
 
 
+def test_it_stays_where_a_grad_input_leaves_that_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both together would leave for more if nothing had to be unpacked."""
+    monkeypatch.setitem(GAINS, "grad_input", -0.005)
+    found = decided(Feedforward(), monkeypatch, DEVICE)
+    assert found["grad_input", HIDDEN] == BF16
+    assert found["grad_weight", HIDDEN] == FP8
+
+
 def test_a_step_that_unpacks_for_longer_than_it_gains_is_bf16s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which one matmul gains, and attention by matmuls does not; a GPU that unpacks in no time gains."""
     monkeypatch.setattr(host_costs, "is_shorter", IS_SHORTER)
     monkeypatch.setattr(host_costs, "host_launches", lambda: False)
-    assert sum(x.milliseconds(set()) for x in unpacked(Attention(fused=False))[0]) > GAIN
+    assert sum(x.milliseconds(set()) for x in unpacked(Attention(fused=False))[0]) > GAINS["output"]
     assert decided(Attention(fused=False), monkeypatch, DEVICE)["output", WIDTH] == BF16
     fast = dataclasses.replace(DEVICE, casts=1.0)
     assert decided(Attention(fused=False), monkeypatch, fast)["output", WIDTH] == FP8
