@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp8compile.cuda_capture import is_capturing, keep
 from fp8compile.kernels.optimizer.emit_update import ALIGNMENT, columns
+from fp8compile.kernels.optimizer.known_launch import KnownLaunch
 from fp8compile.kernels.optimizer.update_launch import SCHEDULE, blocks_of, kernel_of, pinned
 from fp8compile.kernels.optimizer.update_spec import from_json
 
@@ -26,7 +27,7 @@ class BoundLaunch:
     def __init__(self, spec: str, stored: Sequence[Tensor], read: Sequence[Tensor], target: str = "cuda") -> None:
         self.update, self.target, self.device = from_json(spec), target, stored[0].device
         self.wide, self.narrow = (self.update.width(x) for x in (self.update.stored, self.update.read))
-        self.kernel = kernel_of(self.update, SCHEDULE, target)
+        self.kernel = KnownLaunch(kernel_of(self.update, SCHEDULE, target), options=SCHEDULE.options(target))
         self.sizes = [x.numel() for x in stored[:: self.wide]]
         count = len(self.sizes)
         addresses = torch.empty(count, self.wide + self.narrow, dtype=torch.int64)
@@ -68,7 +69,7 @@ class BoundLaunch:
         widths = self.wide + self.narrow, len(self.update.scalars)
         arguments = self.table, self.active_sizes, self.blocks, numbers, *widths
         with torch.cuda.device_of(self.table):
-            self.kernel[(len(self.blocks),)](*arguments, **SCHEDULE.options(self.target))
+            self.kernel(len(self.blocks), *arguments)
 
 
 def is_usable(x: Tensor) -> bool:

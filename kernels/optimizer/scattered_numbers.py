@@ -7,7 +7,6 @@ device, made once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from fp8compile.cuda_capture import keep
 from fp8compile.formats import ceil_div
+from fp8compile.kernels.optimizer.known_launch import KnownLaunch
 
 BLOCK = 256
 
@@ -28,14 +28,14 @@ class ScatteredNumbers:
         addresses = torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64)
         self.table = addresses.to(first.device)
         self.like = torch.zeros(1, dtype=first.dtype, device=first.device)
+        self.read, self.count = KnownLaunch(read_numbers, (BLOCK,)), KnownLaunch(add_to_numbers, (BLOCK,))
 
     def vector(self, length: int) -> Tensor:
         """Return the numbers, and the first one again and again up to `length`."""
         keep(self.table, self.like)
         found = torch.empty(length, dtype=self.like.dtype, device=self.like.device)
-        kernel: Any = read_numbers
         with torch.cuda.device_of(found):
-            kernel[(ceil_div(length, BLOCK),)](self.table, found, len(self.table), length, BLOCK=BLOCK)
+            self.read(ceil_div(length, BLOCK), self.table, found, len(self.table), length)
         return found
 
     def add(self, by: float, unless: Tensor | None = None) -> None:
@@ -43,9 +43,8 @@ class ScatteredNumbers:
         keep(self.table, self.like)
         count = len(self.table)
         skip = self.like if unless is None else unless  # `like` is 0
-        kernel: Any = add_to_numbers
         with torch.cuda.device_of(self.table):
-            kernel[(ceil_div(count, BLOCK),)](self.table, self.like, skip, by, count, BLOCK=BLOCK)
+            self.count(ceil_div(count, BLOCK), self.table, self.like, skip, by, count)
 
 
 def are_scattered(tensors: Sequence[Tensor]) -> bool:

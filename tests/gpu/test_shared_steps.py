@@ -12,11 +12,15 @@ from torch import nn
 
 import fp8compile
 from fp8compile.backend import fp8
+from fp8compile.kernels.optimizer.known_launch import KnownLaunch
 from fp8compile.kernels.reference import state_reference
 from fp8compile.optimizer.shared_step import shared_step
 from fp8compile.optimizer.state_parts import INNER
 
 pytestmark = pytest.mark.gpu
+
+from fp8compile.kernels.optimizer.scattered_numbers import BLOCK, read_numbers  # noqa: E402  # imports Triton
+
 SHAPES = ((96, 64), (64, 65), (7,), (30, 4, 50), (1,))
 NAMES = ["adam_decayed", "adamw", "amsgrad", "nadam", "radam", "adamax", "rmsprop_centered", "adadelta"]
 MIB = 1 << 20
@@ -101,3 +105,19 @@ def test_states_are_stored_and_read_by_a_kernel() -> None:
     read = state.dequantize()
     assert torch.cuda.max_memory_allocated() - before <= 4 * x.numel() + 16 * MIB
     assert torch.equal(read[: 1 << 20], state_reference.decode(codes, ends, "log/stochastic"))
+
+
+def test_what_is_launched_again_is_compiled_for_its_arguments() -> None:
+    """Addresses of both alignments, other counts (1 is a constant of the code), and another dtype, in turns."""
+    launch = KnownLaunch(read_numbers, (BLOCK,))
+    for _ in range(2):
+        for dtype in (torch.float32, torch.int64):
+            for count in (1, 16, 37):
+                for offset in (0, 1):
+                    numbers = [torch.full((4,), i + 1, device="cuda", dtype=dtype) for i in range(count)]
+                    table = torch.tensor([x.data_ptr() for x in numbers], device="cuda")
+                    found = torch.full((count + 4 + offset,), -1, device="cuda", dtype=dtype)
+                    launch(1, table, found[offset:], count, count + 2)
+                    expected = [-1] * offset + [*range(1, count + 1), 1, 1, -1, -1]
+                    assert found.tolist() == expected
+    assert len(launch.known) == 12

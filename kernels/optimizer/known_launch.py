@@ -1,0 +1,51 @@
+"""Launch a kernel again and again without asking each time what its arguments are.
+
+Triton binds, sorts and hashes the arguments of every launch, to find the code that it has compiled for such ones: some
+40 microseconds of the host, where the launch itself takes a few. An optimizer's step launches the same few kernels with
+the same few kinds of arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes: the only property of an address for which Triton compiles other code
+MOST = 64  # kinds of arguments that are remembered
+
+
+class KnownLaunch:
+    """A Triton function, called with what a launch has (programs, arguments) on the current device and stream.
+
+    constants: of its last parameters; options: of its compilation.
+    """
+
+    def __init__(
+        self, kernel: Any, constants: tuple[int, ...] = (), options: Mapping[str, int | bool] | None = None
+    ) -> None:
+        self.kernel, self.constants, self.options = kernel, constants, dict(options or {})
+        self.known: dict[tuple[Any, ...], Any] = {}  # kinds of arguments → compiled code
+
+    def __call__(self, programs: int, *arguments: Any) -> None:
+        """Launch `programs` programs of the kernel."""
+        kinds = tuple(map(_kind, arguments))
+        compiled = self.known.get(kinds)
+        given = *arguments, *self.constants
+        if compiled is not None:
+            compiled[(programs, 1, 1)](*given)
+            return
+        from triton.compiler import CompiledKernel
+
+        found = self.kernel[(programs,)](*given, **self.options)
+        if isinstance(found, CompiledKernel) and len(self.known) < MOST:  # the interpreter compiles nothing
+            self.known[kinds] = found
+
+
+def _kind(x: Any) -> Any:
+    """Return what Triton compiles code for: dtype, device and alignment of a tensor, the value of an integer, and the
+    type alone of another number."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.device, x.data_ptr() % ALIGNMENT == 0
+    return x if type(x) is int else type(x)
