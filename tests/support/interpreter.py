@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 import linecache
+import math
 import os
 import sys
+import weakref
 from types import CodeType
 from typing import Any
 
@@ -47,6 +49,8 @@ def prepare() -> None:
     module._patch_lang_tensor = patch_lang_tensor
     module._patch_lang = _once_a_launch(module)
     module.FunctionRewriter._get_jit_fn_file_line = lambda rewriter: _place(rewriter.fn.__code__)
+    _make_shapes_once(module)
+    _leave_alone_what_fits(importlib.import_module("triton.language.semantic").TritonSemantic)
 
 
 def _place(code: CodeType) -> tuple[str, int]:
@@ -57,15 +61,69 @@ def _place(code: CodeType) -> tuple[str, int]:
     return code.co_filename, line
 
 
+def _make_shapes_once(module: Any) -> None:
+    """Every operator makes a block's type and a tensor, and both write down a shape, number by number; it is the same
+    few shapes over and over, and nobody writes to them. Left to itself this takes half of the time of a kernel."""
+    core = module.tl.core
+    make_block, tensor = core.block_type.__init__, core.tensor
+    blocks: dict[Any, dict[str, Any]] = {}  # attributes of a block type, by type of element and shape
+    shapes: dict[Any, tuple[Any, Any]] = {}  # a tensor's (shape, number of elements), by its sizes
+    numbers: dict[Any, Any] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        if isinstance(element_ty, core.pointer_type):  # which is no key
+            return make_block(self, element_ty, shape)
+        key = (element_ty, *(s.value if isinstance(s, core.constexpr) else s for s in shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        return vars(self).update(blocks[key])
+
+    def of_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in shapes:
+            numel = core.constexpr(math.prod(sizes))
+            shapes[sizes] = core.tuple([core.constexpr(s) for s in sizes]), numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[sizes]
+
+    def numpy_type(of: Any) -> Any:
+        element = of.element_ty if isinstance(of, core.block_type) else of
+        if isinstance(element, core.pointer_type):
+            return numpy_of(element)
+        if element not in numbers:
+            numbers[element] = numpy_of(element)
+        return numbers[element]
+
+    numpy_of, module._get_np_dtype = module._get_np_dtype, numpy_type
+    core.block_type.__init__, tensor.__init__ = block_type, of_tensor
+
+
+def _leave_alone_what_fits(semantic: Any) -> None:
+    """Every operator casts and broadcasts its operands, most of which have the type and the shape already."""
+    cast, broadcast = semantic.cast, semantic.broadcast_impl_value
+
+    def cast_others(self: Any, x: Any, to: Any, *more: Any, **named: Any) -> Any:
+        return x if x.type.scalar is to.scalar else cast(self, x, to, *more, **named)
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        # tensors of one shape share the tuple (`_make_shapes_once`)
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    semantic.cast, semantic.broadcast_impl_value = cast_others, broadcast_others
+
+
 def _once_a_launch(module: Any) -> Any:
     """The interpreter's own change of `triton.language` before a function runs, left out where it is in place: a kernel
     calls dozens of functions, and each would look through all of the language again."""
     patch = module._patch_lang
     modules = (module.tl, module.tl.core)
     in_place: set[Any] = set()
+    named_by: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
     def patch_lang(function: Any) -> Any:
-        named = {x for x in function.__globals__.values() if any(x is m for m in modules)}
+        if (named := named_by.get(function)) is None:
+            named_by[function] = named = {x for x in function.__globals__.values() if any(x is m for m in modules)}
         if named and named <= in_place:
             return None  # the function is called by a kernel, and nobody restores anything
         scope = patch(function)
