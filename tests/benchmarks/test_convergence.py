@@ -45,7 +45,11 @@ def made(name: str, seed: int, losses: list[float], second: float, readings: lis
 
 
 def interrupted(folder: Path, name: str, evaluations: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run `name` for so many evaluations at a time; how many calls it took."""
+    """Run `name` for so many evaluations at a time; how many calls it took.
+
+    A call finds what another has compiled of the same model by the same options, and nothing of its optimizer.
+    """
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
     arguments = ["--tiny", "--steps", str(STEPS), "--seeds", "1", "--configurations", name, "--out", str(folder)]
     calls = 0
     while True:
@@ -87,6 +91,7 @@ def test_bf16_parameters_have_masters(tmp_path):
     settings = benchmark.Settings(benchmark.SIZES["tiny"], "cpu", "all", "bf16", "eager", "")
     corpus = benchmark.load_corpus(None, 64)
     trainer = benchmark.Trainer(settings, corpus, shown.Run("O2 blockwise", 0, 60))
+    trainer.step = trainer.model  # its gradients have the same dtype, and what updates it is asked about
     trainer.train(2)
     p = trainer.model.blocks[0].attention.q.weight
     assert p.dtype == benchmark.torch.bfloat16

@@ -27,6 +27,8 @@ ONE_LAYER: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any]
     ("instruct", "tiny"): (lambda r: r.make(128, 1), lambda r, g: r.batch(g, 4, 96)),
     ("vision_language", "tiny"): (lambda r: r.VisionLanguage(128, 1, 32, 8, 128, 1), lambda r, g: r.batch(g, 8, 32)),
 }
+# All parameters of the Llama that instruct trains as well, by the script that lora is of.
+TRAINED = [key for key in ONE_LAYER if key != ("finetune", "tiny")]
 
 
 def leaving_steps(compile: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +40,7 @@ def leaving_steps(compile: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
-@pytest.mark.parametrize(("name", "size"), ONE_LAYER, ids=lambda x: x)
+@pytest.mark.parametrize(("name", "size"), TRAINED, ids=lambda x: x)
 def test_a_recipe_trains_in_fp8_as_in_bf16(name, size, capsys, monkeypatch):
     recipe = importlib.import_module(name)
     from side_by_side import main
