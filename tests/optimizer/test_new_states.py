@@ -87,7 +87,7 @@ import torch, fp8compile
 from fp8compile.kernels.optimizer import update
 import fp8compile.optimizer.state_ops as ops
 
-ELEMENTS = 100 << 20
+ELEMENTS = 50 << 20
 
 def optimizer(prepared):
     small = torch.nn.Parameter(torch.ones(64, 64))
@@ -118,7 +118,7 @@ for prepared in (False, True):
 
 
 def test_the_first_step_takes_its_states_and_little_more() -> None:
-    """Resident memory, in MiB, of states of 100 Mi elements that are made in a step: 64 MiB above what is kept.
+    """Resident memory, in MiB, of states of 50 Mi elements that are made in a step: 64 MiB above what is kept.
 
     Of an optimizer that is not prepared, and of one that is; each in a process of its own.
     """
@@ -131,5 +131,5 @@ def test_the_first_step_takes_its_states_and_little_more() -> None:
     assert len(lines) == 2
     for line in lines:
         grown, kept = map(float, line.split())
-        assert kept > 200
+        assert kept > 100
         assert grown < kept + 64, lines
