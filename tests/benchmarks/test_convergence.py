@@ -45,11 +45,7 @@ def made(name: str, seed: int, losses: list[float], second: float, readings: lis
 
 
 def interrupted(folder: Path, name: str, evaluations: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run `name` for so many evaluations at a time; how many calls it took.
-
-    A call finds what another has compiled of the same model by the same options, and nothing of its optimizer.
-    """
-    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    """Run `name` for so many evaluations at a time; how many calls it took."""
     arguments = ["--tiny", "--steps", str(STEPS), "--seeds", "1", "--configurations", name, "--out", str(folder)]
     calls = 0
     while True:
