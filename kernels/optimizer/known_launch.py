@@ -12,14 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes: the only property of an address for which Triton compiles other code
+ALIGNMENT = 16  # bytes: the only property of an address for which Triton compiles other code, on NVIDIA's GPUs
 MOST = 64  # kinds of arguments that are remembered
 
 
 class KnownLaunch:
-    """A Triton function, called with what a launch has (programs, arguments) on the current device and stream.
+    """A Triton function that is launched on the current device and stream.
 
-    constants: of its last parameters; options: of its compilation.
+    constants: the values of its last parameters; options: of its compilation. Only the first launch with arguments of
+    a kind runs hooks of the function, and checks the global values that it was compiled with.
     """
 
     def __init__(
@@ -48,4 +49,4 @@ def _kind(x: Any) -> Any:
     type alone of another number."""
     if isinstance(x, Tensor):
         return x.dtype, x.device, x.data_ptr() % ALIGNMENT == 0
-    return x if type(x) is int else type(x)
+    return int(x) if isinstance(x, int) and not isinstance(x, bool) else type(x)

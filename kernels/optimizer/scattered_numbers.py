@@ -28,14 +28,14 @@ class ScatteredNumbers:
         addresses = torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64)
         self.table = addresses.to(first.device)
         self.like = torch.zeros(1, dtype=first.dtype, device=first.device)
-        self.read, self.count = KnownLaunch(read_numbers, (BLOCK,)), KnownLaunch(add_to_numbers, (BLOCK,))
+        self.launch_read, self.launch_add = KnownLaunch(read_numbers, (BLOCK,)), KnownLaunch(add_to_numbers, (BLOCK,))
 
     def vector(self, length: int) -> Tensor:
         """Return the numbers, and the first one again and again up to `length`."""
         keep(self.table, self.like)
         found = torch.empty(length, dtype=self.like.dtype, device=self.like.device)
         with torch.cuda.device_of(found):
-            self.read(ceil_div(length, BLOCK), self.table, found, len(self.table), length)
+            self.launch_read(ceil_div(length, BLOCK), self.table, found, len(self.table), length)
         return found
 
     def add(self, by: float, unless: Tensor | None = None) -> None:
@@ -44,7 +44,7 @@ class ScatteredNumbers:
         count = len(self.table)
         skip = self.like if unless is None else unless  # `like` is 0
         with torch.cuda.device_of(self.table):
-            self.count(ceil_div(count, BLOCK), self.table, self.like, skip, by, count)
+            self.launch_add(ceil_div(count, BLOCK), self.table, self.like, skip, by, count)
 
 
 def are_scattered(tensors: Sequence[Tensor]) -> bool:

@@ -13,6 +13,7 @@ from torch import fx
 from torch._inductor import config as inductor_config  # whether unused random numbers must be drawn all the same
 from torch._subclasses.fake_tensor import FakeTensor  # no public name; nodes carry these as their value metadata
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
 from fp8compile.devices import Device
@@ -29,6 +30,7 @@ VIEWS = {
     aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
     aten.expand.default, aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
 }  # fmt: skip
+RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)  # tags of a checkpointed region
 # What a node inherits from the one it is made for: where it comes from, and to which checkpointed region and which
 # half of training it belongs. Without the region's tags a partitioner would save what it should recompute.
 INHERITED = (
@@ -179,8 +181,16 @@ def _attach(node: fx.Node) -> None:
         update_value(node)
     except (RuntimeError, ValueError):  # these strides allow no view: Inductor's pad_mm slices what a view reads
         if node.target is aten.view.default:
-            node.target = aten.reshape.default
-            update_value(node)
+            _copy_in_place_of_view(node)
+
+
+def _copy_in_place_of_view(node: fx.Node) -> None:
+    """Turn a view into a reshape; leave one alone that has another number of elements, which the verifier finds."""
+    node.target = aten.reshape.default
+    try:
+        update_value(node)
+    except (RuntimeError, ValueError):
+        node.target = aten.view.default
 
 
 def complete_values(graph: fx.Graph) -> None:

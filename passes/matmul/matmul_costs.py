@@ -150,9 +150,12 @@ class Costs:
 
     def _unpacking(self, leaving: Sequence[MatmulNode]) -> float:
         """Return how many milliseconds longer activations take to unpack when `leaving` run in BF16."""
-        staying = self.in_fp8 - set(leaving)
         concerned = dict.fromkeys(each for matmul in leaving for each in self.unpacked_by.get(matmul, ()))
-        return sum(x.milliseconds(staying) - x.milliseconds(self.in_fp8 | set(leaving)) for x in concerned)
+        if not concerned:
+            return 0.0
+        staying = {m for x in concerned for m in (*x.readers, *x.casters) if m in self.in_fp8 and m not in leaving}
+        before = {*staying, *leaving}
+        return sum(x.milliseconds(staying) - x.milliseconds(before) for x in concerned)
 
     def _spared(self, matmul: MatmulNode, node: fx.Node, granularity: Granularity, readers: int) -> float:
         """Return how often less an operand is read and written than `_reads` and BF16 would have it, where FP8 matmuls

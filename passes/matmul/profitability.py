@@ -28,12 +28,13 @@ def leave_out(matmuls: Sequence[Timed], costs: Costs, bound: Collection[MatmulNo
     free = [(matmul, role) for matmul, role in matmuls if matmul not in bound]
     while True:
         before = len(staying)
-        for matmul, role in free:
-            if matmul in staying and not costs.pays(matmul, role):
-                around = [other for other in near[matmul] if other in staying and other not in bound]
-                for leaving in _least(_sets(matmul, around), near, staying, costs):
-                    costs.remove([leaving])
-                    del staying[leaving]
+        for is_fine in (costs.pays, costs.is_faster):  # those first that nothing spared makes up for
+            for matmul, role in free:
+                if matmul in staying and not is_fine(matmul, role):
+                    around = [other for other in near[matmul] if other in staying and other not in bound]
+                    for leaving in _least(_sets(matmul, around), near, staying, costs):
+                        costs.remove([leaving])
+                        del staying[leaving]
         if len(staying) == before:
             return {matmul for matmul, _ in matmuls} - staying.keys()
 

@@ -102,7 +102,7 @@ def _record_hints(matmul: MatmulNode, c: Compilation) -> None:
 def _profitable(candidates: Sequence[Candidate], c: Compilation) -> Costs:
     """Return the costs beside the matmuls that are to be in FP8; those without which all is faster get an objection."""
     chosen = [x for x in candidates if x.objection is None]
-    unpacked = find_unpacked(c, [x.matmul for x in candidates]) if c.device.has_fp8 else []
+    unpacked = find_unpacked(c, [(x.matmul, x.casts) for x in candidates]) if c.device.has_fp8 else []
     costs = Costs(c.device, (x.matmul for x in chosen), c.options.one_pass_casts, unpacked)
     if c.options.select != "all" and c.device.has_fp8:
         gathered_in_fp8 = {x.matmul for x in chosen if _is_gathered(x.matmul)}
@@ -125,12 +125,15 @@ def _leave_to_bf16_if_no_step_is_shorter(candidates: Sequence[Candidate], costs:
     by_host = host_costs.host_launches() and not c.options.captured
     if host_costs.is_shorter(fp8, bf16, by_host):
         return
-    why = f"the step would be no shorter: about {bf16.gpu:.1f} ms on the GPU in BF16, {fp8.gpu:.1f} in FP8"
+    digits = 1 if bf16.gpu >= 10 else 2
+    gpu, host = (
+        f"{x:.{digits}f} in BF16, {y:.{digits}f} in FP8" for x, y in ((bf16.gpu, fp8.gpu), (bf16.host, fp8.host))
+    )
+    why = f"the step would be no shorter: milliseconds on the GPU about {gpu}"
+    if fp8.unpacking:
+        why += f", {fp8.unpacking:.{digits}f} of it to unpack activations for what stays in BF16"
     if by_host:
-        why = (
-            f"the step would be no shorter: about {bf16.gpu:.1f} ms on the GPU and {bf16.host:.1f} on the host in "
-            f"BF16, {fp8.gpu:.1f} and {fp8.host:.1f} in FP8 (mode='reduce-overhead' or capture_step spares the host)"
-        )
+        why += f"; on the host {host} (mode='reduce-overhead' or capture_step spares the host)"
     for x in chosen:
         x.objection = Why(Reason.HOST, why)
 
@@ -149,7 +152,7 @@ def _decide(x: Candidate, costs: Costs, c: Compilation) -> None:
         if x.casts is not None and not costs.pays(x.matmul, x.casts):
             why = why.with_remark(Reason.SHARED_CASTS, " for all that share its casts")
         elif x.casts is not None and not costs.is_faster(x.matmul, x.casts):
-            why = why.with_remark(Reason.UNPACKED, " with what unpacking its operand for BF16 would take")
+            why = why.with_remark(Reason.UNPACKED, " with what BF16 would take to keep and unpack its operand")
     if _is_gathered(x.matmul):
         why = Why(Reason.GATHERED, "its weight is gathered in FP8")
     if takes_rows_alone(x.matmul, c.options.recipe):

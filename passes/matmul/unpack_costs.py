@@ -4,7 +4,8 @@ A step in BF16 keeps what the matmuls, convolutions and attention of its backwar
 keeps payloads (`passes/save/saved_forms.py`), of which another kernel makes BF16 again for all that stays in BF16:
 
     backward    reads the payload, or what a norm or an activation function is computed from, and writes the value
-    forward     writes the payload of what a library's kernel computed, and reads that as well where no cast does anyway
+    forward     writes the payload of what a library's kernel computed, if none is at hand; and reads that as well where
+                no cast does anyway
 
 A grad_weight in FP8 reads payloads as they are. So a matmul that would be faster in BF16 by itself may be slower there,
 and a model of which few matmuls gain from FP8 may lose more than they gain.
@@ -12,28 +13,43 @@ and a model of which few matmuls gain from FP8 may lose more than they gain.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from math import prod
 
+import torch
 from torch import fx
 
-from fp8compile.devices import Device
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import Compilation, base, dependents, hint, is_tangent, value
+from fp8compile.passes.core.compilation import (
+    RECOMPUTED,
+    Compilation,
+    base,
+    dependents,
+    hint,
+    is_tangent,
+    is_tensor,
+    value,
+)
 from fp8compile.passes.core.matmul_node import MatmulNode
-from fp8compile.passes.core.node_views import argument
 from fp8compile.passes.core.origin import module_path
+from fp8compile.passes.core.scale_groups import group_of, made_at
+from fp8compile.passes.matmul.weights import weight_nodes
+from fp8compile.recipe import Role
+
+Readers = Mapping[fx.Node, set[MatmulNode]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unpacked:
     """Hold what unpacking an activation for library kernels of backward takes.
 
-    readers: matmuls of backward that read it; always: something else does, which is never in FP8. casters: matmuls of
-    forward that read it, and cast it if they are in FP8. backward, forward, cast: milliseconds; forward where a cast is
-    there anyway, cast where none is.
+    node: the activation. readers: matmuls of backward that read it; always: something else does, which is never in FP8.
+    casters: matmuls of forward that read it, and cast it if they are in FP8. backward, forward, cast: milliseconds;
+    forward where a cast is there anyway, cast where none is.
     """
 
+    node: fx.Node
     readers: frozenset[MatmulNode]
     casters: frozenset[MatmulNode]
     always: bool
@@ -48,59 +64,85 @@ class Unpacked:
         return self.backward + (self.forward if any(m in in_fp8 for m in self.casters) else self.cast)
 
 
-def find_unpacked(c: Compilation, matmuls: Collection[MatmulNode]) -> list[Unpacked]:
-    """Return the activations that backward would unpack if none of these matmuls of a joint graph were in FP8."""
+def find_unpacked(c: Compilation, matmuls: Sequence[tuple[MatmulNode, Role | None]]) -> list[Unpacked]:
+    """Return the activations that backward would unpack if no matmul of a joint graph were in FP8, in its order.
+
+    matmuls: all of the graph, with their casts by the recipe.
+    """
     backward = dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n)))
-    readers: dict[fx.Node, set[MatmulNode]] = {}  # in the order of the graph
+    weights = weight_nodes(c)
+    readers: dict[fx.Node, set[MatmulNode]] = {}
     casters: dict[fx.Node, set[MatmulNode]] = {}
     always: set[fx.Node] = set()
-    for matmul in matmuls:
-        if matmul.role == "grad_input":  # its other operand is a weight
-            continue
+    for matmul, _ in matmuls:
         found = readers if matmul.node in backward else casters
-        for node in _of_forward((matmul.left, matmul.right), backward):
+        for node in _activations((matmul.left, matmul.right), backward | weights):
             found.setdefault(node, set()).add(matmul)
     for attention in c.graph.nodes:
         if attention in backward and operators.is_attention(attention.target):
-            for node in _of_forward(_values(attention), backward):
+            for node in _activations(_rounded(attention, c), backward | weights):
                 readers.setdefault(node, set())
                 always.add(node)
-    kept = [node for node in readers if _is_kept_in_fp8(node, c)]
-    return [_unpacked(n, readers[n], casters.get(n, set()), n in always, c.device) for n in kept]
+    returned = {x for n in c.graph.output_node().all_input_nodes if n not in backward for x in (n, base(n))}
+    roles = dict(matmuls)
+    kept = [node for node in readers if _is_kept_in_fp8(node, returned, c)]
+    return [_unpacked(node, readers[node], casters.get(node, set()), node in always, roles, c) for node in kept]
 
 
-def _of_forward(operands: Iterable[fx.Node | None], backward: set[fx.Node]) -> list[fx.Node]:
-    """Return the tensors of forward among these operands, whatever their layout is."""
-    return [fusible.laid_out(x) for x in operands if x is not None and x not in backward]
+def _activations(operands: Iterable[fx.Node | None], others: Set[fx.Node]) -> list[fx.Node]:
+    """Return the tensors of forward among these operands, whatever their layout is. others: weights and gradients."""
+    return [fusible.laid_out(x) for x in operands if x is not None and x not in others]
 
 
-def _values(attention: fx.Node) -> Iterator[fx.Node]:
-    """Yield the values that an attention's backward reads: queries and keys are kept as they are."""
-    try:
-        found = argument(attention, "value")
-    except (AttributeError, KeyError):  # no operator, or of other arguments
-        return
-    if isinstance(found, fx.Node):
-        yield found
+def _rounded(attention: fx.Node, c: Compilation) -> list[fx.Node]:
+    """Return what an attention's backward reads of the tensors of forward that are rounded to be kept."""
+    names = ["value", "out"]
+    if c.options.saves(module_path(attention))[1] == "fp8_with_qk":
+        names += ["query", "key"]
+    given = operators.arguments(attention)
+    return [x for name in names if isinstance(x := given.get(name), fx.Node) and is_tensor(x)]
 
 
-def _is_kept_in_fp8(node: fx.Node, c: Compilation) -> bool:
-    """Return True if `node` is an activation that a step with FP8 keeps as payload and scales."""
-    x = value(node)
-    if base(node).op == "placeholder" or not x.is_floating_point():
+def _is_kept_in_fp8(node: fx.Node, returned: Set[fx.Node], c: Compilation) -> bool:
+    """Return True for an activation that a step with FP8 keeps as payload and scales, if it keeps it: not computed
+    again in a checkpointed region (`passes/save/saved_forms.py` decides in the end)."""
+    made, x = made_at(node), value(node)
+    if made.op == "placeholder" or node in returned or x.dtype not in fusible.FLOATS or x.dim() < 2:
         return False
-    is_large = hint(x.numel()) * x.element_size() >= c.options.save_min_bytes
-    return is_large and c.options.saves(module_path(node))[1] != "bf16"
+    if (
+        any(n.meta.get("recompute") in RECOMPUTED for n in (node, made))
+        or c.options.saves(module_path(made))[1] == "bf16"
+    ):
+        return False
+    return _elements(x) * x.element_size() >= c.options.save_min_bytes and group_of(node)[0] is not None
 
 
 def _unpacked(
-    node: fx.Node, readers: Iterable[MatmulNode], casters: Iterable[MatmulNode], always: bool, device: Device
+    node: fx.Node,
+    readers: Set[MatmulNode],
+    casters: Set[MatmulNode],
+    always: bool,
+    roles: Mapping[MatmulNode, Role | None],
+    c: Compilation,
 ) -> Unpacked:
-    elements, size = hint(value(node).numel()), value(node).element_size()
-    rate, launch = device.casts * 1e9, device.launch * 1e-3  # bytes a millisecond; milliseconds
-    computed = fusible.is_fusible(
-        base(node)
-    )  # from what is kept: the payload is written, and read, by what is there anyway
+    elements, size = _elements(value(node)), value(node).element_size()
+    rate, launch = c.device.casts * 1e9, c.device.launch * 1e-3  # bytes a millisecond; milliseconds
     backward = (1 + size) * elements / rate + launch
-    forward, cast = (0.0, 0.0) if computed else (elements / rate, (size + 1) * elements / rate + launch)
-    return Unpacked(frozenset(readers), frozenset(casters), always, backward, forward, cast)
+    forward, cast = elements / rate, (size + 1) * elements / rate + launch
+    if any(_casts_by_rows(node, m, roles[m]) for m in casters):  # that payload is kept
+        forward = 0.0
+    if fusible.is_fusible(base(node)):  # computed from what is kept, by kernels that are there anyway
+        forward = cast = 0.0
+    return Unpacked(node, frozenset(readers), frozenset(casters), always, backward, forward, cast)
+
+
+def _casts_by_rows(node: fx.Node, matmul: MatmulNode, role: Role | None) -> bool:
+    """Return True if a matmul of forward casts `node` with a scale for each row or group of it."""
+    if role is None:
+        return False
+    is_left = matmul.left is not None and fusible.laid_out(matmul.left) is node
+    return (role.left if is_left else role.right).granularity.kind in ("row", "group")
+
+
+def _elements(x: torch.Tensor) -> int:
+    return prod(map(hint, x.shape))

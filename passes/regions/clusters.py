@@ -193,8 +193,7 @@ def reduces_rows(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
 
 
 def _is_worth_a_kernel(cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
-    """Return True for casts, and for column sums next to reductions of rows that a program holds as a whole: those of a
-    norm, and not of logits."""
+    """Return True for casts, and for column sums next to reductions of rows that are not too long: of a norm, say."""
     if any(s.target in ops.CASTS for s in cluster.sinks):
         return True
     held = cluster.cols <= LONGEST_HELD

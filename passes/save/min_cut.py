@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
 from fp8compile.passes.core import fusible
-from fp8compile.passes.core.compilation import VIEWS, aten, is_tensor, value
+from fp8compile.passes.core.compilation import RECOMPUTED, VIEWS, aten, is_tensor, value
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.save.saved_forms import Form, bytes_of
@@ -38,7 +38,6 @@ from fp8compile.passes.save.saved_forms import Form, bytes_of
 NEVER = -1.0  # in place of the price of computing again: what only backward computes
 RECOMPUTE = 1 / 64  # cost of computing a byte again, in bytes saved
 NARROWING = {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default}
-RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,11 @@ from fp8compile.formats import E4M3
 from fp8compile.passes.core.aten_views import Permutation
 from fp8compile.passes.core.compilation import Compilation, aten, is_tensor, same_sizes, update_value, value
 from fp8compile.passes.core.replace import copied, restride
+from fp8compile.passes.core.scale_groups import dense_order
 from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.core.stride_demands import is_demanded
 from fp8compile.passes.save.min_cut import Halves, run_again
-from fp8compile.passes.save.saved_forms import Form, bytes_of, dense_order, is_random, memory_of
+from fp8compile.passes.save.saved_forms import Form, bytes_of, is_random, memory_of
 from fp8compile.passes.save.saved_value import SavedValue
 from fp8compile.plan.overrides import SavedKey
 from fp8compile.plan.reasons import Reason, Why

@@ -31,9 +31,10 @@ from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import is_tensor, value
 from fp8compile.passes.core.marker_views import ScaledMM
 from fp8compile.passes.core.matmul_views import GroupedMM
+from fp8compile.passes.core.scale_groups import made_at
 from fp8compile.passes.save.min_cut import Halves, Prices, may_be_computed_again, may_be_kept, plan_saved, saved_bytes
 from fp8compile.passes.save.recompute_cost import find_far
-from fp8compile.passes.save.saved_forms import as_it_is, bytes_of, count, is_random, made_at, memory_of
+from fp8compile.passes.save.saved_forms import as_it_is, bytes_of, count, is_random, memory_of
 from fp8compile.plan.reasons import Reason, Why
 
 STEPS = 7  # of a bisection over prices: to a factor of two

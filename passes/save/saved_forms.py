@@ -21,14 +21,14 @@ from fp8compile import ops
 from fp8compile.formats import E4M3, parse_granularity
 from fp8compile.options import Options
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import VIEWS, aten, base, divides, hint, is_tensor, value
+from fp8compile.passes.core.compilation import aten, base, hint, is_tensor, value
 from fp8compile.passes.core.marker_views import Quantize
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.origin import module_path
+from fp8compile.passes.core.scale_groups import GROUPS, REORDERED, dense_order, group_of, group_of_tensor, made_at
 from fp8compile.passes.save.rounding_hazards import Hazards
 from fp8compile.plan.reasons import Reason, Why
 
-GROUPS = (128, 64, 32, 16)
 SCALE_BYTES = 4
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 AT_HAND = Why(Reason.AT_HAND, "a matmul of forward reads it")
@@ -41,7 +41,6 @@ FOR_LOSS = Why(Reason.FOR_LOSS, "no matmul reads it: it is for the loss")
 NOTHING_IN_FP8 = Why(
     Reason.NOTHING_IN_FP8, "no matmul of this graph is in FP8, so nothing is rounded (option save would round it)"
 )
-REORDERED = {*VIEWS, aten.clone.default} - {aten.expand.default, aten.slice.Tensor, aten.select.int}
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _as_fp8(node: fx.Node, forward: set[fx.Node]) -> Form:
             size = count(value(cast.node).shape) + SCALE_BYTES * count(value(cast.scale).shape)
             return Form(AT_HAND, size, cast.granularity, cast.node, cast.scale, path)
     x = value(path[-1] if path else node)
-    group, merged = _group(x) if path else _group_of(node)
+    group, merged = group_of_tensor(x) if path else group_of(node)
     assert group is not None
     n = count(x.shape)
     return Form(ACTIVATION, n + SCALE_BYTES * (n // group), f"group({group})", path=path, merged=merged)
@@ -176,18 +175,11 @@ def _casts(node: fx.Node, forward: set[fx.Node]) -> Iterator[tuple[tuple[fx.Node
             if user in seen or not is_tensor(user) or user not in forward:
                 continue
             cast = Quantize.of(user)
-            if cast is not None and cast.x is path[-1] and x.dim() == 2 and _group(x)[0] is not None:
+            if cast is not None and cast.x is path[-1] and x.dim() == 2 and group_of_tensor(x)[0] is not None:
                 yield path[1:], cast
             elif user.target in REORDERED and count(value(user).shape) == size:
                 seen.add(user)
                 stack.append((*path, user))
-
-
-def made_at(node: fx.Node) -> fx.Node:
-    """Return the node that computed the values of `node`, which may be a view, a copy or a conversion of it."""
-    while node.op == "call_function" and (node.target in REORDERED or node.target in fusible.CONVERSIONS):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def memory_of(node: fx.Node) -> fx.Node:
@@ -218,42 +210,10 @@ def _unfit(node: fx.Node, least: int) -> Why | None:
         return Why(Reason.VECTOR, "a vector" if x.dim() else "a number")
     if bytes_of(x) < least:
         return Why(Reason.TOO_SMALL, f"smaller than {least} bytes")
-    if _group_of(node)[0] is None:
+    if group_of(node)[0] is None:
         rows = x.shape[dense_order(x)[-1]]
         return Why(Reason.UNALIGNED, f"rows of {rows} are no multiple of {GROUPS[-1]}")
     return None
-
-
-def dense_order(x: torch.Tensor) -> list[int]:
-    """Return the dimensions of `x` as they lie in memory, outermost first; in their own order where any repeats."""
-    strides = [hint(s) for s in x.stride()]
-    if 0 in strides:
-        return list(range(x.dim()))
-    return sorted(range(x.dim()), key=lambda d: (-strides[d], d))
-
-
-def _group(x: torch.Tensor, merged: int = 1) -> tuple[int | None, int]:
-    """Return the largest group that divides the innermost dimension (the features), or the product of several."""
-    length: Any = 1
-    for d in dense_order(x)[-merged:]:
-        length = length * x.shape[d]
-    return next((g for g in GROUPS if divides(g, length)), None), merged
-
-
-def _group_of(node: fx.Node) -> tuple[int | None, int]:
-    """Return the group of `node`. Where its rows are pixels, those of one channel may make groups together."""
-    x = value(node)
-    found = _group(x)
-    order = dense_order(x)
-    if found[0] is None and _is_image(node) and x.permute(order).is_contiguous() and order[:2] == [0, 1]:
-        return _group(x, x.dim() - 2)
-    return found
-
-
-def _is_image(node: fx.Node) -> bool:
-    """Return True if a convolution makes `node` or reads it: [batch, channels, *pixels]."""
-    near = [made_at(node), *node.users]
-    return value(node).dim() >= 3 and any(operators.is_convolution(n.target) for n in near)
 
 
 def _is_by_product(node: fx.Node) -> bool:

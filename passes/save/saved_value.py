@@ -22,7 +22,8 @@ from fp8compile.passes.core.marker_views import GroupedPart
 from fp8compile.passes.core.matmul_node import plain
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.origin import module_path, source_line
-from fp8compile.passes.save.saved_forms import Form, as_it_is, dtype_name, made_at
+from fp8compile.passes.core.scale_groups import made_at
+from fp8compile.passes.save.saved_forms import Form, as_it_is, dtype_name
 from fp8compile.plan.overrides import SavedKey, saved_key
 from fp8compile.plan.reasons import Reason, Why
 

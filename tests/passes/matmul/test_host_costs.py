@@ -47,7 +47,7 @@ def test_a_short_step_stays_in_bf16_and_a_long_one_does_not() -> None:
 def test_the_reason_has_both_times_and_what_to_do() -> None:
     (text,) = {row.reason for row in layers(2048, WIDTHS, WIDTHS[0], H100).matmuls.rows()}
     assert "on the GPU" in text
-    assert "on the host in BF16" in text
+    assert "on the host" in text
     assert "mode='reduce-overhead'" in text
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from joint import joint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import fp8compile
 from fp8compile import devices
 from fp8compile.passes.core.compilation import Compilation
+from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.matmul import canonicalize, host_costs, matmul_costs, select_matmuls
+from fp8compile.passes.matmul.grouped_matmuls import casts_of
 from fp8compile.passes.matmul.roles import find_roles
 from fp8compile.passes.matmul.unpack_costs import Unpacked, find_unpacked
 from fp8compile.plan.reasons import Reason
@@ -37,6 +42,19 @@ class Feedforward(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class Three(nn.Module):
+    """Three layers that read one activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False, dtype=torch.bfloat16)
+        self.many = nn.ModuleList(nn.Linear(HIDDEN, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        return torch.cat([layer(h) for layer in self.many])
+
+
 class LowRank(nn.Module):
     """Two layers with nothing in between."""
 
@@ -56,12 +74,13 @@ class Attention(nn.Module):
         super().__init__()
         self.fused = fused
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False, dtype=torch.bfloat16)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(1, 1, ROWS, 3 * WIDTH).split(WIDTH, -1)
         if self.fused:
-            return F.scaled_dot_product_attention(q, k, v)
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+            return self.out(F.scaled_dot_product_attention(q, k, v))
+        return self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v)
 
 
 def unpacked(
@@ -70,7 +89,7 @@ def unpacked(
     c = joint(model, torch.randn(ROWS, WIDTH, dtype=dtype), **{"save_min_bytes": 0, **options}).compilation
     c.device = DEVICE
     canonicalize.run(c)
-    return find_unpacked(c, find_roles(c)), c
+    return find_unpacked(c, [(m, casts_of(m, c.options.recipe)) for m in find_roles(c)]), c
 
 
 def milliseconds(nanoseconds: int) -> object:
@@ -87,25 +106,65 @@ def test_what_is_computed_is_written_again(dtype: torch.dtype) -> None:
     assert found.milliseconds({reader}) == 0
 
 
-def test_what_a_matmul_computed_is_cast_as_well() -> None:
-    """Unless the layer that reads it casts it."""
-    (found,), _ = unpacked(LowRank())
+@pytest.mark.parametrize(("recipe", "written"), [("tensorwise", 1), ("rowwise", 0)])
+def test_what_a_matmul_computed_is_cast_as_well(recipe: str, written: int) -> None:
+    """Unless the layer that reads it casts it: to keep it, if each row has its own scale."""
+    (found,), _ = unpacked(LowRank(), recipe=recipe)
     (reader,), (caster,) = found.readers, found.casters
     assert caster is reader.layer
     elements = ROWS * HIDDEN
     assert found.milliseconds(set()) == milliseconds((3 + 3) * elements)
-    assert found.milliseconds({caster}) == milliseconds((3 + 1) * elements)
+    assert found.milliseconds({caster}) == milliseconds((3 + written) * elements)
     assert found.milliseconds({caster, reader}) == 0
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_attention_reads_its_values_and_by_matmuls_all_that_it_is_made_of(fused: bool) -> None:
-    """No attention of torch is handed a rounded query or key. A matmul is: q, k, v and the weights."""
-    found, _ = unpacked(Attention(fused))
-    sizes = sorted(x.backward for x in found)
+@pytest.mark.parametrize(("fused", "options"), [(True, {}), (True, {"save": "fp8_with_qk"}), (False, {})])
+def test_attention_reads_what_is_rounded_for_it_and_by_matmuls_all_that_it_is_made_of(
+    fused: bool, options: Any
+) -> None:
+    """Values and its own output; queries and keys if they may be rounded. Matmuls read q, k, v, weights and output."""
+    found, _ = unpacked(Attention(fused), **options)
     each = milliseconds(3 * ROWS * WIDTH)
-    assert sizes == ([each] if fused else [milliseconds(3 * ROWS * ROWS), each, each, each])
+    others = [each] * (2 if options else 0) if fused else [milliseconds(3 * ROWS * ROWS), each, each]
+    assert sorted(x.backward for x in found) == [*others, each, each]
     assert all(x.always == fused for x in found)
+
+
+class Changed(nn.Module):
+    """A model that changes something about the activation between two layers."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        hidden = 100 if change == "rows_of_100" else HIDDEN
+        self.change = change
+        self.up = nn.Linear(WIDTH, hidden, bias=False, dtype=torch.bfloat16)
+        self.down = nn.Linear(hidden, WIDTH, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.change == "checkpointed":
+            return checkpoint(lambda x: self.down(F.gelu(self.up(x))), x, use_reentrant=False)
+        return self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("change", ["rows_of_100", "checkpointed", "none"])
+def test_what_is_not_kept_in_fp8_is_not_unpacked(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that no group divides, and what is computed again."""
+    seen: list[list[Unpacked]] = []
+
+    def noted(c: Compilation) -> list[MatmulNode]:
+        found, before, c.device = find_roles(c), c.device, DEVICE
+        seen.append(find_unpacked(c, [(m, casts_of(m, c.options.recipe)) for m in found]))
+        c.device = before
+        return found
+
+    monkeypatch.setattr(select_matmuls, "find_roles", noted)
+    options = {"select": "all", "save_min_bytes": 0, "executor": "eager", "strict": True}
+    run = torch.compile(Changed(change), backend="fp8", options=options)
+    run(torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
+    (found,) = seen
+    saved = [row for row in fp8compile.compiles()[-1].saved if row.shape[-1:] in ((100,), (HIDDEN,))]
+    kept = [row for row in saved if row.form.startswith("e4m3")]
+    assert (len(found), bool(kept)) == ((1, True) if change == "none" else (0, False))
 
 
 def test_what_is_small_or_kept_by_request_is_not_unpacked() -> None:
@@ -158,11 +217,22 @@ def test_it_stays_where_a_grad_input_leaves_that_loses(monkeypatch: pytest.Monke
     assert found["grad_weight", HIDDEN] == FP8
 
 
+@pytest.mark.parametrize(("loss", "decision"), [(0.003, FP8), (0.005, BF16)])
+def test_what_is_unpacked_once_is_spared_once(loss: float, decision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three matmuls that read it may lose so much together, and not each."""
+    spared = 3 * ROWS * HIDDEN * 1e-6
+    assert (3 * loss < spared) == (decision == FP8)
+    assert loss < spared
+    monkeypatch.setitem(GAINS, "grad_weight", -loss)
+    assert decided(Three(), monkeypatch, DEVICE)["grad_weight", HIDDEN] == decision
+
+
 def test_a_step_that_unpacks_for_longer_than_it_gains_is_bf16s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which one matmul gains, and attention by matmuls does not; a GPU that unpacks in no time gains."""
+    """Of which four matmuls gain, and attention by matmuls does not; a GPU that unpacks in no time gains."""
     monkeypatch.setattr(host_costs, "is_shorter", IS_SHORTER)
     monkeypatch.setattr(host_costs, "host_launches", lambda: False)
-    assert sum(x.milliseconds(set()) for x in unpacked(Attention(fused=False))[0]) > GAINS["output"]
-    assert decided(Attention(fused=False), monkeypatch, DEVICE)["output", WIDTH] == BF16
-    fast = dataclasses.replace(DEVICE, casts=1.0)
+    slow, fast = (dataclasses.replace(DEVICE, casts=casts) for casts in (1e-4, 1.0))
+    rows = planned(Attention(fused=False), monkeypatch, slow)
+    assert rows["output", WIDTH].decision == BF16
+    assert "of it to unpack" in rows["output", WIDTH].reason
     assert decided(Attention(fused=False), monkeypatch, fast)["output", WIDTH] == FP8
