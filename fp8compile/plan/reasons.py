@@ -49,7 +49,7 @@ class Reason(StrEnum):
 
     # remarks that a matmul's reason adds
     SHARED_CASTS = "shared_casts"  # faster for all that share its casts together
-    UNPACKED = "unpacked"  # faster with what unpacking its operand for BF16 would take
+    UNPACKED = "unpacked"  # faster with what BF16 would take to keep and unpack its operand
     ROWS_ALONE = "rows_alone"  # grouped FP8 takes scales of rows, whatever the recipe says
     READ_ROUNDED = "read_rounded"  # its weight was gathered in FP8, and is read rounded
     CAST_AGAIN = "cast_again"  # its weight was gathered in FP8, and is cast again

@@ -68,8 +68,7 @@ class BoundLaunch:
         numbers = self.no_numbers if matrix is None else matrix
         widths = self.wide + self.narrow, len(self.update.scalars)
         arguments = self.table, self.active_sizes, self.blocks, numbers, *widths
-        with torch.cuda.device_of(self.table):
-            self.kernel(len(self.blocks), *arguments)
+        self.kernel(len(self.blocks), *arguments)
 
 
 def is_usable(x: Tensor) -> bool:

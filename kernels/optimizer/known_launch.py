@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes: the only property of an address for which Triton compiles other code, on NVIDIA's GPUs
@@ -17,7 +18,7 @@ MOST = 64  # kinds of arguments that are remembered
 
 
 class KnownLaunch:
-    """A Triton function that is launched on the current device and stream.
+    """A Triton function that is launched on the device of its first argument, a tensor, and the stream there.
 
     constants: the values of its last parameters; options: of its compilation. Only the first launch with arguments of
     a kind runs hooks of the function, and checks the global values that it was compiled with.
@@ -34,12 +35,13 @@ class KnownLaunch:
         kinds = tuple(map(_kind, arguments))
         compiled = self.known.get(kinds)
         given = *arguments, *self.constants
-        if compiled is not None:
-            compiled[(programs, 1, 1)](*given)
-            return
+        with torch.cuda.device_of(arguments[0]):
+            if compiled is not None:
+                compiled[(programs, 1, 1)](*given)
+                return
+            found = self.kernel[(programs,)](*given, **self.options)
         from triton.compiler import CompiledKernel
 
-        found = self.kernel[(programs,)](*given, **self.options)
         if isinstance(found, CompiledKernel) and len(self.known) < MOST:  # the interpreter compiles nothing
             self.known[kinds] = found
 

@@ -34,8 +34,7 @@ class ScatteredNumbers:
         """Return the numbers, and the first one again and again up to `length`."""
         keep(self.table, self.like)
         found = torch.empty(length, dtype=self.like.dtype, device=self.like.device)
-        with torch.cuda.device_of(found):
-            self.launch_read(ceil_div(length, BLOCK), self.table, found, len(self.table), length)
+        self.launch_read(ceil_div(length, BLOCK), self.table, found, len(self.table), length)
         return found
 
     def add(self, by: float, unless: Tensor | None = None) -> None:
@@ -43,8 +42,7 @@ class ScatteredNumbers:
         keep(self.table, self.like)
         count = len(self.table)
         skip = self.like if unless is None else unless  # `like` is 0
-        with torch.cuda.device_of(self.table):
-            self.launch_add(ceil_div(count, BLOCK), self.table, self.like, skip, by, count)
+        self.launch_add(ceil_div(count, BLOCK), self.table, self.like, skip, by, count)
 
 
 def are_scattered(tensors: Sequence[Tensor]) -> bool:

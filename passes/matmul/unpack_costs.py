@@ -10,8 +10,9 @@ keeps payloads (`passes/save/saved_forms.py`), of which another kernel makes BF1
 A grad_weight in FP8 reads payloads as they are. So a matmul that would be faster in BF16 by itself may be slower there,
 and a model of which few matmuls gain from FP8 may lose more than they gain.
 
-Measured as the kernels' time of a step that FP8 saves, of twelve short steps on an H100: the estimate was off by 1.5 ms
-at most, 0.3 in the median. Without these costs Swin-B was to be 1.0 ms faster, and was 3.9 slower.
+Of twelve short steps on an H100 (`benchmarks/training/short_steps.py`, kernels' time in torch's profiler) the estimate
+of what FP8 saves was off by 1.5 ms at most, 0.4 in the median. Without these costs Swin-B was to be 1.0 ms faster, and
+was 3.9 slower.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ from fp8compile.passes.core.origin import module_path
 from fp8compile.passes.core.scale_groups import group_of, made_at
 from fp8compile.passes.matmul.weights import weight_nodes
 from fp8compile.recipe import Role
-
-Readers = Mapping[fx.Node, set[MatmulNode]]
 
 
 @dataclass(frozen=True, eq=False)
