@@ -1,8 +1,7 @@
 """Launch a kernel again and again without asking each time what its arguments are.
 
-Triton binds, sorts and hashes the arguments of every launch, to find the code that it has compiled for such ones: some
-40 microseconds of the host, where the launch itself takes a few. An optimizer's step launches the same few kernels with
-the same few kinds of arguments.
+Triton binds, sorts and hashes the arguments of every launch, to find the code that it has compiled for such ones. An
+optimizer's step launches the same few kernels with the same few kinds of arguments.
 """
 
 from __future__ import annotations

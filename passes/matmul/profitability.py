@@ -1,10 +1,11 @@
 """Profitability: select the set of matmuls for which FP8 is faster, counting casts that several share once.
 
 Each has a time in BF16 and in FP8 that depends on the others (`passes/matmul/matmul_costs.py`): a matmul that leaves
-FP8 leaves the reads of its operands to those that share them. So all are in FP8 first. Where one is slower so by
-itself, the set around it is looked for without which the sum of all times is least: it leaves, or, if no set makes the
-sum less, all stay. Sets that may leave are the matmul alone, a layer's two gradients, its three matmuls, and the same
-of all layers that read one activation (q, k and v).
+FP8 leaves the reads of its operands to those that share them. So all are in FP8 first. Where one is slower by itself,
+the set around it is looked for without which the sum of all times is least: it leaves, or, if no set makes the sum
+less, all stay. First come matmuls that are slower even with the unpacking that they spare
+(`passes/matmul/unpack_costs.py`). Sets that may leave are the matmul alone, a layer's two gradients, its three matmuls,
+and the same of all layers that read one activation (q, k and v).
 
 What has left does not come back, and not all sets are tried: `tests/passes/matmul/test_profitability.py` compares with
 all ways.

@@ -9,10 +9,6 @@ keeps payloads (`passes/save/saved_forms.py`), of which another kernel makes BF1
 
 A grad_weight in FP8 reads payloads as they are. So a matmul that would be faster in BF16 by itself may be slower there,
 and a model of which few matmuls gain from FP8 may lose more than they gain.
-
-Of twelve short steps on an H100 (`benchmarks/training/short_steps.py`, kernels' time in torch's profiler) the estimate
-of what FP8 saves was off by 1.5 ms at most, 0.4 in the median. Without these costs Swin-B was to be 1.0 ms faster, and
-was 3.9 slower.
 """
 
 from __future__ import annotations
@@ -46,12 +42,11 @@ from fp8compile.recipe import Role
 class Unpacked:
     """Hold what unpacking an activation for library kernels of backward takes.
 
-    node: the activation. readers: matmuls of backward that read it; always: something else does, which is never in FP8.
+    readers: matmuls of backward that read it; always: something else does, which is never in FP8.
     casters: matmuls of forward that read it, and cast it if they are in FP8. backward, forward, cast: milliseconds;
     forward where a cast is there anyway, cast where none is.
     """
 
-    node: fx.Node
     readers: frozenset[MatmulNode]
     casters: frozenset[MatmulNode]
     always: bool
@@ -135,7 +130,7 @@ def _unpacked(
         forward = 0.0
     if fusible.is_fusible(base(node)):  # computed from what is kept, by kernels that are there anyway
         forward = cast = 0.0
-    return Unpacked(node, frozenset(readers), frozenset(casters), always, backward, forward, cast)
+    return Unpacked(frozenset(readers), frozenset(casters), always, backward, forward, cast)
 
 
 def _casts_by_rows(node: fx.Node, matmul: MatmulNode, role: Role | None) -> bool:

@@ -27,7 +27,9 @@ from fp8compile.passes.regions.cast_layout import CastLayout
 from fp8compile.passes.regions.fusion_barriers import is_narrowed_elsewhere, is_read_by_border, is_statistic
 from fp8compile.passes.regions.repeated_values import is_repeated
 
-LONGEST_HELD = 16384  # columns; of 30522, log-softmax's backward with a bias took three times what Inductor's two do
+LONGEST_HELD = (
+    16384  # columns: a norm's; log-softmax's backward of 30522 took 4.0 ms, and 1.5 in Inductor's two kernels
+)
 
 
 @dataclass

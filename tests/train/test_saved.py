@@ -645,7 +645,10 @@ def test_an_empty_batch() -> None:
 
 
 def test_other_shapes() -> None:
+    """One row, three batch dimensions and a vector: gradients are near, of what is kept in FP8."""
     near(side_by_side(a=build(block), b=build(block), c=build(block)), noise(1, D), noise(3, 5, 7, D), noise(D))
+    kept = {(row.path.split(".")[1], row.shape) for row in rows() if is_fp8(row) and row.path.endswith(".up")}
+    assert {("a", (1, INNER)), ("b", (105, INNER)), ("c", (1, INNER))} <= kept
 
 
 # features of a layer -> the largest group that divides them

@@ -149,11 +149,9 @@ class Alike:
         self, launch: BoundLaunch, gradients: list[Any], active: tuple[bool, ...], matrix: Tensor | None
     ) -> None:
         """Launch the kernel, on copies of gradients that it cannot take where they lie."""
-        present = [g for g in gradients if g is not None]
-        found = map(Tensor.data_ptr, present)
-        addresses = list(found) if all(active) else [next(found) if wanted else 0 for wanted in active]
+        addresses = [0 if g is None else g.data_ptr() for g in gradients]
         copies: list[Any] = []
-        if any(map((ALIGNMENT - 1).__and__, addresses)) or not all(map(Tensor.is_contiguous, present)):
+        if any(map((ALIGNMENT - 1).__and__, addresses)) or not all(g is None or g.is_contiguous() for g in gradients):
             copies = [g if g is None or is_usable(g) else g.contiguous().clone() for g in gradients]
             addresses = [0 if g is None else g.data_ptr() for g in copies]
         launch.update_only(active)

@@ -404,7 +404,13 @@ def test_a_region_reads_an_input_before_it_is_overwritten() -> None:
         state.copy_(x.mean(0))
         return payload, scale
 
-    Formed(run, noise(R, C), noise(C))
+    formed = Formed(run, noise(R, C), noise(C))  # compares results, and what is left in the inputs
+    (region,), (written,) = (
+        regions_of(formed.graph),
+        formed.graph.find_nodes(op="call_function", target=aten.copy_.default),
+    )
+    assert written.args[0] in region.all_input_nodes
+    assert region < written
 
 
 def test_a_value_that_is_equal_to_a_stored_maximum_is_still_equal() -> None:
@@ -441,7 +447,9 @@ def test_what_is_computed_of_bools_is_bool(name: str) -> None:
         chosen = torch.where(made, x, y * 2)
         return *cast(chosen), *cast(torch.where(made & (x < 1), y, x)), made
 
-    Formed(run, noise(R, C), noise(R, C, seed=3))
+    formed = Formed(run, noise(R, C), noise(R, C, seed=3))  # compares the results
+    assert formed.regions
+    assert formed.left() == formed.reasons == []
 
 
 def test_a_sink_that_waits_for_another_has_a_region_of_its_own() -> None:
