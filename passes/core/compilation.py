@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -223,6 +224,11 @@ def hint(size: Any, unknown: int = 4096) -> int:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.has_hint() else unknown
     return int(size)
+
+
+def count(shape: Iterable[Any]) -> int:
+    """Return the number of elements of this shape; symbolic sizes are those that were seen when it was traced."""
+    return math.prod(map(hint, shape))
 
 
 def is_tangent(node: fx.Node) -> bool:

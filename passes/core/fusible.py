@@ -32,7 +32,8 @@ RESHAPES = {
     aten.squeeze.default, aten.unsqueeze.default, aten.alias.default, aten.detach.default, aten.clone.default,
 }  # fmt: skip
 PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int}
-LAYOUTS = RESHAPES | PERMUTES | {aten.expand.default}
+REORDERED = RESHAPES | PERMUTES
+LAYOUTS = REORDERED | {aten.expand.default}
 
 
 class Writer(Protocol):
@@ -184,7 +185,14 @@ def is_row_reduction(node: fx.Node) -> bool:
 
 def laid_out(node: fx.Node) -> fx.Node:
     """Return the tensor of which `node` is a view, or a copy that is laid out in another way."""
-    while node.target in RESHAPES | PERMUTES:
+    while node.target in REORDERED:
+        node = first_input(node)
+    return node
+
+
+def made_at(node: fx.Node) -> fx.Node:
+    """Return the node that computed the values of `node`, which may be a view, a copy or a conversion of it."""
+    while (node := laid_out(node)).target in CONVERSIONS:
         node = first_input(node)
     return node
 

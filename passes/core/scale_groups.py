@@ -8,17 +8,9 @@ import torch
 from torch import fx
 
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import VIEWS, aten, divides, hint, value
+from fp8compile.passes.core.compilation import divides, hint, value
 
 GROUPS = (128, 64, 32, 16)
-REORDERED = {*VIEWS, aten.clone.default} - {aten.expand.default, aten.slice.Tensor, aten.select.int}
-
-
-def made_at(node: fx.Node) -> fx.Node:
-    """Return the node that computed the values of `node`, which may be a view, a copy or a conversion of it."""
-    while node.op == "call_function" and (node.target in REORDERED or node.target in fusible.CONVERSIONS):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def dense_order(x: torch.Tensor) -> list[int]:
@@ -49,5 +41,5 @@ def group_of(node: fx.Node) -> tuple[int | None, int]:
 
 def _is_image(node: fx.Node) -> bool:
     """Return True if a convolution makes `node` or reads it: [batch, channels, *pixels]."""
-    near = [made_at(node), *node.users]
+    near = [fusible.made_at(node), *node.users]
     return value(node).dim() >= 3 and any(operators.is_convolution(n.target) for n in near)

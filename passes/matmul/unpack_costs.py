@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from math import prod
 
-import torch
 from torch import fx
 
 from fp8compile.passes.core import fusible, operators
@@ -25,15 +23,15 @@ from fp8compile.passes.core.compilation import (
     RECOMPUTED,
     Compilation,
     base,
+    count,
     dependents,
-    hint,
     is_tangent,
     is_tensor,
     value,
 )
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.origin import module_path
-from fp8compile.passes.core.scale_groups import group_of, made_at
+from fp8compile.passes.core.scale_groups import group_of
 from fp8compile.passes.matmul.weights import weight_nodes
 from fp8compile.recipe import Role
 
@@ -103,7 +101,7 @@ def _rounded(attention: fx.Node, c: Compilation) -> list[fx.Node]:
 def _is_kept_in_fp8(node: fx.Node, returned: Set[fx.Node], c: Compilation) -> bool:
     """Return True for an activation that a step with FP8 keeps as payload and scales, if it keeps it: not computed
     again in a checkpointed region (`passes/save/saved_forms.py` decides in the end)."""
-    made, x = made_at(node), value(node)
+    made, x = fusible.made_at(node), value(node)
     if made.op == "placeholder" or node in returned or x.dtype not in fusible.FLOATS or x.dim() < 2:
         return False
     if (
@@ -111,7 +109,7 @@ def _is_kept_in_fp8(node: fx.Node, returned: Set[fx.Node], c: Compilation) -> bo
         or c.options.saves(module_path(made))[1] == "bf16"
     ):
         return False
-    return _elements(x) * x.element_size() >= c.options.save_min_bytes and group_of(node)[0] is not None
+    return count(x.shape) * x.element_size() >= c.options.save_min_bytes and group_of(node)[0] is not None
 
 
 def _unpacked(
@@ -122,7 +120,7 @@ def _unpacked(
     roles: Mapping[MatmulNode, Role | None],
     c: Compilation,
 ) -> Unpacked:
-    elements, size = _elements(value(node)), value(node).element_size()
+    elements, size = count(value(node).shape), value(node).element_size()
     rate, launch = c.device.casts * 1e9, c.device.launch * 1e-3  # bytes a millisecond; milliseconds
     backward = (1 + size) * elements / rate + launch
     forward, cast = elements / rate, (size + 1) * elements / rate + launch
@@ -139,7 +137,3 @@ def _casts_by_rows(node: fx.Node, matmul: MatmulNode, role: Role | None) -> bool
         return False
     is_left = matmul.left is not None and fusible.laid_out(matmul.left) is node
     return (role.left if is_left else role.right).granularity.kind in ("row", "group")
-
-
-def _elements(x: torch.Tensor) -> int:
-    return prod(map(hint, x.shape))

@@ -28,13 +28,12 @@ from torch.utils.flop_counter import flop_registry
 from fp8compile import ops
 from fp8compile.devices import TABLE, Device
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import is_tensor, value
+from fp8compile.passes.core.compilation import count, is_tensor, value
 from fp8compile.passes.core.marker_views import ScaledMM
 from fp8compile.passes.core.matmul_views import GroupedMM
-from fp8compile.passes.core.scale_groups import made_at
 from fp8compile.passes.save.min_cut import Halves, Prices, may_be_computed_again, may_be_kept, plan_saved, saved_bytes
 from fp8compile.passes.save.recompute_cost import find_far
-from fp8compile.passes.save.saved_forms import as_it_is, bytes_of, count, is_random, memory_of
+from fp8compile.passes.save.saved_forms import as_it_is, bytes_of, is_random, memory_of
 from fp8compile.plan.reasons import Reason, Why
 
 STEPS = 7  # of a bisection over prices: to a factor of two
@@ -127,7 +126,7 @@ def _with_less_rounding(halves: Halves, cut: Callable[[], Choice], limit: int) -
 
 def _origin(node: fx.Node) -> fx.Node:
     """Return the node that computed the values of `node`, which may be a slice of a view of them."""
-    origin = made_at(memory_of(node))
+    origin = fusible.made_at(memory_of(node))
     return origin if origin is node else _origin(origin)
 
 

@@ -9,10 +9,8 @@ Decides nothing about what is saved: that is the cut's (`passes/save/min_cut.py`
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,11 +19,11 @@ from fp8compile import ops
 from fp8compile.formats import E4M3, parse_granularity
 from fp8compile.options import Options
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import aten, base, hint, is_tensor, value
+from fp8compile.passes.core.compilation import aten, base, count, is_tensor, value
 from fp8compile.passes.core.marker_views import Quantize
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.origin import module_path
-from fp8compile.passes.core.scale_groups import GROUPS, REORDERED, dense_order, group_of, group_of_tensor, made_at
+from fp8compile.passes.core.scale_groups import GROUPS, dense_order, group_of, group_of_tensor
 from fp8compile.passes.save.rounding_hazards import Hazards
 from fp8compile.plan.reasons import Reason, Why
 
@@ -85,11 +83,6 @@ def dtype_name(x: torch.Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def count(shape: Iterable[Any]) -> int:
-    """Return the number of elements of this shape; symbolic sizes are those that were seen when it was traced."""
-    return math.prod(map(hint, shape))
-
-
 @dataclass(frozen=True)
 class Graph:
     """The facts that decide about forms beside the values themselves."""
@@ -130,12 +123,12 @@ def _hazard(node: fx.Node, hazards: Hazards, options: Options) -> Why | None:
     why = hazards.get(node)
     if why is None or why.code != Reason.QUERY_OR_KEY:
         return why
-    return None if options.saves(module_path(made_at(node)))[1] == "fp8_with_qk" else why
+    return None if options.saves(module_path(fusible.made_at(node)))[1] == "fp8_with_qk" else why
 
 
 def _of_source(node: fx.Node, forms: dict[fx.Node, Form]) -> Why | None:
     """Return why the source of a view or a conversion keeps its precision: then `node` is no way around it."""
-    if node.op != "call_function" or not (node.target in REORDERED or node.target in fusible.CONVERSIONS):
+    if node.op != "call_function" or not (node.target in fusible.REORDERED or node.target in fusible.CONVERSIONS):
         return None
     form = forms.get(node.all_input_nodes[0])
     return None if form is None or form.is_fp8 or form.why.code == Reason.UNALIGNED else form.why
@@ -177,7 +170,7 @@ def _casts(node: fx.Node, forward: set[fx.Node]) -> Iterator[tuple[tuple[fx.Node
             cast = Quantize.of(user)
             if cast is not None and cast.x is path[-1] and x.dim() == 2 and group_of_tensor(x)[0] is not None:
                 yield path[1:], cast
-            elif user.target in REORDERED and count(value(user).shape) == size:
+            elif user.target in fusible.REORDERED and count(value(user).shape) == size:
                 seen.add(user)
                 stack.append((*path, user))
 
@@ -193,13 +186,13 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 
 def _policy(node: fx.Node, options: Options) -> Why | None:
-    pattern, form = options.saves(module_path(made_at(node)))
+    pattern, form = options.saves(module_path(fusible.made_at(node)))
     return Why(Reason.OPTION, f"save={{{pattern!r}: 'bf16'}}") if form == "bf16" else None
 
 
 def _is_named(node: fx.Node, options: Options) -> bool:
     """Return True if option `save` names `node`, so that its form is not the default of the option."""
-    return options.saves(module_path(made_at(node)))[0] != ""
+    return options.saves(module_path(fusible.made_at(node)))[0] != ""
 
 
 def _unfit(node: fx.Node, least: int) -> Why | None:

@@ -10,10 +10,10 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.passes.core.compilation import VIEWS, is_tensor, value
+from fp8compile.passes.core.fusible import made_at
 from fp8compile.passes.core.marker_views import GroupedPart, Quantize
 from fp8compile.passes.core.matmul_node import plain
 from fp8compile.passes.core.origin import module_path, source_line
-from fp8compile.passes.core.scale_groups import made_at
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.save.min_cut import Halves
 from fp8compile.passes.save.saved_forms import bytes_of, dtype_name

@@ -18,11 +18,11 @@ from fp8compile import ops
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.passes.core.collectives import is_sent
 from fp8compile.passes.core.compilation import is_tensor, value
+from fp8compile.passes.core.fusible import made_at
 from fp8compile.passes.core.marker_views import GroupedPart
 from fp8compile.passes.core.matmul_node import plain
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.origin import module_path, source_line
-from fp8compile.passes.core.scale_groups import made_at
 from fp8compile.passes.save.saved_forms import Form, as_it_is, dtype_name
 from fp8compile.plan.overrides import SavedKey, saved_key
 from fp8compile.plan.reasons import Reason, Why
