@@ -1,8 +1,9 @@
 """A launch that is made again and again for the same parameters: what does not change is kept, on the device.
 
     launch = BoundLaunch(spec, stored, read)        once
+    tables = AddressTables([launch, …])             of some launches, sent in one copy
+    tables.read_again(addresses)                    new gradients
     launch(matrix)                                  updates all parameters
-    launch.read_again(column, tensors)              of one tensor that each parameter has, others: new gradients
 
 `update_launch.launch` does the same for tensors that may be others each time, and asks each of them where it lies.
 """
@@ -17,17 +18,30 @@ from torch import Tensor
 from fp8compile.cuda_capture import is_capturing, keep
 from fp8compile.kernels.optimizer.emit_update import ALIGNMENT, columns
 from fp8compile.kernels.optimizer.known_launch import KnownLaunch
+from fp8compile.kernels.optimizer.memory_order import lies_as, transposed_matrices
 from fp8compile.kernels.optimizer.update_launch import SCHEDULE, blocks_of, kernel_of, pinned
-from fp8compile.kernels.optimizer.update_spec import from_json
+from fp8compile.kernels.optimizer.update_spec import Update, from_json
 
 
 class BoundLaunch:
-    """Tables of some parameters. `stored` and `read` are flat, parameter by parameter, as the operator takes them."""
+    """Tables of some parameters. `stored` and `read` are flat, parameter by parameter, as the operator takes them.
 
-    def __init__(self, spec: str, stored: Sequence[Tensor], read: Sequence[Tensor], target: str = "cuda") -> None:
+    matrices: of each parameter, if they lie transposed (`memory_order.py`).
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        stored: Sequence[Tensor],
+        read: Sequence[Tensor],
+        target: str = "cuda",
+        matrices: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         self.update, self.target, self.device = from_json(spec), target, stored[0].device
         self.wide, self.narrow = (self.update.width(x) for x in (self.update.stored, self.update.read))
-        self.kernel = KnownLaunch(kernel_of(self.update, SCHEDULE, target), options=SCHEDULE.options(target))
+        kernel = kernel_of(self.update, SCHEDULE, target, matrices is not None)
+        self.kernel = KnownLaunch(kernel, options=SCHEDULE.options(target))
+        self.matrices = [torch.tensor(x, dtype=torch.int32, device=self.device) for x in [matrices] if x is not None]
         self.sizes = [x.numel() for x in stored[:: self.wide]]
         count = len(self.sizes)
         addresses = torch.empty(count, self.wide + self.narrow, dtype=torch.int64)
@@ -36,23 +50,10 @@ class BoundLaunch:
         self.addresses = addresses  # on the host
         self.table = addresses.to(self.device)
         self.blocks = blocks_of(self.sizes, SCHEDULE).to(self.device)
-        self.lie: dict[int, list[int]] = {}  # what was read last, by column
         self.active: tuple[bool, ...] = (True,) * count
         self.active_sizes = torch.tensor(self.sizes, dtype=torch.int64, device=self.device)
         self.no_numbers = torch.zeros(1, device=self.device)
         assert len(columns(self.update)) == self.wide + self.narrow
-
-    def read_again(self, column: int, addresses: list[int]) -> None:
-        """Let tensor `column` of those that are read lie at these addresses, one a parameter."""
-        if addresses == self.lie.get(column):
-            return
-        self.addresses[:, self.wide + column] = torch.tensor(addresses, dtype=torch.int64)
-        on_host = pinned(self.addresses, self.device)
-        self.table = on_host.to(self.device, non_blocking=True)
-        if is_capturing():  # nothing is copied before the graph runs
-            self.lie.pop(column, None)
-        else:
-            self.lie[column] = addresses
 
     def update_only(self, active: tuple[bool, ...]) -> None:
         """Leave parameters out that have no gradient in this step: they have no elements."""
@@ -64,16 +65,59 @@ class BoundLaunch:
         """Update the parameters; `matrix`: their numbers, FP32 on the device, with a row a parameter or more rows."""
         if not len(self.blocks):
             return
-        keep(self.table, self.active_sizes, self.blocks, self.no_numbers)
+        keep(self.table, self.active_sizes, self.blocks, self.no_numbers, *self.matrices)
         numbers = self.no_numbers if matrix is None else matrix
         widths = self.wide + self.narrow, len(self.update.scalars)
-        arguments = self.table, self.active_sizes, self.blocks, numbers, *widths
+        arguments = self.table, self.active_sizes, self.blocks, numbers, *self.matrices, *widths
         self.kernel(len(self.blocks), *arguments)
 
 
-def is_usable(x: Tensor) -> bool:
-    """Return True if a kernel can take `x` where it lies."""
-    return x.is_contiguous() and (x.data_ptr() % ALIGNMENT == 0 or x.numel() == 1)
+class AddressTables:
+    """The tables of launches on one device, which read one tensor or none of each parameter: its gradient."""
+
+    def __init__(self, launches: Sequence[BoundLaunch]) -> None:
+        self.launches, self.device = launches, launches[0].device
+        parts: list[Tensor] = []
+        places: list[Tensor] = []
+        self.lengths: list[int] = []
+        for x in launches:
+            assert x.narrow <= 1
+            flat, start = x.addresses.flatten(), sum(self.lengths)
+            places.append(start + torch.arange(x.wide, len(flat), x.wide + x.narrow) if x.narrow else flat[:0])
+            parts.append(torch.cat([flat, flat.new_zeros(len(flat) % 2)]))  # the next one is aligned
+            self.lengths.append(len(parts[-1]))
+        self.addresses, self.places = torch.cat(parts), torch.cat(places)  # on the host
+        self.lie: list[int] | None = None  # what was read last
+        self._send()
+
+    def read_again(self, addresses: list[int]) -> None:
+        """Let the gradients lie at these addresses, one a parameter of those that are read, launch by launch."""
+        if addresses == self.lie or not len(self.places):
+            return
+        self.addresses.index_copy_(0, self.places, torch.tensor(addresses, dtype=torch.int64))
+        self._send()
+        self.lie = None if is_capturing() else addresses  # nothing is copied before the graph runs
+
+    def _send(self) -> None:
+        table = pinned(self.addresses, self.device).to(self.device, non_blocking=True)
+        for x, own in zip(self.launches, table.split(self.lengths), strict=True):
+            x.table = own
+
+
+def is_usable(x: Tensor, like: Tensor | None = None) -> bool:
+    """Return True if a kernel can take `x` where it lies: contiguous, or as `like` does, which lies transposed."""
+    is_ordered = x.is_contiguous() if like is None else lies_as(x, like)
+    return is_ordered and (x.data_ptr() % ALIGNMENT == 0 or x.numel() == 1)
+
+
+def matrices_of(update: Update, stored: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[int, int]] | None:
+    """Return the matrices of parameters that lie transposed; None if a launch cannot take what is stored for them."""
+    names = [name for i in update.stored for name in update.slots[i].tensors]
+    likes = [p if name == "x" else None for p in parameters for name in names]
+    found = [transposed_matrices(p) for p in parameters]
+    if not all(map(is_usable, stored, likes)):
+        return None
+    return [x for x in found if x is not None] if None not in found else None
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:

@@ -4,10 +4,14 @@
                                                sizes    int64 [parameters]           elements
                                                blocks   int32 [programs, 2]          (parameter, first group)
                                                scalars  FP32 [parameters, numbers]
+                                               matrices int32 [parameters, 2]        of transposed parameters
 
 A program owns some tiles of one parameter, each of some groups of 128 elements, and loads a tile while it computes the
 one before: else it would wait most of the time, for addresses first and then for data. It adds the 64-bit start of a
 tile to each address once; within the tile offsets are 32-bit and the same for all tensors.
+
+Of parameters that are not contiguous (`memory_order.py`), and of their gradients and plain states, each element is
+looked for where it lies; the parts of 8-bit states are contiguous.
 """
 
 from __future__ import annotations
@@ -27,6 +31,11 @@ ALIGNMENT = 16  # of every address in the table, in bytes
 POINTERS = {"float32": "tl.float32", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
 NAMES = {8: "bytes", 16: "shorts"}
 TILE = "offset, word, inside, FULL"
+TRANSPOSED = (
+    "first = start.to(tl.int32)",
+    "rows = tl.load(matrices + 2 * parameter)",
+    "columns = tl.load(matrices + 2 * parameter + 1)",
+)
 
 
 @dataclass(frozen=True)
@@ -56,14 +65,15 @@ def columns(update: Update) -> dict[tuple[int, str], int]:
     return found
 
 
-def update_source(update: Update, schedule: UpdateSchedule, name: str, target: str) -> str:
-    """Return the functions of the kernel `name`, for "cuda" or "interpreter"."""
-    emitter = _Emitter(update, schedule, target)
+def update_source(update: Update, schedule: UpdateSchedule, name: str, target: str, transposed: bool = False) -> str:
+    """Return the functions of the kernel `name`, for "cuda" or "interpreter"; of parameters that lie transposed."""
+    emitter = _Emitter(update, schedule, target, transposed)
     functions = emitter.functions(name)
     formats = {parse_state_format(s.type) for s in update.slots if s.kind == STATE}
     parts = [state_helpers.APPROXIMATIONS] if target == "cuda" else []
     parts += [state_helpers.COMMON, state_helpers.ROUNDING[target]]
     parts += [word_helpers.PACKING[target], word_helpers.COMMON]
+    parts += [word_helpers.TRANSPOSED] if transposed else []
     parts += [word_helpers.FP16] if any(s.type == "float16" for s in update.slots) else []
     nearest = dict.fromkeys(f.nearest() for f in sorted(formats, key=str) if not f.is_exact)
     parts += [state_helpers.helpers_of(how, target) for how in nearest]
@@ -83,6 +93,7 @@ class _Emitter:
     update: Update
     schedule: UpdateSchedule
     target: str
+    transposed: bool = False
     helpers: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,6 +101,7 @@ class _Emitter:
         self.positive = never_negative(self.update)
         self.pointers = [f"{name}{slot}" for slot, name in self.columns]
         self.numbers = [f"number{i}" for i in self.update.scalars]
+        self.matrix = ["first", "rows", "columns"] if self.transposed else []
         self.coded = coded_values(self.update)
         self.fused = {} if self.target == "interpreter" else _fused_quotients(self.update, self.coded)
         self.raw: dict[str, str] = {}  # what is loaded of a tile: name → how
@@ -104,9 +116,10 @@ class _Emitter:
         for i in self.update.stored:
             self._store(i, self.update.slots[i])
         loads = [*self._tile(), *(f"{raw} = {how}" for raw, how in self.raw.items()), f"return {', '.join(self.raw)}"]
-        given = ", ".join((*self.pointers, "half", "at", "left", "FULL: tl.constexpr"))
+        given = ", ".join((*self.pointers, *self.matrix, "half", "at", "left", "FULL: tl.constexpr"))
         finish = [*self._tile(), *self.lines]
-        arguments = "table, sizes, blocks, scalars, TENSORS: tl.constexpr, NUMBERS: tl.constexpr"
+        arguments = "table, sizes, blocks, scalars, " + "matrices, " * self.transposed
+        arguments += "TENSORS: tl.constexpr, NUMBERS: tl.constexpr"
         return [
             _function(f"load({given})", loads),
             _function(f"finish({', '.join((*self.raw, *self.numbers))}, {given})", finish),
@@ -118,7 +131,7 @@ class _Emitter:
         groups, tiles, skip = self.schedule.groups, self.schedule.tiles, self.update.skip
         raw = ", ".join(self.raw)
         coming = ", ".join(f"next_{name}" for name in self.raw)
-        pointers = ", ".join((*self.pointers, "half"))
+        pointers = ", ".join((*self.pointers, *self.matrix, "half"))
         given = ", ".join((*self.raw, *self.numbers, pointers))
         return [
             "pid = tl.program_id(0)",
@@ -127,6 +140,7 @@ class _Emitter:
             f"start = first_group * {GROUP}",
             "half = (start >> 1).to(tl.uint32)",
             "left = tl.load(sizes + parameter) - start",
+            *(TRANSPOSED if self.transposed else []),
             "row = table + parameter.to(tl.int64) * TENSORS",
             *(f"{name} = tl.load(scalars + parameter * NUMBERS + {k})" for k, name in enumerate(self.numbers)),
             *([] if skip is None else [f"left = tl.where(number{skip} == 0, left, 0)"]),
@@ -153,7 +167,12 @@ class _Emitter:
         address = f"tl.load(row + {self.columns[slot, name]}).to(tl.pointer_type({type}))"
         if name == "counter":
             return f"{name}{slot} = tl.load({address})"
-        return f"{name}{slot} = tl.multiple_of({address}, {ALIGNMENT}) + {'first_group' if name == 'side' else 'start'}"
+        start = "first_group" if name == "side" else "0" if self._lies_transposed(name) else "start"
+        return f"{name}{slot} = tl.multiple_of({address}, {ALIGNMENT}) + {start}"
+
+    def _lies_transposed(self, name: str) -> bool:
+        """Return True for a parameter, its gradient and plain states: all but the parts of other states."""
+        return self.transposed and name == "x"
 
     def _tile(self) -> list[str]:
         """Return the lines that say where a tile lies, and which part of it is inside the parameter."""
@@ -170,14 +189,17 @@ class _Emitter:
             f"offset = at * {GROUP} + offset",
             f"word = groups[:, None] * {GROUP // 4} + tl.arange(0, {GROUP // 4})[None, :]",
             "pair, odd = half + (offset >> 1).to(tl.uint32), (offset & 1) != 0",
+            *(["place = transposed_place(first + offset, rows, columns)"] if self.transposed else []),
         ]
 
     def _loaded(self, slot: int, name: str) -> str:
         """Return the variable with a tile of a tensor, as it is loaded: in words, if its elements are smaller."""
         raw, pointer = f"{name}{slot}_tile", f"{name}{slot}"
-        bits = self._bits(slot, name)
+        bits, is_transposed = self._bits(slot, name), self._lies_transposed(name)
         if bits == 32:
-            self.raw[raw] = f"tl.load({pointer} + offset, mask=inside, other=0.0)"
+            self.raw[raw] = f"tl.load({pointer} + {'place' if is_transposed else 'offset'}, mask=inside, other=0.0)"
+        elif is_transposed:
+            self.raw[raw] = f"load_shorts_at({pointer}, place, inside, FULL)"
         else:
             self.raw[raw] = f"load_{NAMES[bits]}({pointer}, {TILE})"
         return raw
@@ -251,9 +273,11 @@ class _Emitter:
         self.lines.append(f"tl.store(side{i} + groups, side_of{i}, mask=has_group)")
 
     def _write(self, slot: int, name: str, text: str) -> None:
-        bits, pointer = self._bits(slot, name), f"{name}{slot}"
+        bits, pointer, is_transposed = self._bits(slot, name), f"{name}{slot}", self._lies_transposed(name)
         if bits == 32:
-            self.lines.append(f"tl.store({pointer} + offset, {text}, mask=inside)")
+            self.lines.append(f"tl.store({pointer} + {'place' if is_transposed else 'offset'}, {text}, mask=inside)")
+        elif is_transposed:
+            self.lines.append(f"store_shorts_at({pointer}, {text}, place, inside, FULL)")
         else:
             self.lines.append(f"store_{NAMES[bits]}({pointer}, {text}, {TILE})")
 

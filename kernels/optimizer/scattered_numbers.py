@@ -21,20 +21,24 @@ BLOCK = 256
 
 
 class ScatteredNumbers:
-    """Some tensors of one element and one dtype, on a GPU."""
+    """Some tensors of one element and one dtype, on a GPU.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    order: which of them a vector holds, in which order; each may be there again. Without it: all as they come.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], order: Sequence[int] | None = None) -> None:
         first = tensors[0]
         addresses = torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64)
         self.table = addresses.to(first.device)
+        self.read_table = self.table if order is None else addresses[torch.tensor(order)].to(first.device)
         self.like = torch.zeros(1, dtype=first.dtype, device=first.device)
         self.launch_read, self.launch_add = KnownLaunch(read_numbers, (BLOCK,)), KnownLaunch(add_to_numbers, (BLOCK,))
 
     def vector(self, length: int) -> Tensor:
         """Return the numbers, and the first one again and again up to `length`."""
-        keep(self.table, self.like)
+        keep(self.read_table, self.like)
         found = torch.empty(length, dtype=self.like.dtype, device=self.like.device)
-        self.launch_read(ceil_div(length, BLOCK), self.table, found, len(self.table), length)
+        self.launch_read(ceil_div(length, BLOCK), self.read_table, found, len(self.read_table), length)
         return found
 
     def add(self, by: float, unless: Tensor | None = None) -> None:

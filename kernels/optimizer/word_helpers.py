@@ -139,6 +139,26 @@ def narrowed(x, FULL: tl.constexpr):
     else:
         return x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int64)
 '''
+TRANSPOSED = '''
+@triton.jit
+def load_shorts_at(pointer, place, inside, FULL: tl.constexpr):
+    """Elements of 16 bits that do not lie side by side, in the words of those that do."""
+    found = tl.load(pointer.to(tl.pointer_type(tl.int16)) + place, mask=inside, other=0)
+    return packed_shorts(found.to(tl.int32), FULL)
+
+
+@triton.jit
+def store_shorts_at(pointer, packed, place, inside, FULL: tl.constexpr):
+    tl.store(pointer.to(tl.pointer_type(tl.int16)) + place, shorts(packed, FULL).to(tl.int16), mask=inside)
+
+
+@triton.jit
+def transposed_place(index, rows, columns):
+    """Where an element lies of matrices that each lie transposed, by its place in the logical order."""
+    matrix = index // (rows * columns)
+    row = index // columns - matrix * rows
+    return matrix * (rows * columns) + (index % columns) * rows + row
+'''
 FP16 = '''
 @triton.jit
 def from_fp16(x, FULL: tl.constexpr):

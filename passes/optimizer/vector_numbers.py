@@ -70,7 +70,19 @@ def vectorized(
     if strange := [n.name for n in inputs if n not in known or (n not in stacker.inputs and value(n).dim())]:
         raise NotVectorError(f"a number is computed from {', '.join(strange)}, which is none")
     graph.lint()
-    return Numbers(fx.GraphModule(nn.Module(), graph), [known[n] for n in inputs], bool(each))
+    return Numbers(fx.GraphModule(nn.Module(), _renamed(graph)), [known[n] for n in inputs], bool(each))
+
+
+def _renamed(graph: fx.Graph) -> fx.Graph:
+    """Return the graph with names that say nothing of where its nodes come from: equal functions have equal code."""
+    new, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    for i, node in enumerate(graph.nodes):
+        if node.op == "placeholder":
+            nodes[node] = new.placeholder(f"input_{i}")
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), nodes.__getitem__)
+        nodes[node] = new.create_node(node.op, node.target, args, kwargs)
+    return new
 
 
 @dataclass

@@ -67,6 +67,40 @@ def test_as_one_graph_bit_for_bit(name: str) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)  # says how many differ, and by how much
 
 
+SHAPES_OF_IMAGES = ((64, 32, 3, 3), (33, 65, 5, 5), (8, 4, 3, 3), (1, 300, 4, 4), (130, 96), (33,))
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """The same values: convolutions in channels-last layout, a matrix transposed."""
+    return x.to(memory_format=torch.channels_last) if x.dim() == 4 else x.mT.contiguous().mT if x.dim() == 2 else x
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_that_are_not_contiguous(dtype: torch.dtype, rounding: str) -> None:
+    """Updated where they lie, bit for bit as contiguous ones; their gradients lie as they do, or otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator).to("cuda", dtype) for shape in SHAPES_OF_IMAGES]
+    found = []
+    for layout in (turned, torch.clone):
+        generator.manual_seed(1)
+        parameters = [nn.Parameter(layout(x)) for x in values]
+        opt = torch.optim.AdamW(parameters)
+        step = torch.compile(opt.step, backend="fp8", options={"strict": True, "states": {"parameters": rounding}})
+        for i in range(3):
+            for k, p in enumerate(parameters):
+                gradient = torch.randn(p.shape, generator=generator).to("cuda", dtype)
+                p.grad = None if (i, k) == (1, 0) else gradient if k == i else layout(gradient)
+            step()
+        (group,) = shared_step._shared[opt].groups.values()
+        assert all(x.launch is not None for x in group.alike)
+        assert len(group.together) == 1
+        found.append(tensors(opt))
+    assert not parameters[0].equal(values[0])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, check_stride=False)
+
+
 @pytest.mark.parametrize("prepared", [False, True])
 def test_the_first_step_of_590_million_elements(prepared: bool) -> None:
     """What it allocates beyond what it keeps: at most 64 MiB, in the first step and in later ones."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.backend import fp8
-from fp8compile.optimizer.shared_step import group_step, shared_step, tracing
+from fp8compile.optimizer.shared_step import alike, shared_step, together, tracing
 from fp8compile.optimizer.state_parts import INNER
 
 SHAPES = ((64, 65), (7,), (30, 4, 50))  # two in 8 bits, of which one ends inside a group; and a small one
@@ -185,6 +185,21 @@ def test_parameters_without_gradients() -> None:
     some = [(0, 1), (0, 2), (1, 2), (0, 1)]
     run(*(made := pair(torch.optim.AdamW)), steps=4, only=lambda i: some[i])
     assert_shared(made[0])
+
+
+def test_kinds_of_a_group_are_stepped_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones in FP32, a large and a small one in BF16: their numbers by one call, those of each group."""
+    calls: list[int] = []
+    step = together.Together.step
+    monkeypatch.setattr(together.Together, "step", lambda x, group: calls.append(len(x.alike)) or step(x, group))
+    run(*(made := pair(torch.optim.AdamW, MIXED)), steps=3, change=rates)
+    assert calls == [3] * 3
+    (group,) = shared_step._shared[made[0]].groups.values()
+    (x,) = group.together
+    assert [x.places[i] for i in range(4)] == [0, 1, 2, 3]
+    calls.clear()
+    run(*pair(two_groups(torch.optim.AdamW, {}), MIXED), steps=1)
+    assert calls == [1, 2]  # one group decays its parameters, the other one does not
 
 
 def test_numbers_that_change_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,4 +433,4 @@ def test_rows_of_numbers_of_those_that_have_gradients(active: str) -> None:
     wanted = tuple(x == "1" for x in active)
     matrix = torch.arange(20.0).view(10, 2)
     expected = [matrix[i] for i, x in enumerate(wanted) if x]
-    assert torch.equal(group_step._rows(matrix, wanted), torch.stack(expected))
+    assert torch.equal(alike._rows(matrix, wanted), torch.stack(expected))

@@ -21,10 +21,12 @@ from fp8compile.optimizer import fused
 from fp8compile.optimizer.parameter_groups import group_rows
 from fp8compile.optimizer.prepare import ensure_states, prepare_optimizer
 from fp8compile.optimizer.shared_step import stand_ins
-from fp8compile.optimizer.shared_step.group_step import Alike, GroupStep, by_kind
+from fp8compile.optimizer.shared_step.alike import Alike
+from fp8compile.optimizer.shared_step.group_step import GroupStep, by_kind
 from fp8compile.optimizer.shared_step.kinds import Kind, kind_of, refusal_of
 from fp8compile.optimizer.shared_step.roles import NotAlikeError, StatesToComeError
 from fp8compile.optimizer.shared_step.template import Template, template_of
+from fp8compile.optimizer.shared_step.together import together
 from fp8compile.optimizer.shared_step.tracing import UNSCALED_BY, trace
 from fp8compile.optimizer.state_conversion import is_fp8, is_prepared, recipe_of, record_of, state_rows
 from fp8compile.optimizer.step_graph import is_captured
@@ -93,16 +95,17 @@ class SharedStep:
         here = [p for p in group["params"] if p.grad is not None]
         moving = self._moving(opt, group)
         kinds = by_kind(here, lambda p: kind_of(opt, group, p, moving, numbers is not None))
+        shared: dict[str, Tensor] = dict(zip(UNSCALED_BY, numbers or (), strict=False))
         alike = []
         for kind, parameters in kinds.items():
             template = _template(opt, group, kind, parameters[0], self.options, numbers)
-            shared: dict[str, Tensor] = dict(zip(UNSCALED_BY, numbers or (), strict=False))
-            alike.append(Alike(kind, template, parameters, [opt.state[p] for p in parameters], shared, self.options))
-            alike[-1].prepare(group)
+            alike.append(Alike(kind, template, parameters, [opt.state[p] for p in parameters]))
         others = [p for p in group["params"] if p.grad is None]
         free = {name for kind in kinds for name in kind.moving}
         settings = {name: group[name] for name in opt.defaults if name in group and name not in free}
-        self.groups[index] = GroupStep(list(group["params"]), settings, alike, others)
+        self.groups[index] = GroupStep(
+            list(group["params"]), settings, together(alike, group, shared, self.options), others
+        )
         return self.groups[index]
 
     def _moving(self, opt: Optimizer, group: Mapping[str, Any]) -> set[str]:

@@ -41,9 +41,10 @@ PASSES = (store_load_forwarding.run, merge_updates.run)
 
 @dataclass
 class NumberFunction:
-    """Numbers of so many parameters, compiled: a function of the tensors with these roles."""
+    """Numbers of so many parameters: a function of the tensors with these roles. It returns the matrix of the update,
+    if that has numbers, then a vector for each state that is copied."""
 
-    run: Callable[..., Sequence[Tensor]]
+    module: fx.GraphModule
     inputs: list[Role]
     has_matrix: bool
 
@@ -72,15 +73,15 @@ class Template:
         """The formats of the states."""
         return tuple(slot.type for slot in self.update.slots if slot.kind == STATE)
 
-    def numbers(self, count: int, inputs_of: Callable[[Role], Tensor], options: Options) -> NumberFunction | None:
-        """Return the numbers of `count` parameters, compiled; None if there are none. inputs_of: returns an example."""
+    def numbers(self, count: int) -> NumberFunction | None:
+        """Return the numbers of `count` parameters, to be compiled; None if there are none."""
         if not self.update.scalars and not self.copied:
             return None
         if count not in self.functions:
-            self.functions[count] = self._compiled(count, inputs_of, options)
+            self.functions[count] = self._numbers(count)
         return self.functions[count]
 
-    def _compiled(self, count: int, inputs_of: Callable[[Role], Tensor], options: Options) -> NumberFunction:
+    def _numbers(self, count: int) -> NumberFunction:
         graph, leaves = _copied(self.graph, self.roles)
         update = graph.find_nodes(op="call_function", target=state_ops.update_parameters)[0]
         copies = _copies_by_name(graph, leaves, [*self.copied, *(name for name, _ in self.counted)])
@@ -94,14 +95,11 @@ class Template:
             found = vector_numbers.vectorized(update, wanted, known, count)
         except vector_numbers.NotVectorError as error:
             raise NotAlikeError(str(error)) from error
-        inputs = cast("list[Role]", found.inputs)
-        return NumberFunction(
-            _run(found.module, [inputs_of(role) for role in inputs], options), inputs, found.has_matrix
-        )
+        return NumberFunction(found.module, cast("list[Role]", found.inputs), found.has_matrix)
 
 
-def _run(module: fx.GraphModule, inputs: list[Tensor], options: Options) -> Callable[..., Sequence[Tensor]]:
-    """Return `module` as options want it to run; equal ones are compiled once."""
+def compiled(module: fx.GraphModule, inputs: list[Tensor], options: Options) -> Callable[..., Sequence[Tensor]]:
+    """Return `module` as options want it to run, for inputs like these; equal ones are compiled once."""
     if options.executor == "eager":
         return module
     types = [(x.shape, x.dtype, x.device) for x in inputs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import interpreter
@@ -12,7 +13,7 @@ from updates import SIZES, Data, adam, data_for, hard, unscaled
 from fp8compile import cuda_capture
 from fp8compile.kernels.optimizer import bound_launch, state_transfer, update_launch
 from fp8compile.kernels.optimizer import update as reference
-from fp8compile.kernels.optimizer.bound_launch import BoundLaunch
+from fp8compile.kernels.optimizer.bound_launch import AddressTables, BoundLaunch
 from fp8compile.kernels.optimizer.emit_update import UpdateSchedule
 from fp8compile.kernels.optimizer.update_spec import Update
 from fp8compile.kernels.reference import state_reference
@@ -182,16 +183,16 @@ def test_a_captured_launch_keeps_what_it_reads(monkeypatch):
     """A CUDA graph copies the table whenever it runs; a step outside of it sends its own."""
     mine = data_for(adam("log", "log", root="abs"), FEW)
     launch = BoundLaunch(adam("log", "log", root="abs").to_json(), mine.stored, mine.read, "interpreter")
-    addresses = [x.data_ptr() for x in mine.read]
+    tables, addresses = AddressTables([launch]), [x.data_ptr() for x in mine.read]
     with monkeypatch.context() as captured, cuda_capture.keeping() as kept:
         for module in (bound_launch, cuda_capture):
             captured.setattr(module, "is_capturing", lambda: True)
-        launch.read_again(0, addresses)
+        tables.read_again(addresses)
         of_graph = launch.table
         launch(torch.zeros(len(launch.sizes), len(launch.update.scalars)))
-    assert not launch.lie  # so the next step sends a table, whatever the addresses
-    launch.read_again(0, addresses)
-    assert launch.lie == {0: addresses}
+    assert tables.lie is None  # so the next step sends a table, whatever the addresses
+    tables.read_again(addresses)
+    assert tables.lie == addresses
     assert any(x is of_graph for x in kept)
     launch(torch.zeros(len(launch.sizes), len(launch.update.scalars)))
     assert len(kept) == 5  # on the host; the table, the sizes, the programs, no numbers
@@ -255,12 +256,13 @@ def test_a_launch_that_is_made_again(noise):
     update = adam(f"log{noise}", f"log{noise}", root="abs")
     mine, theirs = data_for(update, FEW), data_for(update, FEW)
     launch = BoundLaunch(update.to_json(), mine.stored, mine.read, "interpreter")
+    tables = AddressTables([launch])
     count = len(launch.sizes)
     wide, narrow, each = len(mine.stored) // count, len(mine.read) // count, len(mine.scalars) // count
     for step in range(3):
         read = [x + step for x in mine.read]
         numbers = torch.stack([x.float() for x in mine.scalars]).view(count, each)
-        launch.read_again(0, [x.data_ptr() for x in read])
+        tables.read_again([x.data_ptr() for x in read])
         left_out = 4 if step == 1 else -1  # the one of 2300 elements
         launch.update_only(tuple(i != left_out for i in range(count)))
         launch(torch.cat([numbers, numbers]))
@@ -271,3 +273,56 @@ def test_a_launch_that_is_made_again(noise):
         mine_stored = [mine.stored[i * wide + k] for i in members for k in range(wide)]
         reference.count(update, reference.counters_of(update, mine_stored), [])  # a launch leaves that to its caller
         assert_equal(update, mine, theirs)
+
+
+def test_tables_of_several_launches():
+    """An odd number of addresses and gradients that one of them alone reads anew: each launch finds its own."""
+    wide, narrow = adam("log", "log", root="abs"), adam("float32", "float32", root="abs")
+    updates, datas = (wide, narrow, wide), [data_for(u, (129, 7, 300)) for u in (wide, narrow, wide)]
+    theirs = [data.clone() for data in datas]
+    launches = [
+        BoundLaunch(u.to_json(), data.stored, data.read, "interpreter") for u, data in zip(updates, datas, strict=True)
+    ]
+    tables = AddressTables(launches)
+    for step in range(2):
+        read = [[x * (step + 1) for x in data.read] for data in datas]
+        tables.read_again([x.data_ptr() for xs in read for x in xs])
+        for u, launch, data, own, xs in zip(updates, launches, datas, theirs, read, strict=True):
+            numbers = torch.stack([x.float() for x in data.scalars]).view(len(launch.sizes), -1)
+            launch(numbers)
+            reference.run(own.stored, xs, [numbers], u.to_json())
+            assert_equal(u, data, own)
+    starts = [x.table.storage_offset() for x in launches]
+    assert all(start % 2 == 0 for start in starts)  # 16 bytes
+
+
+SHAPES = ((2, 3, 5, 7), (1, 130, 4, 4), (32, 16, 3, 3), (40, 60))
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """The same values: images in channels-last layout, a matrix transposed."""
+    return x.to(memory_format=torch.channels_last) if x.dim() == 4 else x.t().contiguous().t()
+
+
+@pytest.mark.parametrize(
+    ("parameter", "states"),
+    [("float32", "log"), ("bfloat16", "float32"), ("stochastic", "log"), ("split", "e4m3/linear/stochastic")],
+)
+def test_parameters_that_lie_transposed(parameter, states):
+    """Bit for bit as contiguous ones; a tile that is full, one that is not, less than a group; plain states as well."""
+    update = adam(states, states, parameter, "bfloat16", root="abs")
+    sizes = tuple(math.prod(shape) for shape in SHAPES)
+    mine, theirs = data_for(update, sizes), data_for(update, sizes)
+    names = [name for i in update.stored for name in update.slots[i].tensors]
+    for k, x in enumerate(mine.stored):
+        if names[k % len(names)] == "x":
+            mine.stored[k] = turned(x.view(SHAPES[k // len(names)]))
+    read = [turned(x.view(shape)) for x, shape in zip(mine.read, SHAPES, strict=True)]
+    matrices = bound_launch.matrices_of(update, mine.stored, mine.stored[:: len(names)])
+    assert matrices == [(3, 35), (130, 16), (16, 9), (40, 60)]
+    launch = BoundLaunch(update.to_json(), mine.stored, read, "interpreter", matrices)
+    numbers = torch.stack([x.float() for x in mine.scalars]).view(len(sizes), -1)
+    launch(numbers)
+    reference.run(theirs.stored, theirs.read, [numbers], update.to_json())
+    mine.stored = [x.contiguous().view(y.shape) for x, y in zip(mine.stored, theirs.stored, strict=True)]
+    assert_equal(update, mine, theirs)
