@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -102,6 +103,8 @@ class Options:
     @staticmethod
     def parse(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
         """Return options from what torch.compile passes on. Raises `OptionError` naming the option and the nearest."""
+        if options is None and mode is None and not environment.dump_folder():
+            return _defaults()  # asked for at the beginning of each step of an optimizer
         given = with_level(_by_name(options))
         if mode is not None:
             given["mode"] = mode
@@ -128,6 +131,11 @@ class Options:
     def saves(self, path: str) -> tuple[str, str]:
         """Return the first pattern of `save` that names the module `path`, and its form; else "" and the default."""
         return next(((pattern, form) for pattern, form in self.save if _names(pattern, path)), ("", "fp8"))
+
+
+@functools.cache
+def _defaults() -> Options:
+    return Options()
 
 
 def matching(given: Sequence[str], path: str) -> str | None:

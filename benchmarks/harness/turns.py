@@ -1,8 +1,9 @@
 """One GPU that several processes compile on, and each of which has it alone for a moment, to be timed.
 
 A process that joins leaves its number in a folder. Who wants the GPU alone takes the folder's lock, stops the others
-(SIGSTOP), and lets them go on afterwards. How long that was is written down, so that the others can leave it out of
-what they measure meanwhile. Compilers' own workers are not stopped: they do not use the GPU.
+(SIGSTOP) with the processes that they have started, and lets them go on afterwards: compilers' workers do not use the
+GPU, but the cores that tell it what to do. How long that was is written down, so that the others can leave it out of
+what they measure meanwhile.
 """
 
 from __future__ import annotations
@@ -59,11 +60,9 @@ class Turns:
         return sum(max(0.0, min(b, end) - max(a, start)) for a, b in others)
 
     def _send(self, what: signal.Signals) -> None:
-        for file in self.folder.glob("*.process"):
-            process = int(file.stem)
-            if process == os.getpid():
-                continue
-            with contextlib.suppress(ProcessLookupError):
+        others = [int(file.stem) for file in self.folder.glob("*.process")]
+        for process in with_descendants([x for x in others if x != os.getpid()]):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, what)
 
     @contextlib.contextmanager
@@ -72,3 +71,16 @@ class Turns:
         with (self.folder / LOCK).open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield  # closing the file gives the lock back, and so does dying
+
+
+def with_descendants(processes: list[int]) -> list[int]:
+    """Return these processes and all that they have started and whoever these have, as far as Linux lists them."""
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = file.read_text().rpartition(")")[2].split()[1]  # behind the name, which may hold anything
+            children.setdefault(int(parent), []).append(int(file.parent.name))
+    found = list(processes)
+    for process in found:
+        found += [x for x in children.get(process, []) if x not in found]
+    return found

@@ -84,7 +84,7 @@ def test_parameters_that_are_not_contiguous(dtype: torch.dtype, rounding: str) -
     found = []
     for layout in (turned, torch.clone):
         generator.manual_seed(1)
-        parameters = [nn.Parameter(layout(x)) for x in values]
+        parameters = [nn.Parameter(layout(x.clone())) for x in values]
         opt = torch.optim.AdamW(parameters)
         step = torch.compile(opt.step, backend="fp8", options={"strict": True, "states": {"parameters": rounding}})
         for i in range(3):
