@@ -6,8 +6,10 @@
    one.
 3. Parts of a concatenation are written in place (`concatenated`).
 4. A region that finds an amax and one that casts by it become one that casts in one pass (`one_pass_casts`).
-5. Small regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one;
+5. What casts by one scale writes it for each row, where a matmul wants it so (`spread_scales`).
+6. Small regions of one kind that the same matmul or region waits for, and that do not wait for each other, become one;
    so do those between two matmuls whose results only leave the graph (`join_regions`).
+7. In forward graphs, so do the small regions of a layer that read its weights alone (`join_weights`).
 
 Sound as long as no region waits for itself; every combination is checked for that.
 """
@@ -22,13 +24,14 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.codegen.schedule.one_pass import is_one_pass
 from fp8compile.kernels.codegen.spec.region import PARTIALS, ROW_REDUCTIONS
-from fp8compile.passes.core.compilation import aten, getitems, remove_dead, value
+from fp8compile.passes.core.compilation import aten, getitems, remove_dead
 from fp8compile.passes.core.fusible import RESHAPES, is_library_kernel
 from fp8compile.passes.core.node_views import Getitem, first_input
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.regions.amax_pieces import finish_amaxes, read_pieces
 from fp8compile.passes.regions.concatenated import write_in_place
-from fp8compile.passes.regions.join_regions import MAX_PARTS, joined
+from fp8compile.passes.regions.join_regions import LARGE, MAX_PARTS, bytes_made, bytes_read, joined
+from fp8compile.passes.regions.join_weights import join_weights
 from fp8compile.passes.regions.one_pass_casts import cast_in_one_pass
 from fp8compile.passes.regions.region_graph import (
     GraphEditor,
@@ -39,19 +42,21 @@ from fp8compile.passes.regions.region_graph import (
     tensors_of,
 )
 from fp8compile.passes.regions.side_by_side import read_side_by_side
+from fp8compile.passes.regions.spread_scales import spread_scales
 from fp8compile.passes.regions.sum_pieces import adds_pieces, finish_sums
 
 PIECES, ANY_WARPS = "pieces", "any number of warps"
-LARGE = 32 << 20  # bytes of results that are made before they are needed, or of pieces kept, for the sake of a launch
 
 
 def run(c: HalfGraph) -> None:
     """Combine the regions of a half."""
-    combine_regions(c.graph, c.options.one_pass_casts and c.half == "backward")
+    is_backward = c.half == "backward"
+    combine_regions(c.graph, c.options.one_pass_casts and is_backward, weights=not is_backward)
 
 
-def combine_regions(graph: fx.Graph, one_pass_casts: bool = False) -> None:
-    """Rewrite the regions of `graph`; with `one_pass_casts`, large ones cast in one pass: of gradients, in backward."""
+def combine_regions(graph: fx.Graph, one_pass_casts: bool = False, weights: bool = False) -> None:
+    """Rewrite the regions of `graph`; with `one_pass_casts`, large ones cast in one pass: of gradients, in backward;
+    with `weights`, those of a layer's weights are joined."""
     editor = GraphEditor(graph)
     read_side_by_side(editor)
     read_pieces(graph)
@@ -64,9 +69,12 @@ def combine_regions(graph: fx.Graph, one_pass_casts: bool = False) -> None:
     put_in_order(graph)
     remove_dead(graph)
     editor.number()
+    spread_scales(editor)
     for node in list(graph.nodes):
         if node.target is ops.scaled_mm or node.target is ops.region:
             _combine_producers(editor, node)
+    if weights:
+        join_weights(editor, lambda node: None if _is_large(node) else _kind(node))
     _combine_saved(editor)
     _combine_last(editor)
     put_in_order(graph)
@@ -93,8 +101,7 @@ def _combine_producers(editor: GraphEditor, consumer: fx.Node) -> None:
 def _is_large(node: fx.Node) -> bool:
     """Return True if a region's results had better be made when they are needed: a launch is nothing beside moving
     them, and made earlier they take memory meanwhile."""
-    sizes = [value(item).numel() * value(item).element_size() for item in getitems(node).values()]
-    return isinstance(total := sum(sizes), int) and total > LARGE
+    return bytes_made(node) > LARGE
 
 
 def _kind(node: fx.Node) -> Any:
@@ -143,7 +150,7 @@ def _combine_last(editor: GraphEditor) -> None:
     for node in regions_of(editor.graph):
         batches = amaxes if _is_amax(node) else sums if _is_sum(node) else None
         if batches is not None and _only_leaves(node, output):
-            if len(batches[-1]) == MAX_PARTS or sum(map(_bytes_read, [*batches[-1], node])) > LARGE:
+            if len(batches[-1]) == MAX_PARTS or sum(map(bytes_read, [*batches[-1], node])) > LARGE:
                 batches.append([])
             batches[-1].append(node)
         elif batches is sums:
@@ -160,10 +167,6 @@ def _is_amax(node: fx.Node) -> bool:
 
 def _is_sum(node: fx.Node) -> bool:
     return adds_pieces(spec_of(node)[0])
-
-
-def _bytes_read(node: fx.Node) -> int:
-    return sum(value(tensor).numel() * value(tensor).element_size() for tensor in tensors_of(node))
 
 
 def _only_leaves(node: fx.Node, output: fx.Node) -> bool:

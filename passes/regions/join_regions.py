@@ -18,10 +18,11 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.codegen.schedule import choose_schedule
 from fp8compile.kernels.codegen.spec.region import Buffer, Part, Region
-from fp8compile.passes.core.compilation import depends_on, getitems
+from fp8compile.passes.core.compilation import count, depends_on, getitems, value
 from fp8compile.passes.regions.region_graph import GraphEditor, sizes_of, spec_of, tensors_of
 
 MAX_PARTS = 16
+LARGE = 32 << 20  # bytes of results that are made before they are needed, or of pieces kept, for the sake of a launch
 
 
 @dataclass
@@ -63,6 +64,20 @@ def joined(editor: GraphEditor, nodes: Sequence[fx.Node]) -> Joined | None:
         origins |= dict.fromkeys(region.origins)
     joint = Region(tuple(parts), tuple(buffers), tuple(origins), tuple(strides))
     return Joined(_replaced(editor, nodes, joint, tensors, sizes, index), index)
+
+
+def bytes_made(node: fx.Node) -> int:
+    """Return the bytes of a region's results, by the sizes that it was compiled with."""
+    return sum(map(_bytes_of, getitems(node).values()))
+
+
+def bytes_read(node: fx.Node) -> int:
+    """Return the bytes of the tensors that a region reads, by the sizes that it was compiled with."""
+    return sum(map(_bytes_of, tensors_of(node)))
+
+
+def _bytes_of(node: fx.Node) -> int:
+    return count(value(node).shape) * value(node).element_size()
 
 
 def _number_of(size: Any, sizes: list[Any]) -> str:

@@ -202,6 +202,26 @@ def test_kinds_of_a_group_are_stepped_together(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [1, 2]  # one group decays its parameters, the other one does not
 
 
+def test_each_has_its_own_numbers() -> None:
+    """Kinds whose parameters have been updated in fewer steps: their counts differ, in rows of one matrix."""
+    some = [None, (0, 2), (0, 2), None, (1,), None]
+    run(*(made := pair(torch.optim.AdamW)), steps=6, only=lambda i: some[i])
+    (group,) = shared_step._shared[made[0]].groups.values()
+    assert [len(x.alike) for x in group.together] == [2]
+
+
+def test_counts_of_two_dtypes_are_not_put_together() -> None:
+    """As a checkpoint of somebody else's may have them."""
+    made = pair(torch.optim.AdamW, MIXED)
+    run(*made, steps=1)
+    for opt in made[::2]:
+        state = opt.state[opt.param_groups[0]["params"][3]]  # type: ignore[attr-defined]
+        state["step"] = state["step"].double()
+    run(*made, steps=3)
+    (group,) = shared_step._shared[made[0]].groups.values()
+    assert [len(x.alike) for x in group.together] == [2, 1]
+
+
 def test_numbers_that_change_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     trace = tracing.trace

@@ -277,7 +277,7 @@ def test_a_launch_that_is_made_again(noise):
 
 def test_tables_of_several_launches():
     """An odd number of addresses and gradients that one of them alone reads anew: each launch finds its own."""
-    wide, narrow = adam("log", "log", root="abs"), adam("float32", "float32", root="abs")
+    wide, narrow = adam("log", "log/stochastic", root="abs"), adam("float32", "float32", root="abs")
     updates, datas = (wide, narrow, wide), [data_for(u, (129, 7, 300)) for u in (wide, narrow, wide)]
     theirs = [data.clone() for data in datas]
     launches = [
