@@ -3,12 +3,14 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -18,6 +20,9 @@ from benchmarks.training import convergence as benchmark
 from benchmarks.training import convergence_report as shown
 
 STEPS = 6
+TEXT = Path(asyncio.__file__).parent  # that no change of this project changes, and is soon read
+EVALUATIONS = 4  # of six, then a run is interrupted
+GIVEN = ["--tiny", "--steps", str(STEPS), "--seeds", "1", "--text", str(TEXT)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,14 +34,25 @@ def _small() -> Iterator[None]:
     benchmark.SIZES["tiny"] = tiny
 
 
+NAME = "O3 mixed"
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, _small: None) -> Path:
-    """The folder of two configurations' runs, none of which was interrupted."""
+def folders(tmp_path_factory: pytest.TempPathFactory, _small: None) -> tuple[Path, Path]:
+    """One of two configurations' runs, none of which was interrupted; and one where the second was, when time was over.
+
+    The latter finds what the former has compiled.
+    """
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("whole")
-    arguments = ["--tiny", "--steps", str(STEPS), "--seeds", "1", "--out", str(folder)]
-    benchmark.main([*arguments, "--configurations", "BF16", "O3 mixed"])
-    return folder
+    whole, parts = (tmp_path_factory.mktemp(name) for name in ("whole", "parts"))
+    benchmark.main([*GIVEN, "--configurations", "BF16", NAME, "--out", str(whole)])
+    ticks = iter([0.0, 0.0, *[0.0] * EVALUATIONS, *[1e9] * 1000])
+    with (
+        mock.patch.object(torch.compiler, "reset"),
+        mock.patch.object(benchmark.time, "monotonic", ticks.__next__),
+    ):
+        benchmark.main([*GIVEN, "--configurations", NAME, "--out", str(parts), "--minutes", "1"])
+    return whole, parts
 
 
 def made(name: str, seed: int, losses: list[float], second: float, readings: list[float] | None = None) -> Any:
@@ -44,24 +60,17 @@ def made(name: str, seed: int, losses: list[float], second: float, readings: lis
     return shown.Run(name, seed, 10 * len(losses), evaluations, readings or [], [second])
 
 
-def interrupted(folder: Path, name: str, evaluations: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run `name` for so many evaluations at a time; how many calls it took."""
-    arguments = ["--tiny", "--steps", str(STEPS), "--seeds", "1", "--configurations", name, "--out", str(folder)]
-    calls = 0
-    while True:
-        ticks = iter([0.0, 0.0, *[0.0] * evaluations, *[1e9] * 1000])
-        monkeypatch.setattr(benchmark.time, "monotonic", lambda ticks=ticks: next(ticks))
-        benchmark.main([*arguments, "--minutes", "1"])
-        calls += 1
-        if not (folder / "checkpoints" / "interrupted.pt").exists():
-            return calls
-
-
-def test_an_interrupted_run_ends_like_another(tmp_path, monkeypatch, capsys, whole):
-    name = "O3 mixed"
-    assert interrupted(tmp_path, name, 4, monkeypatch) == 2
+def test_an_interrupted_run_ends_like_another(capsys, folders):
+    whole, parts = folders
+    checkpoint = parts / "checkpoints" / "interrupted.pt"
+    assert checkpoint.exists()
+    (begun,) = shown.read_runs(parts)
+    assert len(begun.evaluations) == EVALUATIONS
+    assert not begun.finished
+    benchmark.main([*GIVEN, "--configurations", NAME, "--out", str(parts)])
+    assert not checkpoint.exists()
     assert "all runs done" in capsys.readouterr().out
-    (parts,), (run,) = ([run for run in shown.read_runs(folder) if run.name == name] for folder in (tmp_path, whole))
+    (parts,), (run,) = ([run for run in shown.read_runs(folder) if run.name == NAME] for folder in (parts, whole))
     assert parts.finished
     assert (parts.evaluations, parts.readings) == (run.evaluations, run.readings)  # to the bit
     assert len(run.evaluations) == STEPS
@@ -69,15 +78,16 @@ def test_an_interrupted_run_ends_like_another(tmp_path, monkeypatch, capsys, who
     assert run.evaluations[-1][1] < run.evaluations[0][1] - 0.3  # it learns
 
 
-def test_configurations_run_and_are_reported(whole, capsys):
-    arguments = ["--tiny", "--steps", str(STEPS), "--seeds", "1", "--out", str(whole)]
+def test_configurations_run_and_are_reported(folders, capsys):
+    whole, _ = folders
+    arguments = [*GIVEN, "--out", str(whole)]
     rows = json.loads((whole / "results.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["BF16", "O3 mixed"]
+    assert [row["name"] for row in rows] == ["BF16", NAME]
     assert 0 < abs(rows[1]["gap"]["mean"]) < 0.02  # six steps: hardly anything could differ; but they are not the same
     drawn = ElementTree.fromstring((whole / "loss.svg").read_text())
     assert sum(element.tag.endswith("polyline") for element in drawn) == 2
     with pytest.raises(SystemExit, match=r"holds runs of other settings \(size\)"):
-        benchmark.main([*arguments[:1], "--steps", "7", "--out", str(whole)])
+        benchmark.main([*arguments, "--steps", "7"])
     capsys.readouterr()
     benchmark.main([*arguments, "--report"])
     assert "O3 mixed                1" in capsys.readouterr().out
@@ -85,7 +95,7 @@ def test_configurations_run_and_are_reported(whole, capsys):
 
 def test_bf16_parameters_have_masters(tmp_path):
     settings = benchmark.Settings(benchmark.SIZES["tiny"], "cpu", "all", "bf16", "eager", "")
-    corpus = benchmark.load_corpus(None, 64)
+    corpus = benchmark.load_corpus(TEXT, 64)
     trainer = benchmark.Trainer(settings, corpus, shown.Run("O2 blockwise", 0, 60))
     trainer.step = trainer.model  # its gradients have the same dtype, and what updates it is asked about
     trainer.train(2)
@@ -134,8 +144,7 @@ def test_a_run_that_was_not_timed_takes_the_time_of_its_configuration():
 
 
 def test_what_shares_the_gpu_keeps_no_times(tmp_path, capsys):
-    arguments = ["--tiny", "--steps", "2", "--seeds", "1", "--out", str(tmp_path), "--configurations", "BF16"]
-    benchmark.main([*arguments, "--untimed"])
+    benchmark.main([*GIVEN, "--steps", "2", "--out", str(tmp_path), "--configurations", "BF16", "--untimed"])
     assert "not timed" in capsys.readouterr().out
     (run,) = shown.read_runs(tmp_path)
     assert run.finished

@@ -105,9 +105,17 @@ def test_systems_have_empty_caches_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, begin = list[str](), processes.begin
+
+    def begin_quickly(measure: processes.Measure, case: Case, start: str) -> Any:
+        starts.append(start)
+        return begin(measure, case, "fork")  # a new process imports torch before it does anything
+
     monkeypatch.setattr(processes, "about_machine", no_gpu)
+    monkeypatch.setattr(processes, "begin", begin_quickly)
     with pytest.raises(SystemExit, match=r"this needs a GPU \(RuntimeError: none here\); --tiny runs anywhere"):
         runs.run(BENCHMARK, given())
+    assert starts == ["fork", "spawn"]
 
 
 @pytest.mark.parametrize(

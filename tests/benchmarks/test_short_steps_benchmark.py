@@ -17,7 +17,7 @@ def test_every_row_is_in_the_field_suite() -> None:
 
 @pytest.mark.parametrize("system", ["BF16 compile", "fp8compile + 8-bit states"])
 def test_a_row_is_measured(system: str) -> None:
-    figures = in_this_process(short_steps.measure, Case("GPT-2 large wide", system, tiny=True))
+    figures = in_this_process(short_steps.measure, Case("nanoGPT's loop", system, tiny=True))
     parts = [figures[name] for name in short_steps.PARTS]
     assert min(parts) > 0
     assert bool(figures["in_fp8"]) == (system != "BF16 compile")

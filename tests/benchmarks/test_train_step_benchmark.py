@@ -13,7 +13,7 @@ from benchmarks.harness.workloads import WORKLOADS
 from benchmarks.training import train_step
 
 BY_NAME = {w.name: w for w in WORKLOADS}
-CHEAP = "BF16 compile,fp8compile,torchao*"
+CHEAP = "BF16 compile,fp8compile + 8-bit states,torchao*"
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +35,9 @@ def test_tiny_llama() -> None:
             assert row.get("loss") == pytest.approx(bf16.get("loss"), abs=0.005)
             assert row.get("parameters") == 69_824
     assert bf16.get("state_bytes") == pytest.approx(4.0, abs=0.01)  # two moments of BF16, and a count of steps
-    assert rows["fp8compile"].get("in_fp8") == f"{4 * 3} of {4 * 3 + 3} matmuls"  # all but the head's
-
-
-def test_eight_bit_states() -> None:
-    figures = in_this_process(train_step.measure, Case("Llama 100M", "fp8compile + 8-bit states", tiny=True))
-    assert 2.125 < figures["state_bytes"] < 3  # two moments of 8 bits with side data; those of small tensors stay BF16
+    ours = rows["fp8compile + 8-bit states"]
+    assert 2.125 < ours.get("state_bytes") < 3  # two moments of 8 bits with side data; those of small tensors stay BF16
+    assert ours.get("in_fp8") == f"{4 * 3} of {4 * 3 + 3} matmuls"  # all but the head's
 
 
 @pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
@@ -52,9 +49,17 @@ def test_folded_masks_alone_round_nothing() -> None:
     assert folded["state_bytes"] == bf16["state_bytes"]
 
 
-@pytest.mark.parametrize("name", [w.name for w in WORKLOADS if not w.name.startswith("Llama")])
+@pytest.mark.parametrize("name", [w.name for w in WORKLOADS if not w.name.startswith(("Llama", "Mixtral"))])
 def test_a_model_is_one_graph(name: str) -> None:
-    figures = in_this_process(train_step.measure, Case(name, "fp8compile", tiny=True))
+    """What it becomes in FP8 the models of its family in tests/train/test_models.py show."""
+    workload = next(w for w in train_step.WORKLOADS if w.name == name)
+    model = workload.built("cpu", tiny=True)
+    loss = torch.compile(model, backend="eager", fullgraph=True)(**workload.made(model, "cpu", tiny=True))
+    assert loss > 0
+
+
+def test_experts_are_measured_in_one_graph() -> None:
+    figures = in_this_process(train_step.measure, Case("Mixtral (8 layers)", "fp8compile", tiny=True))
     assert figures["graphs"] == 1
     assert figures["note"] == ""
     assert figures["loss"] > 0
