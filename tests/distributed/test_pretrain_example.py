@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import re
@@ -24,21 +25,24 @@ pytest.importorskip("transformers")
 
 def printed(*arguments: str) -> str:
     """What a run prints, in which nothing is left of earlier ones; of one layer, as tracing takes most of the time."""
+    import corpus
     import pretrain
 
     process_state.reset()
+    text = corpus.gather(Path(asyncio.__file__).parent, lambda name: name.endswith(".py"))  # of 40 MiB, what is enough
     small = replace(pretrain.CONFIGS["tiny"], layers=1)
     with (
         mock.patch.dict(pretrain.CONFIGS, tiny=small),
         mock.patch.object(sys, "argv", ["pretrain.py", "--steps", "6", *arguments]),
+        mock.patch.object(corpus, "_installed_python", return_value=("asyncio", text)),
         mock.patch.object(dist, "init_process_group"),  # there is one
         mock.patch.object(dist, "destroy_process_group"),
-        contextlib.redirect_stdout(io.StringIO()) as text,
+        contextlib.redirect_stdout(io.StringIO()) as said,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error", Fp8Warning)
         pretrain.main()
-    return text.getvalue()
+    return said.getvalue()
 
 
 def twice(rank: int, folder: str) -> tuple[str, str]:

@@ -123,6 +123,18 @@ def test_lightning(capsys, monkeypatch):
     assert_trained_in_fp8(found, expected, capsys.readouterr().out, "12 of 15")
 
 
+class Bytes(nn.Module):
+    """Predicts the next byte from this one; returns its loss as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 64), nn.Linear(64, 256)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embedding(input_ids))[:, :-1].flatten(0, 1)
+        return {"loss": nn.functional.cross_entropy(logits, labels[:, 1:].flatten())}
+
+
 @pytest.mark.slow
 def test_hugging_face_trainer_resumes_8_bit_states(tmp_path):
     """The model, which has no states of ours, is not compiled."""
@@ -134,7 +146,7 @@ def test_hugging_face_trainer_resumes_8_bit_states(tmp_path):
 
     def train(checkpoint: str | None) -> tuple[float, torch.optim.Optimizer]:
         transformers.set_seed(0)
-        model = module.make(64, 1, False)
+        model = Bytes()
         opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
         opt.step = MethodType(torch.compile(type(opt).step, backend=backend), fp8compile.prepare_optimizer(opt))
         arguments = transformers.TrainingArguments(
@@ -150,5 +162,5 @@ def test_hugging_face_trainer_resumes_8_bit_states(tmp_path):
     assert resumed == loss
     states = [(opt.state[p], again.state[q]) for p, q in zip(parameters(opt), parameters(again), strict=True)]
     eight_bit = [(s[n], t[n]) for s, t in states for n in s if isinstance(s[n], fp8compile.FP8State)]
-    assert len(eight_bit) >= 2 * 7  # both moments of each linear of the block
+    assert len(eight_bit) == 2 * 2  # both moments of each matrix
     assert all(torch.equal(s.payload, t.payload) and torch.equal(s.side, t.side) for s, t in eight_bit)
