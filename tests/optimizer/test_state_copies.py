@@ -7,8 +7,6 @@ import ctypes
 import io
 import pickle
 import re
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -274,36 +272,6 @@ def test_plain_tensors_hold_what_a_state_stands_for_but_no_missing_bits(kind: st
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
-
-
-STRANGER = """
-import pickle, sys
-import torch
-
-def read(weights_only=True):
-    return torch.load(sys.argv[1], weights_only=weights_only)
-
-line = "torch.serialization.add_safe_globals([fp8compile.optimizer.states.rebuild])"
-try:
-    read()
-except pickle.UnpicklingError as error:
-    assert line in str(error), error
-else:
-    sys.exit("it was read")
-assert "fp8compile" not in sys.modules
-read(weights_only=False)
-assert "fp8compile" in sys.modules
-import fp8compile
-read()
-exec(line)
-read()
-"""
-
-
-def test_a_process_without_fp8compile_is_told_what_to_add(tmp_path: Path) -> None:
-    torch.save({"s": make()}, tmp_path / "c.pt")
-    done = subprocess.run([sys.executable, "-c", STRANGER, str(tmp_path / "c.pt")], capture_output=True, text=True)
-    assert not done.returncode, done.stderr
 
 
 def test_files_of_0_1_0_are_read() -> None:

@@ -22,7 +22,7 @@ from quick import quicken
 from torch._dynamo.utils import counters
 quicken()
 torch.set_num_threads(1)
-for recipe in sys.argv[1:]:
+for recipe in map(json.loads, sys.argv[1:]):
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -31,7 +31,7 @@ for recipe in sys.argv[1:]:
     step = torch.compile(model, backend="fp8", options={"select": "all", "strict": True, "recipe": recipe})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for _ in range(4):
+    for _ in range(2):
         optimizer.zero_grad()
         loss = (step(x).float() - 1).square().mean()
         loss.backward()
@@ -66,8 +66,10 @@ def _run_anew(cache: Path, *recipes: str, logs: str) -> tuple[list[str], list[st
 
 @pytest.mark.slow
 def test_second_process_hits_the_cache_and_agrees_bit_for_bit(tmp_path: Path) -> None:
-    silence = printed_by(_run_copy, str(tmp_path), "mixed").splitlines()
-    printed, lines = _run_anew(tmp_path, "mixed", "rowwise", logs="fp8compile")
+    # the other's kernels are among those of the first: nothing new is compiled as C++
+    recipes = [json.dumps(recipe) for recipe in ("mixed", {"base": "mixed", "grad_weight": None})]
+    silence = printed_by(_run_copy, str(tmp_path), recipes[0]).splitlines()
+    printed, lines = _run_anew(tmp_path, *recipes, logs="fp8compile")
     cold, warm, other = (json.loads(line) for line in (silence.pop(), *printed))
     assert cold["hits"] == 0
     assert warm["hits"] == 1
@@ -78,5 +80,5 @@ def test_second_process_hits_the_cache_and_agrees_bit_for_bit(tmp_path: Path) ->
     assert other["losses"] != cold["losses"]
     assert not [line for line in silence if "fp8:" in line]
     assert len(lines) == 2
-    for line, recipe in zip(lines, ("mixed", "rowwise"), strict=True):
-        assert f"fp8: training graph, recipe {recipe}, cpu: 2 of 2 matmuls in FP8 (100.0% of " in line
+    for line, said in zip(lines, ("mixed, cpu: 2 of 2 matmuls", "mixed*, cpu: 1 of 2 matmuls"), strict=True):
+        assert f"fp8: training graph, recipe {said} in FP8 (" in line

@@ -200,8 +200,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[0]
 
 
-@pytest.mark.parametrize("skip", ["*", ()])
-def test_the_bias_of_attention_is_exact(skip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bias_of_attention_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """On graphs as a GPU would trace them, verified after every pass, after the cut, and after each lowering step."""
     monkeypatch.setattr(F, "scaled_dot_product_attention", efficient)
     torch.compiler.reset()
@@ -213,7 +212,7 @@ def test_the_bias_of_attention_is_exact(skip: Any, monkeypatch: pytest.MonkeyPat
         finally:
             torch.set_default_dtype(before)
         x = torch.empty(2, TOKENS, D, dtype=torch.bfloat16, requires_grad=True)
-        compiled(model, skip=skip)(x).sum().backward()
+        compiled(model, skip=())(x).sum().backward()
     biases = [row for row in rows() if row.reason == "added in the exponent of attention"]
     assert {row.path.split(".")[0] for row in biases} == BIASES.keys()
     assert not any(is_fp8(row) for row in rows() if "table" in row.path)

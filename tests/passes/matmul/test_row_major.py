@@ -22,7 +22,7 @@ from fp8compile.passes.regions.sum_pieces import adds_pieces
 class Patches(nn.Module):
     """As a vision tower without a class token begins: patches, positions, blocks with a norm."""
 
-    def __init__(self, width: int = 128, blocks: int = 2) -> None:
+    def __init__(self, width: int = 128, blocks: int = 1) -> None:
         super().__init__()
         self.embed = nn.Conv2d(3, width, 4, stride=4)
         self.positions = nn.Parameter(torch.randn(64, width))
@@ -118,7 +118,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "dynamic"), [(case, case in ("patches", "gated")) for case in CASES])
+@pytest.mark.parametrize(("case", "dynamic"), [(case, case == "gated") for case in CASES])
 def test_copied_once_and_read_in_rows(case: str, dynamic: bool, graphs: list[fx.Graph], strided: list[str]) -> None:
     build, shape, count = CASES[case]
     torch.manual_seed(0)
