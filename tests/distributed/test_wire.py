@@ -84,8 +84,8 @@ def transfers() -> list[fp8compile.Transfer]:
     return [row for plan in fp8compile.compiles() for row in plan.transfers]
 
 
-def step(rank: int, **options: Any) -> Result:
-    """Losses of two steps, the gradients of the second, and evaluations, the last with a nan."""
+def step(rank: int, evaluated: bool = False, **options: Any) -> Result:
+    """Losses of two steps, the gradients of the second; and `evaluated`, the last time with a nan."""
     torch.manual_seed(5)
     mesh = init_device_mesh("cpu", (2,))
     block = parallelize_module(Block().bfloat16(), mesh, SEQUENCE)
@@ -103,7 +103,7 @@ def step(rank: int, **options: Any) -> Result:
         found |= {name: full(p.grad) for name, p in block.named_parameters()}  # type: ignore[arg-type]
         opt.step()
     training = transfers()
-    if options.get("wire") == "fp8":  # its weights are others by now
+    if not evaluated:
         return found, training
     with torch.no_grad():
         found["evaluated"] = full(run(local.detach()))
@@ -125,7 +125,7 @@ BYTES = 2 * 16 * DIM * 2  # of the whole sequence in BF16
 
 def sequence(rank: int) -> None:
     """`tensorwise`: one payload serves output and grad_weight, so both halves gather half the bytes, exactly."""
-    whole, half = step(rank, recipe="tensorwise", wire="bf16"), step(rank, recipe="tensorwise")
+    whole, half = (step(rank, evaluated=True, recipe="tensorwise", wire=wire) for wire in ("bf16", "exact"))
     assert differing(whole, half) == set(), differing(whole, half)
     assert [(a, d) for a, _, _, d in rows(whole)] == [("forward", BYTES), ("backward", BYTES)]
     assert {row.reason for row in whole[1]} == {"wire='bf16'"}

@@ -146,7 +146,7 @@ def test_what_is_planted_is_found_and_made_small(name: str, monkeypatch: pytest.
     plant, expected, seed = PLANTED[name]
     with monkeypatch.context() as patch:
         plant(patch)
-        small, verdict = shrink(draw(seed), lambda s: judge(s, Settings()), most=8 if len(draw(seed).steps) > 1 else 2)
+        small, verdict = shrink(draw(seed), lambda s: judge(s, Settings()), most=3 if len(draw(seed).steps) > 1 else 2)
         assert expected in manner(verdict), verdict.reasons
         assert len(small.steps) <= 2
     assert judge(small, Settings()).status == OK  # without what was planted
