@@ -609,7 +609,7 @@ def test_a_checkpoint_saves_its_input_alone() -> None:
 
 # ---- shapes ---------------------------------------------------------------------------------------------------------
 
-SIZES = [(4, 16), (3, 32), (5, 8), (2, 7)]
+SIZES = [(4, 16), (3, 32), (2, 7)]
 
 
 @pytest.mark.parametrize(("name", "way"), [("block", "found"), ("dropout", "marked"), ("attention", "dynamic")])
