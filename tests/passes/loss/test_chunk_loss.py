@@ -258,25 +258,14 @@ def test_a_bias_has_its_gradient(form: str):
     assert loss.chunk == CHUNK
 
 
-class Both(nn.Module):
-    """Two heads, each with its loss; the second's logits are computed again in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Model(FORMS["mean"], bias=True)
-        self.second = Model(AGAIN["perplexity"], bias=True)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return self.first(x, labels) + self.second(torch.sin(x), labels)
-
-
 def test_inductor_gives_the_same():
-    model = Both().bfloat16()
+    """Of a loss whose logits are computed again in backward."""
+    model = Model(AGAIN["perplexity"], bias=True).bfloat16()
     x, labels = inputs()
     got = step(model, compiled(model, executor="inductor"), x.bfloat16(), labels)
     exact = copy.deepcopy(model).double()
     assert_as_exact(got, step(model, model, x.bfloat16(), labels), step(exact, exact, x.bfloat16().double(), labels))
-    assert [loss.chunk for loss in fp8compile.last_compile().losses] == [CHUNK, CHUNK]
+    assert [loss.chunk for loss in fp8compile.last_compile().losses] == [CHUNK]
 
 
 def logits_of(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> list[str]:
