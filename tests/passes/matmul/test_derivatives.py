@@ -61,9 +61,7 @@ TAKEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "vjp": lambda net, x: func.vjp(net, x)[1](along(x)[:, :OUT])[0],
     "hvp, forward over reverse": lambda net, x: func.jvp(func.grad(energy(net)), (x,), (along(x),))[1],
     "hvp, reverse over reverse": lambda net, x: func.grad(lambda x: func.grad(energy(net))(x).sum())(x),
-    "vmap of grad": lambda net, x: func.vmap(func.grad(energy(net)))(x),
     "grad of vmap": lambda net, x: func.grad(energy(func.vmap(net)))(x),
-    "jacfwd": lambda net, x: func.vmap(func.jacfwd(net))(x),
     "jacrev": lambda net, x: func.vmap(func.jacrev(net))(x),
 }
 
