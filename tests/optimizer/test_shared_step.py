@@ -204,7 +204,7 @@ def test_kinds_of_a_group_are_stepped_together(monkeypatch: pytest.MonkeyPatch) 
 
 def test_each_has_its_own_numbers() -> None:
     """Kinds whose parameters have been updated in fewer steps: their counts differ, in rows of one matrix."""
-    some = [None, (0, 2), (0, 2), None, (1,), None]
+    some = [None, (0, 2), (0, 2), None, (1, 2), None]
     run(*(made := pair(torch.optim.AdamW)), steps=6, only=lambda i: some[i])
     (group,) = shared_step._shared[made[0]].groups.values()
     assert [len(x.alike) for x in group.together] == [2]
