@@ -17,6 +17,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.formats import ALIGNMENT
+from fp8compile.kernels.codegen.schedule.one_pass import is_one_pass
 from fp8compile.kernels.codegen.spec.region import NUMBER, Buffer, Part, Region, Store
 from fp8compile.passes.core.compilation import getitems, value
 from fp8compile.passes.core.fusible import RESHAPES
@@ -50,6 +51,8 @@ def _spread(editor: GraphEditor, payload: Any, scale: Any) -> fx.Node | None:
     if Getitem(scale).source is not node or not isinstance(rows, int):
         return None
     region, _ = spec_of(node)
+    if is_one_pass(region):  # its scale is known when the cast has been made
+        return None
     parts = _parts(region, Getitem(payload).index, Getitem(scale).index, rows)
     if parts is None:
         return None

@@ -11,14 +11,16 @@ from pipelines import look_after
 from torch import Tensor, fx, nn
 
 from fp8compile import ops
+from fp8compile.kernels.codegen.schedule import one_pass
+from fp8compile.kernels.codegen.schedule.one_pass import is_one_pass
 from fp8compile.kernels.codegen.spec.region import Buffer, Input, Part, Region, Store, Value
 from fp8compile.passes.core.compilation import getitems
 from fp8compile.passes.core.marker_views import ScaledMM
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.snapshot import copy_graph
 from fp8compile.passes.core.stages import HalfGraph
-from fp8compile.passes.regions import combine_regions, join_regions, join_weights, spread_scales
-from fp8compile.passes.regions.region_graph import regions_of, spec_of
+from fp8compile.passes.regions import combine_regions, join_regions, join_weights, one_pass_casts, spread_scales
+from fp8compile.passes.regions.region_graph import is_from_region, regions_of, spec_of
 
 
 class Layers(nn.Module):
@@ -125,6 +127,27 @@ def test_other_recipes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
         graphs, _ = step(monkeypatch, 1, recipe=recipe)
         matmuls = [ScaledMM(n) for n in graphs["forward"].find_nodes(op="call_function", target=ops.scaled_mm)]
         assert {mm.granularity_b for mm in matmuls} == expected
+
+
+@pytest.mark.parametrize("least", [1, 1 << 40])
+def test_gradients_by_one_scale_beside_weights_by_rows(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass the scale is predicted, and known when the cast has been made: it stays a number."""
+    monkeypatch.setattr(one_pass_casts, "LEAST", least)
+    monkeypatch.setattr(one_pass, "REPAIRING", 8)
+    recipe = {"base": "mixed", "grad_input": {"right": {"granularity": "row"}}, "grad_weight": None}
+    graphs, found = step(monkeypatch, 1, recipe=recipe)
+    one_pass_scales, others = set[str](), set[str]()
+    for node in graphs["backward"].find_nodes(op="call_function", target=ops.scaled_mm):
+        mm = ScaledMM(node)
+        if mm.a.meta["val"].shape[0] == 96 and is_from_region(mm.a):  # a gradient of an input
+            region, _ = spec_of(Getitem(mm.a).source)
+            (one_pass_scales if is_one_pass(region) else others).add(mm.granularity_a)
+    assert one_pass_scales == ({"tensor"} if least == 1 else set())
+    assert least == 1 or "row" in others
+    with monkeypatch.context() as patch:
+        patch.setattr(combine_regions, "spread_scales", lambda _: None)
+        _, expected = step(monkeypatch, 1, recipe=recipe)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_scale_of_something_else_is_left() -> None:
