@@ -62,6 +62,8 @@ class Turns:
     def _send(self, what: signal.Signals) -> None:
         others = [int(file.stem) for file in self.folder.glob("*.process")]
         for process in with_descendants([x for x in others if x != os.getpid()]):
+            if process == os.getpid():  # one of the others has started this one
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, what)
 
@@ -74,7 +76,7 @@ class Turns:
 
 
 def with_descendants(processes: list[int]) -> list[int]:
-    """Return these processes and all that they have started and whoever these have, as far as Linux lists them."""
+    """Return these processes and their descendants, as far as Linux lists them."""
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Short steps of several systems in one process, by turns: ratios that a host which is now faster, now slower, leaves.
+"""Compare short steps of BF16 and of ours in one process, by turns: a noisy host slows both alike.
 
     python -m benchmarks.training.paired_steps --jobs 11 --json FILE
     python -m benchmarks.training.paired_steps --only "ViT-B*,DINOv2*"

@@ -4,9 +4,8 @@
     python -m benchmarks.training.short_steps --only "nano*" --busy 8      beside eight processes that keep cores busy
     python -m benchmarks.training.short_steps --tiny                       small models on a CPU: that it runs, no times
 
-Default options; ours has 8-bit states, the others have torch's fused AdamW. While one system is timed, those that
-compile beside it are stopped. A machine's cores are now faster, now slower: of the medians of several turns, some
-seconds apart, the smallest.
+Default options; ours has 8-bit states, the others have torch's fused AdamW. Medians after warm-up. While one system is
+timed, those that compile beside it are stopped.
 
 ms                     from the end of a step to the end of the next, as training queues them
 fwd, bwd, opt          milliseconds of the host: until forward, backward and the optimizer have been launched
@@ -60,7 +59,7 @@ SYSTEMS = (
     ours(f"8-bit states, {GRAPHS}", eight_bit=True, mode="reduce-overhead"),
     ours(f"8-bit states, {ONE_GRAPH}", eight_bit=True),
 )
-WARMUP, STEPS, TINY_STEPS, TURNS = 6, 12, 2, 3
+WARMUP, STEPS, TINY_STEPS = 6, 30, 2
 BUSY = "BUSY_CORES"  # in the environment, for the processes that measure
 PARTS = ("forward_host_ms", "backward_host_ms", "update_host_ms")
 COLUMNS = (
@@ -122,34 +121,28 @@ class Training:
 def measure(case: Case) -> dict[str, Any]:
     """The figures of one system on one model."""
     training = Training(case)
+    warmup, count = (1, TINY_STEPS) if case.tiny else (WARMUP, STEPS)
     first, _ = peak_gib(training.step, 3, case.device)
     plans = [plan for plan in fp8compile.compiles() if plan.matmuls]
-    turns = [timed(case, training) for _ in range(1 if case.tiny else TURNS)]
-    peak, _ = peak_gib(training.step, 2, case.device)
-    if any(name in case.system for name in (GRAPHS, ONE_GRAPH)):
-        peak = first
-    why = {m.reason for plan in plans for m in plan.matmuls if m.code == "host"}
-    parts = min((parts for _, parts in turns), key=sum)
-    return {
-        "ms": min(ms for ms, _ in turns),
-        **(dict(zip(PARTS, parts, strict=True)) if len(parts) > 1 else {}),
-        "host_ms": sum(parts),
-        "first_peak_gib": first,
-        "peak_gib": peak,
-        "in_fp8": peers.in_fp8(training.system, training.task.model),
-        "note": peers.failure() or next(iter(why), ""),
-    }
-
-
-def timed(case: Case, training: Training) -> tuple[float, list[float]]:
-    """Medians of one turn: of a step's milliseconds, and of those of the host by part."""
-    warmup, count = (1, TINY_STEPS) if case.tiny else (WARMUP, STEPS)
     with case.alone(), busy(int(os.environ.get(BUSY, "0"))):
         for _ in range(warmup):
             training.step()
         ms = statistics.median(intervals(training.step, count, case.device))
         parts = [waited_for(training) for _ in range(count)]
-    return ms, [statistics.median(times) for times in zip(*parts, strict=True)]
+    peak, _ = peak_gib(training.step, 2, case.device)
+    if any(name in case.system for name in (GRAPHS, ONE_GRAPH)):
+        peak = first
+    why = {m.reason for plan in plans for m in plan.matmuls if m.code == "host"}
+    medians = [statistics.median(times) for times in zip(*parts, strict=True)]
+    return {
+        "ms": ms,
+        **(dict(zip(PARTS, medians, strict=True)) if len(medians) > 1 else {}),
+        "host_ms": statistics.median(map(sum, parts)),
+        "first_peak_gib": first,
+        "peak_gib": peak,
+        "in_fp8": peers.in_fp8(training.system, training.task.model),
+        "note": peers.failure() or next(iter(why), ""),
+    }
 
 
 def waited_for(training: Training) -> list[float]:

@@ -41,7 +41,9 @@ class BoundLaunch:
         self.wide, self.narrow = (self.update.width(x) for x in (self.update.stored, self.update.read))
         kernel = kernel_of(self.update, SCHEDULE, target, matrices is not None)
         self.kernel = KnownLaunch(kernel, options=SCHEDULE.options(target))
-        self.matrices = [torch.tensor(x, dtype=torch.int32, device=self.device) for x in [matrices] if x is not None]
+        self.matrices: tuple[Tensor, ...] = ()  # one more argument of the kernel, or none
+        if matrices is not None:
+            self.matrices = (torch.tensor(matrices, dtype=torch.int32, device=self.device),)
         self.sizes = [x.numel() for x in stored[:: self.wide]]
         count = len(self.sizes)
         addresses = torch.empty(count, self.wide + self.narrow, dtype=torch.int64)

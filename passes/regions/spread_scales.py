@@ -79,8 +79,9 @@ def _parts(region: Region, payload: int, scale: int, rows: int) -> tuple[Part, .
             if not isinstance(part.rows, int) or part.rows % ALIGNMENT or not isinstance(store.offset, int):
                 return None
             expressions.add(_expression(part, cast.args[1]))
+            # A number is stored once; with a multiple of rows, which they are already, it is stored for each of them.
             first, found = store.offset // part.cols, found + part.rows
-            more = Store(len(region.buffers), cast.args[1], offset=first, row_multiple=ALIGNMENT)  # of rows: of all
+            more = Store(len(region.buffers), cast.args[1], offset=first, row_multiple=ALIGNMENT)
             parts[n] = replace(part, stores=(*part.stores, more))
     return tuple(parts) if found == rows and len(expressions) == 1 else None
 

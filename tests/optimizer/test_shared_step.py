@@ -134,7 +134,9 @@ def test_groups_of_two_dtypes() -> None:
 
 def test_no_state_in_8_bits() -> None:
     """ASGD's of FP32 parameters are one of weights, which stays, and numbers."""
-    run(*pair(two_groups(*OPTIMIZERS["asgd"])), steps=2, change=rates)
+    run(*(made := pair(two_groups(*OPTIMIZERS["asgd"]))), steps=2, change=rates)
+    assert shared_step._shared[made[0]].refusal == "it has no state in 8 bits"
+    assert not any(isinstance(x, fp8compile.FP8State) for state in made[0].state.values() for x in state.values())
 
 
 @pytest.mark.parametrize("name", ["sgd", "nesterov"])
@@ -303,6 +305,7 @@ def test_states_and_parameters_that_become_other_tensors() -> None:
         parameters[0].data = parameters[0].data + 1
         opt.state[parameters[1]]["exp_avg"] = torch.full((7,), 0.5)  # type: ignore[attr-defined]
     run(*made, steps=2)
+    assert_shared(made[0])
 
 
 def takes_over(state: dict[str, Any]) -> None:

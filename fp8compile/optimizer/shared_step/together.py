@@ -158,19 +158,18 @@ def together(
     alike: Sequence[Alike], group: Mapping[str, Any], shared: Mapping[str, Tensor], options: Options
 ) -> list[Together]:
     """Return the kinds of a group, in their order, with those together whose numbers are the same function."""
-    most = _padded(sum(len(x.parameters) + ROWS for x in alike), torch.device("cpu"))
     found: dict[Any, list[Alike]] = {}
     for x in alike:
-        found.setdefault((x.device, _function_key(x, most)), []).append(x)
+        found.setdefault((x.device, _function_key(x)), []).append(x)
     made = [Together(kinds, shared, options) for kinds in found.values()]
     for x in made:
         x.prepare(group)
     return made
 
 
-def _function_key(x: Alike, count: int) -> Any:
+def _function_key(x: Alike) -> Any:
     """Return what is equal for kinds with the same function of numbers, which are written alike."""
-    function: NumberFunction | None = x.template.numbers(count)
+    function: NumberFunction | None = x.template.numbers(2)  # of more it differs in the length of its vectors alone
     code = None if function is None else (function.module.code, tuple(function.inputs), function.has_matrix)
     types = tuple(value for _, value in x.kind.states if isinstance(value, tuple) and value[0] == "number")
     return code, types, tuple(x.template.counted), tuple(x.template.copied), x.kind.is_unscaled
