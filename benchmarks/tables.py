@@ -7,6 +7,7 @@ A page has a place for each table:
 
     <!-- figures: train_step -->                every figure of every system, a table a model
     <!-- figures: train_step summary -->        a line a model: speed-up and peak memory beside the baseline
+    <!-- figures: paired_steps models -->      a line a model: every figure of its one system
     <!-- figures: train_step front -->          a line a model, for the README; "headline": a sentence
     <!-- figures: compile_time passes -->       a line a pass: milliseconds
     <!-- figures: field rows -->                a line a row of the field suite
@@ -32,7 +33,7 @@ from benchmarks.harness import runs
 from benchmarks.harness.columns import MISSING, Row, baseline_of, cells, markdown, ratio
 from benchmarks.harness.runs import Benchmark
 from benchmarks.micro import matmul
-from benchmarks.training import block, compile_time, short_steps, train_step
+from benchmarks.training import block, compile_time, paired_steps, short_steps, train_step
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = {
@@ -40,6 +41,7 @@ BENCHMARKS = {
     for benchmark in (
         train_step.BENCHMARK,
         short_steps.BENCHMARK,
+        paired_steps.BENCHMARK,
         block.BENCHMARK,
         compile_time.BENCHMARK,
         matmul.BENCHMARK,
@@ -124,6 +126,12 @@ def tables(benchmark: Benchmark, measured: Measured) -> str:
     return "\n" + "".join(parts) + origin(measured)
 
 
+def models(benchmark: Benchmark, measured: Measured) -> str:
+    """A line a model, of a benchmark with one system."""
+    lines = [[row.model, *line(benchmark, row, None)] for _, (row,) in measured.values()]
+    return "\n" + markdown(["", *(c.head for c in benchmark.columns)], lines) + "\n" + origin(measured)
+
+
 def line(benchmark: Benchmark, row: Row, baseline: Row | None) -> list[str]:
     """The cells of a row; of one without figures the reason, and nothing."""
     if not row.figures:
@@ -187,6 +195,7 @@ def headline(benchmark: Benchmark, measured: Measured) -> str:
 
 FORMS = {
     "": tables,
+    "models": models,
     "summary": summary,
     "passes": passes,
     "rows": rows,

@@ -5,11 +5,12 @@
     python -m benchmarks.training.paired_steps --tiny                      small models on a CPU: that it runs, no times
 
 Models of short_steps.py, where each system has a process of its own: two processes of the same system then differ by up
-to a half on a host that others use as well. Here all train in one process, a few steps each by turns; medians of all.
+to a half on a host that others use as well. Here all train in one process, a few steps each by turns, each as often the
+first one; medians of all.
 
 BF16           milliseconds of a step of `torch.compile` with torch's fused AdamW
-plain, 8 bits  the same of ours, with torch's AdamW (times BF16's: how often faster), and with 8-bit states
-host           milliseconds of each until a step has been launched: forward, backward and optimizer
+ours, 8-bit    the same of ours, with torch's AdamW and with 8-bit states, and how often it is faster
+host …         milliseconds of each until a step has been launched: forward, backward and optimizer
 
 `--help` and runs.py have the other options.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import runs
+from benchmarks.harness import peers, runs
 from benchmarks.harness.columns import MISSING, Column, Row, figure
 from benchmarks.harness.measuring import intervals
 from benchmarks.harness.peers import BASELINE, System, ours
@@ -44,39 +45,51 @@ def _times(head: str, key: str) -> Column:
 
 
 COLUMNS = (
-    figure("BF16", "bf16_ms", ".2f"),
-    figure("plain", "plain_ms", ".2f"),
-    _times("speed-up", "plain"),
-    figure("8 bits", "8_bits_ms", ".2f"),
-    _times("speed-up", "8_bits"),
-    figure("host", "bf16_host_ms"),
-    figure("plain", "plain_host_ms"),
-    figure("8 bits", "8_bits_host_ms"),
+    figure("BF16 ms", "bf16_ms", ".2f"),
+    figure("ours ms", "plain_ms", ".2f"),
+    _times("ours", "plain"),
+    figure("8-bit ms", "8_bits_ms", ".2f"),
+    _times("8-bit", "8_bits"),
+    figure("host BF16", "bf16_host_ms"),
+    figure("host ours", "plain_host_ms"),
+    figure("host 8-bit", "8_bits_host_ms"),
+    Column("in FP8", lambda row, _: row.get("in_fp8") or ""),
 )
 
 
 def measure(case: Case) -> dict[str, Any]:
     """The figures of all systems on one model."""
-    trained = {name: Training(case, system) for name, system in SYSTEMS.items()}
+    trained: dict[str, Training] = {}
+    found: dict[str, Any] = {}
     turns, warmup = (1, 1) if case.tiny else (TURNS, WARMUP)
-    for training in trained.values():
+    for name, system in SYSTEMS.items():
+        training = trained[name] = Training(case, system)
         for _ in range(warmup):
             training.step()
+        if system.ours:  # what the first of them has compiled: the other compiles as much
+            found.setdefault("in_fp8", peers.in_fp8(system, training.task.model))
     if case.device == "cuda":
         torch.cuda.synchronize()
     ms: dict[str, list[float]] = {name: [] for name in trained}
     host: dict[str, list[list[float]]] = {name: [] for name in trained}
     with case.alone():
-        for _ in range(turns):
-            for name, training in trained.items():
+        for turn in range(turns):
+            for name in _from(turn, list(trained)):
+                training = trained[name]
                 training.step()
                 ms[name] += intervals(training.step, STEPS, case.device)
                 host[name] += [waited_for(training) for _ in range(WAITED)]
-    found: dict[str, Any] = {f"{name}_ms": statistics.median(times) for name, times in ms.items()}
+    found |= {f"{name}_ms": statistics.median(times) for name, times in ms.items()}
     for name, steps in host.items():
         parts = [statistics.median(times) for times in zip(*steps, strict=True)]
         found |= {f"{name}_host_ms": sum(parts), f"{name}_parts_ms": parts}
     return found
+
+
+def _from(turn: int, names: list[str]) -> list[str]:
+    """Return all names, beginning with another one in each turn."""
+    first = turn % len(names)
+    return names[first:] + names[:first]
 
 
 BENCHMARK = Benchmark(

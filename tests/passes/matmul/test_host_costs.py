@@ -166,8 +166,8 @@ def test_what_nobody_knows_is_counted_as_a_launch() -> None:
     ("bf16", "fp8", "expected"),
     [
         (Times(100.0, 10.0), Times(99.9, 12.0), True),  # the GPU is later on any host
-        (Times(100.0, 40.0), Times(99.9, 60.0), False),  # a slow host would be later, and little is gained
-        (Times(100.0, 40.0), Times(90.0, 60.0), True),
+        (Times(100.0, 40.0), Times(99.9, 70.0), False),  # a slow host would be later, and little is gained
+        (Times(100.0, 40.0), Times(90.0, 70.0), True),
         (Times(100.0, 40.0), Times(90.0, 101.0), False),
         (Times(10.0, 40.0), Times(9.0, 40.0), False),
     ],
