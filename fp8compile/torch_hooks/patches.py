@@ -20,7 +20,7 @@ from fp8compile import torch_versions
 from fp8compile.passes.lower import known_accesses
 from fp8compile.torch_hooks.calls import compiled_calls
 from fp8compile.torch_hooks.calls.user_frame import warn_user
-from fp8compile.torch_hooks.inductor import buffer_reuse, direct_launch, read_before_write
+from fp8compile.torch_hooks.inductor import buffer_reuse, convolution_strides, direct_launch, read_before_write
 from fp8compile.torch_hooks.modules import backward_hooks, recurrent_modules
 
 IsOurs: TypeAlias = Callable[[Any], bool]  # of a backend, as Dynamo holds it
@@ -73,6 +73,13 @@ PERMANENT = (
         "Inductor computes what reads a buffer after a custom operator has overwritten it",
         "torch_hooks.inductor.read_before_write:realize_readers_first",
         apply=lambda is_ours: read_before_write.realize_readers_first(),
+    ),
+    Patch(
+        "convolution_strides",
+        "torch._inductor.lowering.lowerings of aten.convolution_backward, while a graph of this backend is compiled",
+        "Inductor gives dimensions of one element strides by which cuDNN lays out gradients as torch does not predict",
+        "torch_hooks.inductor.convolution_strides:read_dense_strides",
+        apply=lambda is_ours: convolution_strides.read_dense_strides(),
     ),
     Patch(
         "direct_launch",

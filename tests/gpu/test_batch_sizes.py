@@ -1,4 +1,5 @@
-"""Batches of few rows on a GPU, in memory that is NaN where nobody has written: every model of the zoo, and experts.
+"""Batches of few rows on a GPU, in memory that is NaN where nobody has written: every model of the zoo, experts,
+and convolutions.
 
 The rows of a batch are contracted in every gradient of a weight, and are filled up to a multiple of 16.
 """
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from convolutions import CASES, OfTokens
 from fake_quantized import sqnr
 from models import BATCH, LENGTH, SIZES, ZOO, Case, noise, unsettled
 from poison import poison_free_memory
@@ -104,3 +106,17 @@ def test_experts(build: Any, seed: int) -> None:
     model = unsettled(build())
     tokens = torch.randint(0, SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
     check(resized(Case(model, {"input_ids": tokens}, weighted, 0, skip=("mlp.gate",)), BATCH), BATCH)
+
+
+@pytest.mark.parametrize(("space", "batch", "checkpointed"), CASES, ids=str)
+def test_convolutions_of_tokens(space: tuple[int, ...], batch: int, checkpointed: bool) -> None:
+    model = OfTokens(space, checkpointed).cuda()
+    x = torch.randn(batch, model.tokens, model.channels, device="cuda")
+    found = []
+    for run in (model, torch.compile(model, backend="fp8", options={"select": "all", "save_min_bytes": 0})):
+        model.zero_grad()
+        poison_free_memory()
+        run(x).backward()
+        found.append([p.grad for p in model.parameters()])
+    for exact, got in zip(*found, strict=True):
+        assert sqnr(exact, got) > LEAST["mixed"]

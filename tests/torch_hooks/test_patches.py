@@ -15,6 +15,7 @@ from typing import Any
 import in_place
 import pytest
 import torch
+from convolutions import OfTokens
 from test_buffer_reuse import LARGE, around_an_operator, reused
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
@@ -22,7 +23,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.variables import BackwardHookVariable
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput
 from torch._higher_order_ops import triton_kernel_wrap
-from torch._inductor import async_compile
+from torch._inductor import async_compile, ir
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -220,6 +221,18 @@ def test_read_before_write_is_needed():
     got = torch.compile(in_place.one)(x, torch.ones(()))
     assert x == 101
     still(got == 203)  # eager: 3
+
+
+def test_convolution_strides_is_needed(monkeypatch):
+    """A view computed again in backward: eager PyTorch saves it with strides (228, 1, 76, 19)."""
+    read = []
+    create = ir.FallbackKernel.create
+    monkeypatch.setattr(
+        ir.FallbackKernel, "create", lambda *args, **named: (read.append(args), create(*args, **named))[1]
+    )
+    torch.compile(OfTokens((3, 4), checkpointed=True))(torch.randn(1, 12, 19, requires_grad=True)).backward()
+    (strides,) = [args[2].get_stride() for args in read if args[0] is torch.ops.aten.convolution_backward.default]
+    still([*strides] != [228, 1, 76, 19])
 
 
 # ---- for a time -----------------------------------------------------------------------------------------------------
