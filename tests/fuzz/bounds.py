@@ -21,7 +21,8 @@ what falls twice. And a value that moved by δ before a cast takes the next code
 it by a step: |δ|·step in power. For k roundings to BF16, |δ| = 2^-9·√k/√3 of a power of two: over a mean square of
 7/3, 2^-9·2^-3·√k/√3/(7/3) = 6e-5 √k, beside 5.6e-4 of the cast itself: k = 25 gives half of r. FLIPS is that, twice.
 In an FP32 model δ is 2^-24: flips are one code in 100,000, and what is left is b. A single flip in a small tensor still
-shows: a mismatch counts only if it comes again with other data (`judge.py`).
+shows: a mismatch counts only if it comes again with other data (`judge.py`). Matmuls of blocks return BF16 in any
+model: quotients of two such values often lie exactly between two codes, and δ decides.
 
 A sum of n squares scatters by √(2/n): three of these are allowed. Tensors that BF16 itself gets wrong by more than
 CONDITIONED are zero but for rounding: they must be finite, and are not compared.
@@ -64,7 +65,7 @@ class References:
     exact: Step
     plain: Step
     rounded: Sequence[Step]
-    is_wide: bool  # an FP32 model: no rounding to BF16 anywhere
+    is_wide: bool  # an FP32 model, and no matmul that returns BF16: no rounding to BF16 anywhere
 
     def of(self, name: str) -> tuple[float, float]:
         """b and r of a tensor."""

@@ -80,7 +80,8 @@ def judge(spec: Spec, settings: Settings) -> Verdict:
 def _references(subject: Subject, data: int) -> References:
     options = subject.module.OPTIONS
     drawn = [subject.eager(data, around=partial(rounding, options=options, headroom=h)) for h in DRAWS]
-    return References(subject.eager(data, exact=True), subject.eager(data), drawn, subject.precision == "fp32")
+    is_wide = subject.precision == "fp32" and options.get("recipe") != "blockwise"
+    return References(subject.eager(data, exact=True), subject.eager(data), drawn, is_wide)
 
 
 def _compare(subject: Subject, references: References, spec: Spec, settings: Settings, verdict: Verdict) -> None:
