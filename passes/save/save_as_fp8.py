@@ -119,8 +119,8 @@ def _round(c: Compilation, node: fx.Node, form: Form, key: SavedKey | None) -> t
     def emit(target: Any, *args: Any) -> fx.Node:
         return c.emit(target, *args, like=node, before=place)
 
-    moved = not form.path and order != sorted(order)
-    if moved:  # features are what lies side by side in memory
+    moved = form.payload is None and not form.path and order != sorted(order)
+    if moved:  # features are what lies side by side in memory; a payload at hand is of rows as they are
         source = emit(aten.permute.default, node, order)
     if form.merged > 1:
         inner = math.prod(value(source).shape[-form.merged :])

@@ -52,7 +52,7 @@ def draw(seed: int) -> Spec:
     for n in range(count):
         steps.append(_step(r, base, n, LAYERS if n == surely else ()))
     outputs = _outputs(r, len(steps))
-    return Spec(**{**vars(base), "steps": tuple(steps), "outputs": outputs, "options": _options(r)})
+    return Spec(**{**vars(base), "steps": tuple(steps), "outputs": outputs, "options": _options(r, count)})
 
 
 def _sizes(r: random.Random) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def _outputs(r: random.Random, last: int) -> tuple[Output, ...]:
     return tuple(Output(v, r.choice(VIEWS), r.choice(LOSSES), r.random() < 0.7) for v in values)
 
 
-def _options(r: random.Random) -> dict[str, Any]:
+def _options(r: random.Random, steps: int) -> dict[str, Any]:
     """Options of the backend. Most models are so small that only `select="all"` converts anything."""
     options: dict[str, Any] = {"recipe": r.choice(RECIPES), "select": "all" if r.random() < 0.95 else "profitable"}
     if r.random() < 0.08:
@@ -96,4 +96,6 @@ def _options(r: random.Random) -> dict[str, Any]:
         options["chunk_loss"] = r.choice((True, False, 7))
     if r.random() < 0.1:
         options["fold_masks"] = False
+    if r.random() < 0.2:
+        options["skip"] = [f"layer{r.randint(1, steps)}*"]
     return options

@@ -19,6 +19,7 @@ UNARY = (
     "{0}.flatten().view({0}.shape).contiguous() * 0.7", "torch.stack([{0}, -0.5 * {0}], 0).sum(0)",
     "torch.stack([{0}, 0.5 * {0}], -1).amax(-1)", "({0} @ {0}.transpose(-1, -2)).tanh() @ {0} * 0.1",
     "{0} / ({0}.float().std(-1, keepdim=True, correction=0) + 1).to({0}.dtype)",
+    "{0}.transpose(-1, -2).contiguous().transpose(-1, -2) * 0.9",
 )  # fmt: skip
 ON_SEQUENCES = (
     "{0}[:, :1].expand_as({0}) + {0}", "{0}.mean(1, keepdim=True) + {0}", "{}.cumsum(1) * 0.3", "{}.roll(1, 1)",
@@ -32,6 +33,14 @@ IN_PLACE = (
     "{t}.add_(0.1).mul_(0.7)", "{t}.relu_()", "{t}.masked_fill_({t} < -1, -1.0)", "{t}[..., 0] = 0.0",
     "{t}[..., :1] = {x}[..., -1:]", "{t}[0] = {x}[-1] * 0.5", "{t}[..., ::2] *= 0.5", "{t}.mul_({x})",
     "{t}[..., 0].fill_(1.0)", "{t} += {x}.sigmoid()", "{t}.view(-1)[:1].zero_()",
+)  # fmt: skip
+READS = (
+    "{b}.clone()", "{b}.tanh()", "{b} * 0.7", "{b}.flip(0)", "torch.cat([{b}, {b}], -1)[..., :{width}]",
+    "{b}.transpose(-1, -2).contiguous().transpose(-1, -2)",
+)  # fmt: skip
+WRITES = (
+    "", "{b}.copy_({y}.detach())", "{b}.add_(0.5)", "{b}.mul_(0.9).add_({y}.detach() * 0.1)",
+    "{b}[0] = {y}.detach()[0]",
 )  # fmt: skip
 
 
@@ -48,6 +57,19 @@ def unary(w: Writer, p: Params, x: list[Value]) -> tuple[str, int]:
 @kind(lambda r, s: {"which": r.randrange(len(ON_SEQUENCES))}, sequence=True, weight=2)
 def on_sequence(w: Writer, p: Params, x: list[Value]) -> tuple[str, int]:
     return ON_SEQUENCES[p["which"]].replace("{}", "{0}").format(x[0].name), x[0].width
+
+
+@kind(lambda r, s: {"read": r.randrange(len(READS)), "written": r.randrange(len(WRITES))}, weight=1.5)
+def remembered(w: Writer, p: Params, x: list[Value]) -> tuple[str, int]:
+    """A buffer of the model that is read, and then written, unless the step may run twice."""
+    buffer = w.module(f"nn.Buffer(torch.randn({', '.join(map(str, (*w.spec.lead, x[0].width)))}))")
+    read, y = f"r{w.number}", f"y{w.number}"
+    w.line(f"{read} = ({READS[p['read']].format(b=buffer, width=x[0].width)}).to({x[0].name}.dtype)")
+    w.line(f"{y} = {x[0].name} * {read} + {read}")
+    written = WRITES[p["written"]].format(b=buffer, y=y)
+    if written and not w.runs_twice:
+        w.line(written)
+    return y, x[0].width
 
 
 @kind(lambda r, s: {"which": r.randrange(len(IN_PLACE))}, weight=2)

@@ -75,6 +75,7 @@ def test_every_kind_size_and_option_is_drawn() -> None:
     assert {"bf16", "autocast", "fp32"} == {spec.precision for spec in specs}
     assert {"all", "profitable"} == {spec.options["select"] for spec in specs}
     assert any(spec.rows >= 1000 for spec in specs)
+    assert any("skip" in spec.options for spec in specs)
     assert any(step.checkpoint for spec in specs for step in spec.steps)
     assert any(step.frozen for spec in specs for step in spec.steps)
 

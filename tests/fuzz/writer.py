@@ -27,6 +27,7 @@ class Writer:
     inputs: dict[str, str] = field(default_factory=dict)  # name -> an expression that makes it
     reused: list[tuple[str, int, int]] = field(default_factory=list)  # linear layers so far: name, inputs, outputs
     number: int = 0  # of the step that is being written
+    runs_twice: bool = False  # that step, in backward again
 
     def module(self, made: str, part: str = "") -> str:
         """Write `self.layerN… = made`; its name."""
@@ -86,7 +87,7 @@ def kind(
 
 def write_step(w: Writer, number: int, step: Step, values: list[Value]) -> Value:
     """Write one step; the value that it makes."""
-    w.number = number
+    w.number, w.runs_twice = number, step.checkpoint
     first, start = len(w.init), len(w.body)
     expression, width = KINDS[step.kind].write(w, step.params, values)
     name = f"v{number}"

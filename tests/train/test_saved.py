@@ -844,6 +844,47 @@ class Remembering(nn.Module):
         return y
 
 
+class ReadTwice(nn.Module):
+    """Multiplies what it has read in FP8, and exactly."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor], Tensor], writes: bool) -> None:
+        super().__init__()
+        self.read, self.writes = read, writes
+        self.in_fp8, self.exact = (nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.register_buffer("before", torch.randn(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.get_buffer("before")
+        read = self.read(before, x)
+        y = self.in_fp8(read) + self.exact(read)
+        if self.writes:
+            before.copy_(y.detach().tanh())
+        return y
+
+
+@pytest.mark.parametrize("writes", [True, False], ids=["written", "kept"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda before, x: before.clone(),
+        lambda before, x: before.clone() * x,
+        lambda before, x: before.t().contiguous().t() * x,  # rows do not lie side by side, and forward casts them
+    ],
+    ids=["as it is", "product", "transposed"],
+)
+def test_what_is_read_in_fp8_and_exactly(read: Callable[[Tensor, Tensor], Tensor], writes: bool) -> None:
+    found = []
+    for options in ({}, {"executor": "eager", "select": "all", "strict": True, "skip": ["exact"], "save_min_bytes": 0}):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model, x = ReadTwice(read, writes), torch.randn(32, 64, requires_grad=True)
+        run = torch.compile(model, backend="fp8", options=options) if options else model
+        run(x).square().sum().backward()
+        found.append({name: p.grad for name, p in [("x", x), *model.named_parameters()] if p.grad is not None})
+    for name, expected in found[0].items():
+        assert sqnr(expected, found[1][name]) > 19, name
+
+
 HOW = ("as it is", "computed", "beside", "not at all")
 
 
