@@ -22,6 +22,7 @@ from torch._functorch import config as functorch_config  # whether equal nodes a
 from torch._functorch import partitioners as torch_partitioners  # the parts of torch's partitioner that we keep
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's base: its uuid() keys the caches
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import devices, ops
 from fp8compile.errors import OptionError
@@ -88,6 +89,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> Any:
         """Cut by torch's own partitioner, and record what it saves."""
         p = torch_partitioners
+        _copy_what_is_written(gm.graph)
         forward, backward = p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if self.record is not None:
             primals = [n for n in forward.graph.find_nodes(op="placeholder") if p._is_primal(n)]
@@ -244,7 +246,11 @@ def _written_inputs(graph: fx.Graph) -> list[fx.Node]:
 
 def _copy_what_is_written(graph: fx.Graph) -> None:
     """Let everything read a copy of an input that the graph overwrites, if backward may need what it was: of two forms
-    of it only the copy can be kept. One that is not kept costs nothing."""
+    of it only the copy can be kept. One that is not kept costs nothing.
+
+    torch's partitioner would keep the input, which costs nothing either, and compute from what is in it by then: in
+    `torch.compile` such gradients are wrong without a word (torch 2.13, 2.14).
+    """
     written = _written_inputs(graph)
     if not written:
         return
@@ -257,6 +263,7 @@ def _copy_what_is_written(graph: fx.Graph) -> None:
         with graph.inserting_after(last_input):
             copy = graph.call_function(aten.clone.default, (node,))
         copy.meta = {name: x for name, x in node.meta.items() if name in ("val", "tensor_meta")}
+        copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # to torch's partitioner: never made again in backward
         for reader in list(node.users):
             is_written_to = reader.target is aten.copy_.default and Copy(reader).written is node
             if reader is not copy and not is_written_to:

@@ -885,6 +885,29 @@ def test_what_is_read_in_fp8_and_exactly(read: Callable[[Tensor, Tensor], Tensor
         assert sqnr(expected, found[1][name]) > 19, name
 
 
+@pytest.mark.parametrize("options", [{}, {"select": "all", "skip": ["*"]}, {"executor": "inductor"}], ids=str)
+@pytest.mark.parametrize("whose", ["model", "caller"])
+def test_what_is_overwritten_is_kept_by_torch_s_own_cut(whose: str, options: dict[str, Any]) -> None:
+    """Nothing is in FP8, and `torch.compile` by itself computes gradients from what forward has left."""
+    torch.manual_seed(0)
+    linear, start, x = nn.Linear(24, 40, bias=False), torch.randn(33, 40), torch.randn(33, 24, requires_grad=True)
+    linear.register_buffer("state", start.clone())
+
+    def step(state: Tensor) -> Tensor:
+        read = torch.cat([state, state], -1)[..., :40]
+        y = linear(x) * read + read
+        state.add_(0.5)
+        return linear(x) * y
+
+    found = []
+    for run in (step, torch.compile(step, backend="fp8", options={"executor": "eager", **options})):
+        state = linear.get_buffer("state").copy_(start) if whose == "model" else start.clone()
+        grads = torch.autograd.grad(run(state).square().mean(), (linear.weight, x))
+        found.append([*grads, state.clone()])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 HOW = ("as it is", "computed", "beside", "not at all")
 
 
