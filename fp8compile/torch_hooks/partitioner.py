@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config  # whether equal nodes are unified before the cut
 from torch._functorch import partitioners as torch_partitioners  # the parts of torch's partitioner that we keep
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput  # what an output of a graph is
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # the hook's base: its uuid() keys the caches
 from torch.utils.checkpoint import CheckpointPolicy
@@ -239,9 +240,13 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
 
 
 def _written_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Return the inputs of a graph that it overwrites, in the order in which it does: buffers that a model updates."""
+    """Return the inputs that are overwritten: by the graph, or by torch when it has run, if gradients flow through."""
+    inputs = graph.find_nodes(op="placeholder")
     copies = map(Copy, graph.find_nodes(op="call_function", target=aten.copy_.default))
-    return list(dict.fromkeys(copy.written for copy in copies if copy.written.op == "placeholder"))
+    by_graph = [copy.written for copy in copies if copy.written.op == "placeholder"]
+    returned = graph.output_node().meta.get("desc") or []
+    mutated = {desc.mutated_input for desc in returned if isinstance(desc, InputMutationAOTOutput)}
+    return list(dict.fromkeys([*by_graph, *(n for n in inputs if n.meta.get("desc") in mutated)]))
 
 
 def _copy_what_is_written(graph: fx.Graph) -> None:
