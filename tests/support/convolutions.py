@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 CASES = (  # space, batch, and whether backward computes the view again
-    ((12,), 1, True), ((1,), 2, True), ((3, 4), 1, True), ((3, 4), 1, False), ((1, 4), 2, True), ((2, 1, 4), 1, True),
+    ((3, 4), 1, True), ((3, 4), 1, False), ((1,), 2, True), ((12,), 1, True), ((1, 4), 2, True), ((2, 1, 4), 1, True),
 )  # fmt: skip
 KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
