@@ -251,9 +251,9 @@ def _written_inputs(graph: fx.Graph) -> list[fx.Node]:
 
 def _copy_what_is_written(graph: fx.Graph) -> None:
     """Let everything read a copy of an input that the graph overwrites, if backward may need what it was: of two forms
-    of it only the copy can be kept. One that is not kept costs nothing.
+    of it only the copy can be kept. One that is not kept is made for what a fused kernel does not read.
 
-    torch's partitioner would keep the input, which costs nothing either, and compute from what is in it by then: in
+    torch's partitioner would keep the input, which costs nothing, and compute from what is in it by then: in
     `torch.compile` such gradients are wrong without a word (torch 2.13, 2.14).
     """
     written = _written_inputs(graph)
