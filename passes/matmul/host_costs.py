@@ -14,8 +14,8 @@ took 0.79 to 0.91 of that with nothing in FP8, and in FP8 between -37 and 27 mic
 no less than what was seen. The host had sixteen cores a GPU, of a server that others use as well. On a faster one a few
 percent are lost in steps that stay in BF16; priced for a fast one, a step was 0.8 times as fast as in BF16. A host that
 falls behind becomes slower still, as a launch onto an idle GPU takes it longer. So a gain of less than `LEAST_GAIN` is
-left where a slow host would be later than the GPU. A CUDA graph leaves the host out: then times on the GPU are compared,
-and in such short steps a gain of less than `LEAST_GAIN` is no more than their error.
+left where a slow host would be later than the GPU. A CUDA graph leaves the host out: then times on the GPU are
+compared, and in such short steps a gain of less than `LEAST_GAIN` is no more than their error.
 """
 
 from __future__ import annotations
