@@ -53,7 +53,10 @@ _records: weakref.WeakKeyDictionary[Optimizer, Record] = weakref.WeakKeyDictiona
 
 def record_of(opt: Optimizer) -> Record:
     """Return the record of `opt`, an empty one where nothing is known yet."""
-    return _records.setdefault(opt, Record())
+    found = _records.get(opt)
+    if found is None:
+        found = _records[opt] = Record()
+    return found
 
 
 def is_prepared(opt: Optimizer) -> bool:

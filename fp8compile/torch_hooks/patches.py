@@ -164,7 +164,7 @@ TEMPORARY = (
         "numbers_in_steps",
         "torch._dynamo.config.capture_scalar_outputs = True",
         "a step of an optimizer that reads a number from a tensor breaks into two graphs",
-        "torch_hooks.calls.compiled_calls:_reading_numbers",
+        "torch_hooks.calls.compiled_calls:reading_numbers",
         "one call of an optimizer's step",
     ),
     Patch(

@@ -2,7 +2,7 @@
 
     launch = BoundLaunch(spec, stored, read)        once
     tables = AddressTables([launch, …])             of some launches, sent in one copy
-    tables.read_again(addresses)                    new gradients
+    tables.read_again(addresses)                    new gradients, new settings
     launch(matrix)                                  updates all parameters
 
 `update_launch.launch` does the same for tensors that may be others each time, and asks each of them where it lies.
@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -75,35 +76,61 @@ class BoundLaunch:
 
 
 class AddressTables:
-    """The tables of launches on one device, which read one tensor or none of each parameter: its gradient."""
+    """The tables of launches on one device, which read one tensor or none of each parameter: its gradient.
 
-    def __init__(self, launches: Sequence[BoundLaunch]) -> None:
-        self.launches, self.device = launches, launches[0].device
-        parts: list[Tensor] = []
-        places: list[Tensor] = []
-        self.lengths: list[int] = []
+    settings: how many numbers in 64 bits are sent along; `numbers` has where they lie on the device. What was sent lies
+    in the same memory in each step, but for steps that a CUDA graph captures: such a graph has a table of its own.
+    """
+
+    def __init__(self, launches: Sequence[BoundLaunch], settings: int = 0) -> None:
+        self.launches, self.device, self.settings = launches, launches[0].device, settings
+        host = array("q")
+        self.places: list[slice] = []  # of what is read anew, launch by launch
         for x in launches:
             assert x.narrow <= 1
-            flat, start = x.addresses.flatten(), sum(self.lengths)
-            places.append(start + torch.arange(x.wide, len(flat), x.wide + x.narrow) if x.narrow else flat[:0])
-            parts.append(torch.cat([flat, flat.new_zeros(len(flat) % 2)]))  # the next one is aligned
-            self.lengths.append(len(parts[-1]))
-        self.addresses, self.places = torch.cat(parts), torch.cat(places)  # on the host
-        self.lie: list[int] | None = None  # what was read last
+            start, width = len(host), x.wide + x.narrow
+            host.extend(x.addresses.flatten().tolist())
+            if x.narrow:
+                self.places.append(slice(start + x.wide, len(host), width))
+            host.extend([0] * (len(host) % 2))  # the next one is aligned
+        self.lengths = [x.addresses.numel() + x.addresses.numel() % 2 for x in launches] + [settings]
+        host.extend([0] * settings)
+        self.addresses = torch.frombuffer(host, dtype=torch.int64)  # on the host: the same memory
+        self.host = memoryview(host)
+        self.host_settings = self.host.cast("B")[8 * (len(host) - settings) :].cast("d")
+        self.sent: tuple[list[int], list[float]] | None = None  # what was read last
+        self.table = torch.empty_like(self.addresses, device=self.device)
+        self.current: Tensor | None = None  # the table that launches read
         self._send()
 
-    def read_again(self, addresses: list[int]) -> None:
+    def read_again(self, addresses: list[int], settings: Sequence[float] = ()) -> None:
         """Let the gradients lie at these addresses, one a parameter of those that are read, launch by launch."""
-        if addresses == self.lie or not len(self.places):
+        given = addresses, list(settings)
+        if given == self.sent:
             return
-        self.addresses.index_copy_(0, self.places, torch.tensor(addresses, dtype=torch.int64))
+        start = 0
+        for place in self.places:
+            count = len(range(*place.indices(len(self.host))))
+            self.host[place] = array("q", addresses[start : start + count])
+            start += count
+        self.host_settings[:] = array("d", settings)
         self._send()
-        self.lie = None if is_capturing() else addresses  # nothing is copied before the graph runs
+        self.sent = None if is_capturing() else given  # nothing is copied before the graph runs
 
     def _send(self) -> None:
-        table = pinned(self.addresses, self.device).to(self.device, non_blocking=True)
-        for x, own in zip(self.launches, table.split(self.lengths), strict=True):
-            x.table = own
+        host = pinned(self.addresses, self.device)
+        if is_capturing():
+            self._read(torch.empty_like(self.table).copy_(host, non_blocking=True))
+        else:
+            self._read(self.table.copy_(host, non_blocking=True))
+
+    def _read(self, table: Tensor) -> None:
+        """Let launches read this table."""
+        if table is not self.current:
+            *own, settings = table.split(self.lengths)
+            for x, part in zip(self.launches, own, strict=True):
+                x.table = part
+            self.current, self.numbers = table, settings.view(torch.float64).unbind()
 
 
 def is_usable(x: Tensor, like: Tensor | None = None) -> bool:

@@ -239,6 +239,25 @@ def test_numbers_that_change_compile_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert len(traced) == kinds  # another optimizer has the same kinds
 
 
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_a_rate_becomes_a_tensor_and_a_number_again(executor: str) -> None:
+    """Code that reads a number in 64 bits must not be given a tensor in 32."""
+
+    def change(opt: torch.optim.Optimizer, i: int) -> None:
+        opt.param_groups[0]["lr"] = torch.tensor(0.02 / i) if i in (2, 3) else 0.01 * (i + 1)
+
+    opt, eager = (torch.optim.AdamW([nn.Parameter(torch.ones(16, 16))]) for _ in range(2))
+    step = torch.compile(opt.step, backend="fp8", options={"executor": executor, "states": {"smallest": 0}})
+    for i in range(6):
+        for x in (opt, eager):
+            change(x, i)
+            x.param_groups[0]["params"][0].grad = torch.ones(16, 16)  # states in 8 bits are exact of such gradients
+        step()
+        eager.step()
+        torch.testing.assert_close(*(x.param_groups[0]["params"][0] for x in (opt, eager)), rtol=1e-6, atol=1e-6)
+    assert not shared_step._shared[opt].refusal
+
+
 def test_many_parameters_are_traced_as_few(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     trace = tracing.trace

@@ -17,10 +17,11 @@ from fp8compile.optimizer.shared_step.together import Together
 
 @dataclass
 class GroupStep:
-    """A group as it was when its parameters were sorted by kind."""
+    """A group as it was when its parameters were sorted by kind. forms: of the settings that may change."""
 
     parameters: list[Tensor]
     settings: dict[str, Any]
+    forms: dict[str, Any]
     together: list[Together]
     others: list[Tensor]  # without a state, for want of a gradient
 
@@ -35,6 +36,8 @@ class GroupStep:
         if len(now) != len(self.parameters) or not all(map(is_, now, self.parameters)):
             return False
         if any(p.grad is not None for p in self.others) or not same_settings(self.settings, group):
+            return False
+        if any(form_of(group[name]) != form for name, form in self.forms.items()):
             return False
         return all(x.is_current(opt.state) for x in self.alike)
 
@@ -51,6 +54,13 @@ def same_settings(settings: Mapping[str, Any], group: Mapping[str, Any]) -> bool
         or (not isinstance(value, Tensor) and type(group[name]) is type(value) and group[name] == value)
         for name, value in settings.items()
     )
+
+
+def form_of(value: Any) -> Any:
+    """Return what code that reads a setting is compiled for: it takes any number, or tensors like this one."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, value.shape
+    return tuple(map(form_of, value)) if isinstance(value, tuple) else "number"
 
 
 def by_kind(parameters: Sequence[Tensor], kind_of: Callable[[Tensor], Kind]) -> dict[Kind, list[Tensor]]:

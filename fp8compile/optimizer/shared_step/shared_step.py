@@ -22,7 +22,7 @@ from fp8compile.optimizer.parameter_groups import group_rows
 from fp8compile.optimizer.prepare import ensure_states, prepare_optimizer
 from fp8compile.optimizer.shared_step import stand_ins
 from fp8compile.optimizer.shared_step.alike import Alike
-from fp8compile.optimizer.shared_step.group_step import GroupStep, by_kind
+from fp8compile.optimizer.shared_step.group_step import GroupStep, by_kind, form_of
 from fp8compile.optimizer.shared_step.kinds import Kind, kind_of, refusal_of
 from fp8compile.optimizer.shared_step.roles import NotAlikeError, StatesToComeError
 from fp8compile.optimizer.shared_step.template import Template, template_of
@@ -103,9 +103,9 @@ class SharedStep:
         others = [p for p in group["params"] if p.grad is None]
         free = {name for kind in kinds for name in kind.moving}
         settings = {name: group[name] for name in opt.defaults if name in group and name not in free}
-        self.groups[index] = GroupStep(
-            list(group["params"]), settings, together(alike, group, shared, self.options), others
-        )
+        forms = {name: form_of(group[name]) for name in free}
+        made = together(alike, group, shared, self.options)
+        self.groups[index] = GroupStep(list(group["params"]), settings, forms, made, others)
         return self.groups[index]
 
     def _moving(self, opt: Optimizer, group: Mapping[str, Any]) -> set[str]:
@@ -208,7 +208,7 @@ def take_step(opt: Optimizer, options: Options, has_closure: bool, as_whole: boo
 def _make_capturable(opt: Optimizer) -> None:
     """Have step counts on the GPU, as Dynamo has before it traces a first step."""
     for group in opt.param_groups:
-        if "capturable" in group and all(p.is_cuda and p not in opt.state for p in group["params"]):
+        if "capturable" in group and all(p.is_cuda and not opt.state.get(p) for p in group["params"]):
             group["capturable"] = True
 
 

@@ -1,8 +1,8 @@
 """Kinds of parameters that are stepped together: the host does once for them what it would do for each.
 
 Kinds of a group differ in dtypes, in layout and in the formats of states. What is computed of step counts and rates is
-mostly the same function for all of them. Then one call computes all numbers, one copy sends all addresses, and one
-launch adds to all counts:
+mostly the same function for all of them. Then one copy sends all addresses and settings, one call computes all numbers,
+and one launch adds to all counts. Where all parameters have gradients, a CUDA graph replays those launches.
 
     numbers   [rows, numbers]   kind A: a row a parameter, … · kind B: …     each kind begins at a multiple of ROWS
 """
@@ -21,6 +21,7 @@ from fp8compile.kernels.optimizer import update
 from fp8compile.kernels.optimizer.bound_launch import AddressTables
 from fp8compile.optimizer import state_ops
 from fp8compile.optimizer.shared_step.alike import Alike
+from fp8compile.optimizer.shared_step.replayed import Replayed
 from fp8compile.optimizer.shared_step.roles import SETTING, Role, as_number, setting
 from fp8compile.optimizer.shared_step.roles import STATE as STATE_ROLE
 from fp8compile.optimizer.shared_step.template import NumberFunction, compiled
@@ -40,6 +41,7 @@ class Together:
     alike: list[Alike]
     shared: Mapping[str, Tensor]
     options: Options
+    given: dict[Role, Any] = field(default_factory=dict)  # settings of this step
     starts: list[int] = field(default_factory=list)  # of each kind, among the rows
     places: list[int] = field(default_factory=list)  # of each parameter, among the rows
 
@@ -55,7 +57,10 @@ class Together:
         self.vectors = {name: [state[name] for state in self.states] for name in names}
         self.scattered = {name: _scattered(numbers, self.order) for name, numbers in self.vectors.items()}
         launches = [x.launch for x in self.alike if x.launch is not None]
-        self.tables = AddressTables(launches) if launches else None
+        self.settings = [role for role in self._inputs() if role.kind == SETTING]
+        self.tables = AddressTables(launches, len(self.settings)) if launches else None
+        is_launched = len(launches) == len(self.alike) and allows_graphs(self.options)
+        self.replayed = Replayed(self.device) if is_launched else None
         self.counters = list({c.data_ptr(): c for x in self.alike if x.launch for c in x.counters}.values())
         self.scattered_counters = _scattered(self.counters)
 
@@ -76,15 +81,23 @@ class Together:
 
     def prepare(self, group: Mapping[str, Any]) -> None:
         """Compile what computes the numbers."""
+        self.given = self._settings(group)
         if self.function is not None:
-            self.run = compiled(self.function.module, self._given(group), self.options)
+            self.run = compiled(self.function.module, self._arguments(), self.options)
 
-    def _given(self, group: Mapping[str, Any]) -> list[Tensor]:
-        return [self._input(role, group) for role in self._inputs()]
+    def _settings(self, group: Mapping[str, Any]) -> dict[Role, Any]:
+        return {role: setting(group, role) for role in self.settings}
 
-    def _input(self, role: Role, group: Mapping[str, Any]) -> Tensor:
+    def _arguments(self) -> list[Tensor]:
+        return [self._argument(role) for role in self._inputs()]
+
+    def _argument(self, role: Role) -> Tensor:
+        """Return what the function of numbers takes. A setting is a tensor itself, or was sent with the addresses."""
         if role.kind == SETTING:
-            return as_number(setting(group, role))
+            given = self.given[role]
+            if self.tables is None or isinstance(given, Tensor):
+                return as_number(given)
+            return self.tables.numbers[self.settings.index(role)]
         if role.is_shared:
             return self.shared[role.name]
         scattered = self.scattered[role.name]
@@ -98,19 +111,32 @@ class Together:
         active = list(chain.from_iterable(x.active for x in self.alike))
         if not any(active):
             return
-        results = [] if self.function is None else list(self.run(*self._given(group)))
-        matrix = results.pop(0) if self.function is not None and self.function.has_matrix else None
+        self.given = self._settings(group)
+        tensors = [x for x in self.given.values() if isinstance(x, Tensor)]
         if self.tables is not None:
             gradients = [x.addresses_of_gradients() for x in self.alike if x.launch is not None and x.launch.narrow]
-            self.tables.read_again(list(chain.from_iterable(gradients)))
+            numbers = [0.0 if isinstance(x, Tensor) else x for x in self.given.values()]
+            self.tables.read_again(list(chain.from_iterable(gradients)), numbers)
+        if self.replayed is not None and all(active) and all(x.is_cuda for x in tensors):
+            self.replayed(self._launch_all, [x.data_ptr() for x in tensors])
+        else:
+            self._launch(active)
+        for x in self.alike:
+            x.forget_gradients()
+
+    def _launch_all(self) -> None:
+        self._launch([True] * len(self.states))
+
+    def _launch(self, active: Sequence[bool]) -> None:
+        """Compute the numbers, and update what is active."""
+        results = [] if self.function is None else list(self.run(*self._arguments()))
+        matrix = results.pop(0) if self.function is not None and self.function.has_matrix else None
         matrices = [None if matrix is None else matrix[start:] for start in self.starts]
         for x, own in zip(self.alike, matrices, strict=True):
             if any(x.active):
                 x.step(own)
         self._count_random_bits(all(active), matrices)
         self._write_numbers(results, active)
-        for x in self.alike:
-            x.forget_gradients()
 
     def _overflow(self) -> Tensor | None:
         """Return the number that is not 0 where a step is skipped."""
@@ -138,6 +164,11 @@ class Together:
             rows = vector.unbind()
             new = [rows[place] for place in compress(self.places, active)]
             torch._foreach_copy_([*compress(self.vectors[name], active)], new)
+
+
+def allows_graphs(options: Options) -> bool:
+    """Return True unless the user has switched CUDA graphs off."""
+    return dict(options.inductor).get("triton.cudagraphs") is not False
 
 
 def _padded(count: int, device: torch.device) -> int:

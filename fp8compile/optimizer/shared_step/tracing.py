@@ -21,6 +21,7 @@ from fp8compile.optimizer.trace import let_numbers_change, name_sources, trace_a
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.stages import DynamoGraph, UnscaledGradients
+from fp8compile.torch_hooks.calls.compiled_calls import reading_numbers
 from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings
 
 UNSCALED_BY = ("inverse", "overflow")
@@ -128,8 +129,12 @@ def trace(
         known |= {id(x): Role(SETTING, name, part) for part, x in _tensors(value)}
     for i, p in enumerate(parameters):
         known |= roles_of(p, opt.state.get(p, {}), i)
-    with torch.no_grad():
-        torch.compile(fresh_step(opt), backend=tracer.backend)(opt)
+    undo = reading_numbers()
+    try:
+        with torch.no_grad():
+            torch.compile(fresh_step(opt), backend=tracer.backend)(opt)
+    finally:
+        undo()
     if len(tracer.graphs) != 1:
         raise NotAlikeError(f"its step is compiled in {len(tracer.graphs)} pieces")
     known |= {id(x): _setting(name) for x, name in zip(tracer.outer, tracer.sources, strict=True) if id(x) not in known}

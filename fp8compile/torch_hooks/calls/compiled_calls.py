@@ -136,7 +136,7 @@ class Call:
             self.calls.is_known = True
             return self
         if self.optimizer is not None:  # a step that reads a number from a tensor is one graph all the same
-            self.undo = _reading_numbers()
+            self.undo = reading_numbers()
             _steps.append(self.calls)
         if not self.calls.is_known:
             eval_frame.cached_backends.setdefault(id(reset), _Reset)  # type: ignore[arg-type]
@@ -151,11 +151,7 @@ class Call:
         if not _is_on():
             return False
         as_whole = getattr(names.get("self"), "fullgraph", False) or not all(map(callable, given))
-        undo = _reading_numbers()
-        try:
-            end = self.calls.take_step(opt, self.calls.wrapper.kwargs, bool(given), as_whole)
-        finally:
-            undo()
+        end = self.calls.take_step(opt, self.calls.wrapper.kwargs, bool(given), as_whole)
         if end is None:
             return False
         switch_on = _switch_off(opt)
@@ -237,7 +233,7 @@ def _is_on() -> bool:
     return getattr(getattr(eval_frame, "_stance", None), "stance", "default") == "default"
 
 
-def _reading_numbers() -> Callable[[], Any]:
+def reading_numbers() -> Callable[[], Any]:
     """Let Dynamo trace `Tensor.item()`, as its own contexts change a setting for a call; return what undoes it."""
     return dynamo_config._make_closure_patcher(capture_scalar_outputs=True)()  # type: ignore[attr-defined]
 

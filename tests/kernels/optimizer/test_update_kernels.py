@@ -189,10 +189,12 @@ def test_a_captured_launch_keeps_what_it_reads(monkeypatch):
             captured.setattr(module, "is_capturing", lambda: True)
         tables.read_again(addresses)
         of_graph = launch.table
+        assert of_graph.untyped_storage().data_ptr() != tables.table.untyped_storage().data_ptr()
         launch(torch.zeros(len(launch.sizes), len(launch.update.scalars)))
-    assert tables.lie is None  # so the next step sends a table, whatever the addresses
+    assert tables.sent is None  # so the next step sends a table, whatever the addresses
     tables.read_again(addresses)
-    assert tables.lie == addresses
+    assert tables.sent == (addresses, [])
+    assert launch.table.untyped_storage().data_ptr() == tables.table.untyped_storage().data_ptr()
     assert any(x is of_graph for x in kept)
     launch(torch.zeros(len(launch.sizes), len(launch.update.scalars)))
     assert len(kept) == 5  # on the host; the table, the sizes, the programs, no numbers
@@ -283,10 +285,13 @@ def test_tables_of_several_launches():
     launches = [
         BoundLaunch(u.to_json(), data.stored, data.read, "interpreter") for u, data in zip(updates, datas, strict=True)
     ]
-    tables = AddressTables(launches)
+    tables = AddressTables(launches, settings=3)
+    seen = tables.numbers
     for step in range(2):
         read = [[x * (step + 1) for x in data.read] for data in datas]
-        tables.read_again([x.data_ptr() for xs in read for x in xs])
+        settings = [0.1 * (step + 1), 2, -3e-300]
+        tables.read_again([x.data_ptr() for xs in read for x in xs], settings)
+        assert [x.item() for x in seen] == settings  # in the memory where they were, and in 64 bits
         for u, launch, data, own, xs in zip(updates, launches, datas, theirs, read, strict=True):
             numbers = torch.stack([x.float() for x in data.scalars]).view(len(launch.sizes), -1)
             launch(numbers)
