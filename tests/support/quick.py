@@ -92,7 +92,7 @@ def quicken() -> None:
     # Tracing makes ten thousands of objects that live on: looking for garbage among them every 700 finds next to none,
     # and among what has been imported none at all.
     gc.freeze()
-    gc.set_threshold(100_000)
+    gc.set_threshold(1_000_000)
     # torch prints graphs for its structured log if anyone listens, and pytest listens to loggers that do not propagate.
     trace_log.propagate = True
     # Dynamo times the guards of each graph, for its log, behind a flush of the processor's caches: 30 to 50 ms.
