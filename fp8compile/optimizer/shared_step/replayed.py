@@ -5,8 +5,8 @@
     later          it runs: the host makes one call in place of five to ten launches
 
 The functions of this room launch kernels that read and write the same memory in every step, so nothing has to be copied
-for a graph. Graphs replayed on one stream share the memory of what is computed between their kernels. A step that
-another graph captures launches kernel by kernel, and so does one on another stream.
+for a graph. Graphs replayed on one stream share the memory of what is computed between their kernels. A step on another
+stream than the last one begins anew. A step that another graph captures is launched kernel by kernel.
 """
 
 from __future__ import annotations
