@@ -85,15 +85,17 @@ class AddressTables:
     def __init__(self, launches: Sequence[BoundLaunch], settings: int = 0) -> None:
         self.launches, self.device, self.settings = launches, launches[0].device, settings
         host = array("q")
-        self.places: list[slice] = []  # of what is read anew, launch by launch
+        self.places: list[tuple[slice, int]] = []  # of what is read anew, and how many, launch by launch
+        self.lengths: list[int] = []
         for x in launches:
             assert x.narrow <= 1
-            start, width = len(host), x.wide + x.narrow
+            start = len(host)
             host.extend(x.addresses.flatten().tolist())
             if x.narrow:
-                self.places.append(slice(start + x.wide, len(host), width))
+                self.places.append((slice(start + x.wide, len(host), x.wide + x.narrow), len(x.sizes)))
             host.extend([0] * (len(host) % 2))  # the next one is aligned
-        self.lengths = [x.addresses.numel() + x.addresses.numel() % 2 for x in launches] + [settings]
+            self.lengths.append(len(host) - start)
+        self.lengths.append(settings)
         host.extend([0] * settings)
         self.addresses = torch.frombuffer(host, dtype=torch.int64)  # on the host: the same memory
         self.host = memoryview(host)
@@ -109,8 +111,7 @@ class AddressTables:
         if given == self.sent:
             return
         start = 0
-        for place in self.places:
-            count = len(range(*place.indices(len(self.host))))
+        for place, count in self.places:
             self.host[place] = array("q", addresses[start : start + count])
             start += count
         self.host_settings[:] = array("d", settings)

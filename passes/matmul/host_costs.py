@@ -11,11 +11,11 @@ with no library's kernel and no sum over rows in between, is one; so is each sum
 From fifteen models on an H100 with torch 2.11 (`benchmarks/training/paired_steps.py`): forward and backward of
 `torch.compile` took the host 0.74 to 1.29 of this estimate in BF16 (2.0 for an autoencoder of two milliseconds). Ours
 took 0.79 to 0.91 of that with nothing in FP8, and in FP8 between -37 and 27 microseconds a matmul more, so `ADDED` is
-no less than what was seen. The host had sixteen cores a GPU, of a server that others use as well. On a faster one a few
-percent are lost in steps that stay in BF16; priced for a fast one, a step was 0.8 times as fast as in BF16. A host that
-falls behind becomes slower still, as a launch onto an idle GPU takes it longer. So a gain of less than `LEAST_GAIN` is
-left where a slow host would be later than the GPU. A CUDA graph leaves the host out: then times on the GPU are
-compared, and in such short steps a gain of less than `LEAST_GAIN` is no more than their error.
+no less than what was seen. The host had sixteen cores a GPU, of a server that others use as well. On a faster one
+gains are left in steps that stay in BF16 (ViT-B, MLP-Mixer); priced for a fast one, a step was 0.8 times as fast as in
+BF16. A host that falls behind becomes slower still, as a launch onto an idle GPU takes it longer. So a gain of less
+than `LEAST_GAIN` is left where a slow host would be later than the GPU. A CUDA graph leaves the host out: then times on
+the GPU are compared, and in such short steps a gain of less than `LEAST_GAIN` is no more than their error.
 """
 
 from __future__ import annotations

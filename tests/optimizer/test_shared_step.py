@@ -258,6 +258,26 @@ def test_a_rate_becomes_a_tensor_and_a_number_again(executor: str) -> None:
     assert not shared_step._shared[opt].refusal
 
 
+def test_a_new_tensor_as_rate_or_other_memory_in_every_step_leaves_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[int] = []
+    bind = shared_step.SharedStep._bind
+    monkeypatch.setattr(shared_step.SharedStep, "_bind", lambda *given: bound.append(1) or bind(*given))
+    opt = torch.optim.AdamW([nn.Parameter(torch.ones(64, 64))])
+    step, parameter = compiled(opt), opt.param_groups[0]["params"][0]
+    moved = []
+    for i in range(8):
+        opt.param_groups[0]["lr"] = torch.tensor(0.01 * (i + 1))
+        parameter.grad = torch.ones(64, 64)
+        moved.append(parameter.data)
+        if i >= 4:
+            parameter.data = parameter.data.clone()
+        before = parameter.detach().clone()
+        step()
+        assert (before - parameter).mean().item() == pytest.approx(0.01 * (i + 1), rel=0.02)  # of gradients of 1
+    assert len(bound) == 5
+    assert len(fp8compile.compiles()) == 1
+
+
 def test_many_parameters_are_traced_as_few(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     trace = tracing.trace

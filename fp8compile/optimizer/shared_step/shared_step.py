@@ -49,6 +49,7 @@ class SharedStep:
         self.groups: dict[int, GroupStep] = {}
         self.seen: dict[str, set[Any]] = {}  # values that settings have had
         self.is_torchs = False  # for one step: states are still to come
+        self.reported: Any = None  # states and updates of the last plan
 
     def prepare(self, opt: Optimizer, has_gradients: bool) -> bool:
         """Make all that a step needs; return True if the step can be taken.
@@ -102,6 +103,7 @@ class SharedStep:
             alike.append(Alike(kind, template, parameters, [opt.state[p] for p in parameters]))
         others = [p for p in group["params"] if p.grad is None]
         free = {name for kind in kinds for name in kind.moving}
+        free |= {name for name in opt.defaults if isinstance(group.get(name), Tensor)}  # read anew in each step
         settings = {name: group[name] for name in opt.defaults if name in group and name not in free}
         forms = {name: form_of(group[name]) for name in free}
         made = together(alike, group, shared, self.options)
@@ -142,7 +144,7 @@ class SharedStep:
         return True
 
     def _report(self, opt: Optimizer) -> None:
-        """Keep a plan of what is updated together."""
+        """Keep a plan of what is updated together, unless the last one says the same."""
         found: dict[str, MergedUpdate] = {}
         for x in (x for group in self.groups.values() for x in group.alike):
             elements = sum(p.numel() for p in x.parameters)
@@ -154,6 +156,9 @@ class SharedStep:
                 len(x.template.update.values),
             )
         states = state_rows(opt)
+        if (states, found) == self.reported:  # memory may lie elsewhere in every step
+            return
+        self.reported = states, found
         plan = Plan("optimizer", states=states, groups=group_rows(opt, states))
         plan.halves = {"inference": Lowered(updates=list(found.values()))}
         plan.called = calling_line()
