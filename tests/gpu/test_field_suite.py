@@ -20,6 +20,6 @@ def test_rows_are_measured_and_right(tmp_path: Path) -> None:
     for row in rows:
         assert row.note == ""
         assert row.get("ms") > 0
-        assert row.get("first_peak_gib") >= row.get("peak_gib") > 0
+        assert row.get("first_peak_gib") + 2**-10 >= row.get("peak_gib") > 0  # a table of addresses comes later
     assert [row.get("wrong") for row in rows[1::2]] == [[], []]
     assert field.measured(file) == {"GAN", "Distillation"}
