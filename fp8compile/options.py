@@ -39,9 +39,10 @@ class Options:
         made; attention is told instead.
     executor: "inductor", or "eager" (runs the rewritten graphs node by node: quick to compile, for tests and study).
     save: how activations are kept for backward: "auto", "fp8" (payload and scales in groups of up to 128 features),
-        "fp8_with_qk" (queries and keys of attention too, which are in an exponent), "bf16" (as they are), or a mapping
-        of module path patterns to these, the first that matches deciding. "auto", and what no
-        pattern names: "fp8" in graphs with a matmul in FP8, as it is in all others.
+        "fp8_with_qk" (queries, keys and the output of attention too: less memory, and gradients of queries and keys
+        that are less exact), "bf16" (as they are), or a mapping of module path patterns to these, the first that
+        matches deciding. "auto", and what no pattern names: "fp8" in graphs with a matmul in FP8, as it is in all
+        others.
     save_min_bytes: what is smaller is kept as it is.
     activation_budget: what may be kept for backward, in bytes (int), or as a share (float, 0.0 to 1.0) of what is kept
         where nothing is computed again or rounded. Below what `save` gives, matmuls and attention run again; above it,

@@ -159,9 +159,9 @@ def wrongs(
         found.append(f"gradients missing or too many: {', '.join(got.missing[:3])}")
     low = too_low(got, bf16, rounded)
     for name, (has, needs) in list(low.items())[:1]:
-        found.append(
-            f"{len(low)} of {len(got.decibels)} gradients too far off: {name} has {has:.1f} dB, needs {needs:.1f}"
-        )
+        beside = f" (eager with FP8's roundings: {rounded[name]:.1f})" if rounded and name in rounded else ""
+        count = f"{len(low)} of {len(got.decibels)} gradients"
+        found.append(f"{count} too far off: {name} has {has:.1f} dB, needs {needs:.1f}{beside}")
     return found
 
 

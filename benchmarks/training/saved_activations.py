@@ -89,7 +89,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "BF16, Inductor's cut": {"save": "bf16", "skip": "*"},
     "FP8 matmuls, own cut": {"save": "bf16", "select": "all"},
     "FP8 matmuls, saved in FP8": {"select": "all", "save": "fp8"},
-    "likewise, q and k too": {"select": "all", "save": "fp8_with_qk"},
+    "likewise, q, k and output too": {"select": "all", "save": "fp8_with_qk"},
 }
 
 
@@ -201,7 +201,7 @@ def measure_all() -> list[Measured]:
         ("tensorwise, checkpointed", "torchao", torchao, True),
         ("saved in BF16", "fp8compile", partial(ours, save="bf16"), False),
         ("saved in FP8", "fp8compile", ours, False),
-        ("saved in FP8, q and k too", "fp8compile", partial(ours, save="fp8_with_qk"), False),
+        ("saved in FP8, q, k and output too", "fp8compile", partial(ours, save="fp8_with_qk"), False),
         ("only saving", "fp8compile, BF16 matmuls", partial(ours, skip="*", save="fp8"), False),
     ]
     systems += [

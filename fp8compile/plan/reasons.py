@@ -81,6 +81,7 @@ class Reason(StrEnum):
     EXPONENT = "exponent"
     QUERY_OR_KEY = "query_or_key"  # in the exponent of attention
     ATTENTION_BIAS = "attention_bias"
+    ATTENTION_OUTPUT = "attention_output"  # taken off in the backward of attention
     ANGLE = "angle"
     MAY_BE_ZERO = "may_be_zero"  # rounded to zero, it would be divided by, or its logarithm taken
     COMPARED = "compared"

@@ -138,7 +138,7 @@ OURS = "fp8"  # namespace of operators whose inputs are rounded as it is
 HARMLESS = MATMULS | CONVOLUTIONS | MOVES | SUMS | SMOOTH | CREATIONS | (_without_overloads(_OPERATIONS) - STEEP)
 # Operators of which some inputs bear rounding, by their names in the schema; the others must be exact.
 PARTLY = {
-    **dict.fromkeys(ATTENTIONS, frozenset({"value", "out", "grad_out", "grad_out_"})),
+    **dict.fromkeys(ATTENTIONS, frozenset({"value", "grad_out", "grad_out_"})),
     **dict.fromkeys(_aten("grid_sampler_2d grid_sampler_3d cudnn_grid_sampler"), frozenset({"input"})),
     **dict.fromkeys(_aten("grid_sampler_2d_backward grid_sampler_3d_backward"), frozenset({"grad_output", "input"})),
     "torchvision::roi_align": frozenset({"input"}),

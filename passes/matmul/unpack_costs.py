@@ -69,18 +69,21 @@ def find_unpacked(c: Compilation, matmuls: Sequence[tuple[MatmulNode, Role | Non
     readers: dict[fx.Node, set[MatmulNode]] = {}
     casters: dict[fx.Node, set[MatmulNode]] = {}
     always: set[fx.Node] = set()
+    exact: set[fx.Node] = set()
     for matmul, _ in matmuls:
         found = readers if matmul.node in backward else casters
         for node in _activations((matmul.left, matmul.right), backward | weights):
             found.setdefault(node, set()).add(matmul)
     for attention in c.graph.nodes:
         if attention in backward and operators.is_attention(attention.target):
-            for node in _activations(_rounded(attention, c), backward | weights):
+            rounded, others = _read_by(attention, c)
+            exact.update(_activations(others, backward | weights))
+            for node in _activations(rounded, backward | weights):
                 readers.setdefault(node, set())
                 always.add(node)
     returned = {x for n in c.graph.output_node().all_input_nodes if n not in backward for x in (n, base(n))}
     roles = dict(matmuls)
-    kept = [node for node in readers if _is_kept_in_fp8(node, returned, c)]
+    kept = [node for node in readers if node not in exact and _is_kept_in_fp8(node, returned, c)]
     return [_unpacked(node, readers[node], casters.get(node, set()), node in always, roles, c) for node in kept]
 
 
@@ -89,13 +92,16 @@ def _activations(operands: Iterable[fx.Node | None], others: Set[fx.Node]) -> li
     return [fusible.laid_out(x) for x in operands if x is not None and x not in others]
 
 
-def _rounded(attention: fx.Node, c: Compilation) -> list[fx.Node]:
-    """Return what an attention's backward reads of the tensors of forward that are rounded to be kept."""
-    names = ["value", "out"]
-    if c.options.saves(module_path(attention))[1] == "fp8_with_qk":
-        names += ["query", "key"]
+def _read_by(attention: fx.Node, c: Compilation) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return what an attention's backward reads of the tensors of forward: those rounded to be kept, and the others."""
+    is_all = c.options.saves(module_path(attention))[1] == "fp8_with_qk"
+    rounded, exact = (["value", "query", "key", "out"], []) if is_all else (["value"], ["query", "key", "out"])
     given = operators.arguments(attention)
-    return [x for name in names if isinstance(x := given.get(name), fx.Node) and is_tensor(x)]
+
+    def tensors(names: list[str]) -> list[fx.Node]:
+        return [x for name in names if isinstance(x := given.get(name), fx.Node) and is_tensor(x)]
+
+    return tensors(rounded), tensors(exact)
 
 
 def _is_kept_in_fp8(node: fx.Node, returned: Set[fx.Node], c: Compilation) -> bool:

@@ -2,6 +2,7 @@
 
     exp(x), sin(x)      a relative error of x is an absolute one of the exponent: softmax of a rounded logit is another
     attention(q, k)     likewise: exp(q·k + bias) beside the exact sum of forward is no softmax
+    attention's output  backward takes it off v, row by row: an error there adds the mean of all keys to q's gradient
     a / x, log(x)       what underflows to zero becomes inf
     x > t, x == y       rounding turns the answer (x > 0 survives: rounding keeps the sign)
     floor(x), topk(x)   likewise
@@ -35,6 +36,7 @@ from fp8compile.passes.save.signs import DIVISIONS, SAME_SIGN, Signs, number, sq
 from fp8compile.plan.reasons import DIFFERENTIATED, Reason, Why
 
 QUERY_OR_KEY = Why(Reason.QUERY_OR_KEY, "in the exponent of attention")
+OUTPUT = Why(Reason.ATTENTION_OUTPUT, "the output of attention: backward would multiply its rounding by keys")
 BIAS = Why(Reason.ATTENTION_BIAS, "added in the exponent of attention")
 EXPONENT = Why(Reason.EXPONENT, "in an exponent")
 ANGLE = Why(Reason.ANGLE, "an angle")
@@ -121,8 +123,9 @@ def _of_partly(node: fx.Node, sources: list[fx.Node]) -> Hazards:
     if not operators.is_attention(node.target):
         return _all(exact, Why(Reason.MORE_THAN_VALUE, f"read by {_name(node)} as more than a value"))
     given = operators.arguments(node)
-    exponent = (given.get("query"), given.get("key"))
-    return {a: QUERY_OR_KEY if a in exponent else BIAS for a in exact}
+    whys = {"out": OUTPUT, "query": QUERY_OR_KEY, "key": QUERY_OR_KEY}
+    found = {a: whys[name] for name, a in given.items() if name in whys and isinstance(a, fx.Node)}
+    return {a: found.get(a, BIAS) for a in exact}
 
 
 def _called(node: fx.Node) -> str:

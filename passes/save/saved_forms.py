@@ -121,7 +121,7 @@ def find_forms(graph: fx.Graph, known: Graph, options: Options, hazards: Hazards
 
 def _hazard(node: fx.Node, hazards: Hazards, options: Options) -> Why | None:
     why = hazards.get(node)
-    if why is None or why.code != Reason.QUERY_OR_KEY:
+    if why is None or why.code not in (Reason.QUERY_OR_KEY, Reason.ATTENTION_OUTPUT):
         return why
     return None if options.saves(module_path(fusible.made_at(node)))[1] == "fp8_with_qk" else why
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile
 from fp8compile.passes.core.compilation import Compilation, aten, value
+from fp8compile.plan.reasons import Reason
 
 BATCH, TOKENS, HEADS, DIM = 2, 128, 4, 64
 
@@ -66,7 +67,7 @@ def test_output_and_queries_lie_token_by_token(monkeypatch: pytest.MonkeyPatch) 
     assert value(out).stride() == value(forward.args[0]).stride() == tokens_first
     assert value(backward.args[4]).stride() == tokens_first  # the output that it is given
     assert value(next(u for u in backward.users if u.args[1] == 0)).stride() == tokens_first
-    assert any(row.form == "e4m3 row" for row in plan.saved)
+    assert any(row.code == Reason.ATTENTION_OUTPUT for row in plan.saved)
 
 
 @pytest.mark.parametrize("how", [{"turn": False}, {"flatten": False}])

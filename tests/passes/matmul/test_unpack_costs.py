@@ -122,11 +122,11 @@ def test_what_a_matmul_computed_is_cast_as_well(recipe: str, written: int) -> No
 def test_attention_reads_what_is_rounded_for_it_and_by_matmuls_all_that_it_is_made_of(
     fused: bool, options: Any
 ) -> None:
-    """Values and its own output; queries and keys if they may be rounded. Matmuls read q, k, v, weights and output."""
+    """Values; queries, keys and its own output if they may be rounded. Matmuls read q, k, v, weights and output."""
     found, _ = unpacked(Attention(fused), **options)
     each = milliseconds(3 * ROWS * WIDTH)
-    others = [each] * (2 if options else 0) if fused else [milliseconds(3 * ROWS * ROWS), each, each]
-    assert sorted(x.backward for x in found) == [*others, each, each]
+    others = [each] * (3 if options else 0) if fused else [milliseconds(3 * ROWS * ROWS), each, each, each]
+    assert sorted(x.backward for x in found) == [*others, each]
     assert all(x.always == fused for x in found)
 
 
