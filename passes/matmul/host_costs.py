@@ -2,20 +2,22 @@
 
     step    the longer of both: the host launches ahead while the GPU works
     GPU     matmuls, convolutions and attention by their FLOPs, the rest by what fused kernels read and write
-    host    `HOST` microseconds a launch, with the buffer that it writes; FP8 adds `ADDED` for a matmul: casts, amaxes,
-            transposed copies, scales, and what is unpacked for backward
+    host    `HOST` microseconds a launch, with the buffer that it writes, and `HALF` for forward and for backward,
+            whatever they launch; FP8 adds `ADDED` for a matmul: casts, amaxes, transposed copies, scales, and what is
+            unpacked for backward
 
 Fused kernels are counted as Inductor makes them, roughly: what is computed element by element or along rows, connected,
 with no library's kernel and no sum over rows in between, is one; so is each sum over rows, with what it sums.
 
 From fifteen models on an H100 with torch 2.11 (`benchmarks/training/paired_steps.py`): forward and backward of
-`torch.compile` took the host 0.74 to 1.29 of this estimate in BF16 (2.0 for an autoencoder of two milliseconds). Ours
-took 0.79 to 0.91 of that with nothing in FP8, and in FP8 between -37 and 27 microseconds a matmul more, so `ADDED` is
-no less than what was seen. The host had sixteen cores a GPU, of a server that others use as well. On a faster one
-gains are left in steps that stay in BF16 (ViT-B, MLP-Mixer); priced for a fast one, a step was 0.8 times as fast as in
-BF16. A host that falls behind becomes slower still, as a launch onto an idle GPU takes it longer. So a gain of less
-than `LEAST_GAIN` is left where a slow host would be later than the GPU. A CUDA graph leaves the host out: then times on
-the GPU are compared, and in such short steps a gain of less than `LEAST_GAIN` is no more than their error.
+`torch.compile` took the host 0.74 to 1.29 of this estimate in BF16, before it had `HALF`, which is what an MLP of
+four layers on one row needed beside its launches (1.4 ms, where launches are 0.8). Ours took 0.79 to 0.91 of that
+with nothing in FP8, and in FP8 between -37 and 27 microseconds a matmul more, so `ADDED` is no less than what was
+seen. The host had sixteen cores a GPU, of a server that others use as well. On a faster one gains are left in steps
+that stay in BF16 (ViT-B, MLP-Mixer); priced for a fast one, a step was 0.8 times as fast as in BF16. A host that
+falls behind becomes slower still, as a launch onto an idle GPU takes it longer. So a gain of less than `LEAST_GAIN`
+is left where a slow host would be later than the GPU. A CUDA graph leaves the host out: then times on the GPU are
+compared, and in such short steps a gain of less than `LEAST_GAIN` is no more than their error.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ from torch.utils import _pytree as pytree
 
 from fp8compile.devices import Device
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import VIEWS, base, hint, is_tensor, value
+from fp8compile.passes.core.compilation import VIEWS, base, hint, is_tangent, is_tensor, value
 from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode
 from fp8compile.passes.core.node_views import Getitem, argument
 from fp8compile.passes.matmul.matmul_costs import Costs, Timed, merged_as
 
 # microseconds of a host: a launch of each kind, a gradient that autograd takes, and what FP8 adds for a matmul
 HOST = {"matmul": 40.0, "convolution": 60.0, "attention": 120.0, "other": 50.0, "fused": 22.0, "gradient": 8.0}
+HALF = 350.0  # guards, wrappers, autograd's own node
 ADDED = 30.0
 LEAST_GAIN = 0.015  # of a step
 SLOW_HOST = 1.5  # times slower than that of these figures
@@ -66,7 +69,8 @@ class Times:
 
 def times_in_bf16(graph: fx.Graph, matmuls: Iterable[MatmulNode], device: Device) -> Times:
     """Return the times of a graph without FP8. matmuls: all of it, convolutions among them."""
-    gpu, host = sum(_flops_of(m) for m in matmuls) * 1e-9 / device.bf16, 0.0
+    gpu = sum(_flops_of(m) for m in matmuls) * 1e-9 / device.bf16
+    host = HALF * (2 if any(map(is_tangent, graph.nodes)) else 1)
     for node in graph.nodes:
         kind = _kind(node)
         if kind in SHARE_OF_RATE:

@@ -12,6 +12,8 @@ Sound because a block matrix multiplies block by block, and the sum of products 
 contraction (with one rounding instead of several). No concatenation is materialised: `quantize_matmuls` casts the
 parts into one buffer. Only FP8 matmuls with equal casts are merged; the sums may hold other terms, which stay.
 Weights that arrived in FP8 are not merged: they have scales of their own, and a concatenation would be a copy.
+Results and gradients that are not alive at one time stay separate (`lifetimes.py`): one tensor of all would be more
+memory.
 
 A merged group shares one tensor scale. A member whose gradients are 10⁻³ of another's keeps them
 (`tests/passes/matmul/test_merge.py`); of far smaller ones, as behind a loss that counts next to nothing, E4M3 with one
@@ -43,6 +45,7 @@ from fp8compile.passes.core.compilation import (
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.matmul.lifetimes import split_by_lifetime
 
 
 def run(c: Compilation) -> None:
@@ -57,7 +60,7 @@ def run(c: Compilation) -> None:
 
 
 def _groups(c: Compilation) -> list[list[MatmulNode]]:
-    """Return output matmuls that may become one: same activation, casts, dtype and checkpointed region."""
+    """Return output matmuls that may become one: same activation, casts, dtype, checkpointed region and lifetime."""
     groups: dict[tuple[Any, ...], list[MatmulNode]] = {}
     for matmul in c.matmuls.converted:
         if matmul.role != "output" or matmul.weight_on_left or not matmul.is_plain or _has_wide_bias(matmul):
@@ -67,7 +70,8 @@ def _groups(c: Compilation) -> list[list[MatmulNode]]:
         region = (matmul.node.meta.get("recompute"), matmul.node.meta.get("ac_graph_id"))
         groups.setdefault((matmul.left, *_casts(matmul), matmul.dtype, region), []).append(matmul)
     order = {n: i for i, n in enumerate(c.graph.nodes)}
-    return [g for g in groups.values() if len(g) > 1 and _are_independent(g, order) and _are_aligned(g)]
+    alive = [part for g in groups.values() if len(g) > 1 for part in split_by_lifetime(g, order)]
+    return [g for g in alive if len(g) > 1 and _are_independent(g, order) and _are_aligned(g)]
 
 
 def _casts(matmul: MatmulNode) -> tuple[Any, ...]:
@@ -149,7 +153,19 @@ def _merge_grad_inputs(c: Compilation, matmuls: list[MatmulNode]) -> None:
     total = product if shape is None else c.emit(aten.view.default, product, shape, like=root)
     for term in rest:
         total = c.emit(aten.add.Tensor, total, term, like=root)
+    added = root.all_input_nodes
     replace_value(c, root, total)
+    _erase_additions(c, added)
+
+
+def _erase_additions(c: Compilation, nodes: list[fx.Node]) -> None:
+    """Erase what is left of a sum, so that another group finds its own terms read once."""
+    unread = list(nodes)
+    while unread:
+        node = unread.pop()
+        if not node.users and (node.target in VIEWS or _is_addition(node)):
+            unread += node.all_input_nodes
+            c.graph.erase_node(node)
 
 
 def _sum_of(matmuls: list[MatmulNode]) -> tuple[fx.Node, Any, list[fx.Node]] | None:
