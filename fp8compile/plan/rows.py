@@ -117,7 +117,7 @@ class Mask:
     node: str
     path: str
     source: str
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     kind: str
 
 

@@ -9,9 +9,9 @@ value is known when the graph is compiled: it is computed here, once, and compar
 knows: causal, and everything. Its kernels then skip what is masked and read nothing for it, and neither the mask nor
 the bias is made or kept.
 
-Sound because the value is compared element by element. Nothing is assumed of a mask with symbolic sizes (but for those
-it is expanded to), of inputs, buffers or random numbers, or of what other libraries' operators give: these may know
-more than their arguments.
+Sound because the value is compared element by element; of symbolic sizes it is proven (`symbolic_masks.py`). Nothing
+is assumed of inputs, buffers or random numbers, or of what other libraries' operators give: these may know more than
+their arguments.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # passes run under the fake mode of the graph
 from torch.utils._pytree import tree_leaves
 
+from fp8compile.passes.attention.symbolic_masks import CAUSAL, EVERYTHING, NEVER, symbolic_kind
 from fp8compile.passes.core.compilation import Compilation, aten, value
+from fp8compile.passes.core.matmul_node import plain
 from fp8compile.passes.core.node_views import call_of, first_input
 from fp8compile.passes.core.origin import module_path, source_line
 from fp8compile.passes.core.walk import walk
 from fp8compile.plan.rows import Mask
 
-CAUSAL, EVERYTHING = "causal", "everything"
 LARGEST = 2**31  # bytes in memory of a tensor that is computed while compiling
-NEVER = -65504.0  # what torch makes of False for cuDNN: zero in softmax, unless logits are as far apart
 MASKS = ("attn_mask", "attn_bias")
 
 
@@ -42,12 +42,14 @@ def run(c: Compilation) -> None:
     if not c.options.fold_masks:
         return
     constants = _constants(c.graph)
-    kinds: dict[int, str | None] = {}
+    kinds: dict[int | fx.Node, str | None] = {}
     for node in list(c.graph.nodes):
         mask = _unexpanded(_argument(node, *MASKS)) if _takes_mask(node) else None
-        if isinstance(mask, fx.Node) and mask in constants and not _argument(node, "is_causal"):
-            number = constants[mask]
-            kind = kinds[number] = kinds[number] if number in kinds else _kind(mask)
+        if isinstance(mask, fx.Node) and not _argument(node, "is_causal"):
+            known = constants.get(mask, mask)
+            if known not in kinds:
+                kinds[known] = _kind(mask) if mask in constants else symbolic_kind(mask)
+            kind = kinds[known]
             if kind and _fits(node, kind == CAUSAL):
                 _tell(c, node, mask, kind)
 
@@ -220,7 +222,7 @@ def _give(node: fx.Node, new: Any, *names: str) -> None:
 
 def _tell(c: Compilation, node: fx.Node, mask: fx.Node, kind: str) -> None:
     if "backward" not in str(node.target):
-        shape = tuple(value(mask).shape)
+        shape = tuple(map(plain, value(mask).shape))
         c.plan.masks.append(Mask(node.name, module_path(node), source_line(node), shape, kind))
     _give(node, None, *MASKS)
     if kind == CAUSAL:

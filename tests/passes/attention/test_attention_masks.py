@@ -176,11 +176,6 @@ def test_causal_is_of_as_many_queries_as_keys():
     assert not plan.masks
 
 
-def test_symbolic_lengths_are_left():
-    plan = compiled(Attention(CAUSAL["positions"]), dynamic=True)
-    assert not plan.masks
-
-
 def test_a_buffer_may_change():
     class Buffered(Attention):
         def __init__(self):
