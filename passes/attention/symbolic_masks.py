@@ -56,10 +56,12 @@ def _allowed(x: Element) -> Boolean:
     if _is_truth(x):
         return x
     if isinstance(x, sympy.Piecewise):
-        found, before = sympy.false, sympy.false
-        for given, when in (pair.args for pair in x.args):
-            found = sympy.Or(found, sympy.And(sympy.Not(before), when, _allowed(given)))
-            before = sympy.Or(before, when)
+        found: Any = sympy.false
+        before: Any = sympy.false
+        for pair in x.args:
+            given, when = pair.args
+            found |= ~before & when & _allowed(given)
+            before |= when
         return found
     if x.is_zero:
         return sympy.true
