@@ -220,10 +220,12 @@ def _parts(source: fx.Node, granularity: Granularity, layout: Layout) -> tuple[l
     """Return the parts of a 2-D concatenation, the dimension of the data they lie along, and that of their scales
     (None: one scale for all); None where it must be cast as a whole."""
     cat = Concatenation.of(source)
-    if cat is None or value(source).dim() != 2 or (layout.row_multiple, layout.col_multiple) != (1, 1):
+    if cat is None or value(source).dim() != 2:
         return None
     tensors, along = cat.pieces, cat.dim
     dim = 1 - along if layout.transpose else along
+    if (layout.row_multiple, layout.col_multiple)[dim] != 1:  # zeros would come between the parts
+        return None
     if any(value(t).dtype != value(source).dtype for t in tensors):
         return None
     if granularity.kind == "tensor" or (granularity.kind == "row" and dim == 1):

@@ -244,9 +244,10 @@ def sizes_of(node: fx.Node) -> list[Any]:
     return RegionCall(node).sizes
 
 
-def rewrite(node: fx.Node, tensors: Sequence[fx.Node], region: Region) -> None:
-    """Make `node` another region, of other tensors."""
-    node.args = (list(tensors), sizes_of(node), region.to_json(), choose_schedule.choose(region).to_json())
+def rewrite(node: fx.Node, tensors: Sequence[fx.Node], region: Region, sizes: Sequence[Any] | None = None) -> None:
+    """Make `node` another region, of other tensors, and of other sizes if these are given."""
+    given = sizes_of(node) if sizes is None else list(sizes)
+    node.args = (list(tensors), given, region.to_json(), choose_schedule.choose(region).to_json())
 
 
 def is_from_region(node: Any) -> bool:

@@ -24,7 +24,7 @@ from fp8compile.kernels.codegen.source.statements import (
     joined,
 )
 from fp8compile.kernels.codegen.spec.reductions import TO_FLOAT
-from fp8compile.kernels.codegen.spec.region import ELEMENT, GROUP_REDUCTIONS, Store, Value
+from fp8compile.kernels.codegen.spec.region import ELEMENT, GROUP_REDUCTIONS, Size, Store, Value
 
 
 def _named(n: int, last: int) -> tuple[str, str]:
@@ -132,8 +132,8 @@ class PackedTranspose:
         self.draft.add_once(self.draft.before, cast)
         cols = self.indices.vector(1, 1, across=True)
         wide = expr("{}.to(tl.int64)", cols) if self.layout.is_wide_store(store, self.layout.covered[1]) else cols
-        lead = str(store.lead // STEP) if isinstance(store.lead, int) else expr(f"({{}} // {STEP})", Name(store.lead))
-        offset = [expr(str(int(store.offset) // STEP))] if store.offset else []
+        lead, start = _words(store.lead), _words(store.offset)
+        offset = [start] if store.offset else []
         limits = (self.layout.limit(d, 1, (store.row_multiple, store.col_multiple)[d]) for d in (0, 1))
         rows_left, cols_left = limits
         mask = all_of(
@@ -144,3 +144,8 @@ class PackedTranspose:
         codes = joined(", ", (expr(f"{{}}[{row}][{slot}]", QUARTERS) for row in range(STEP)))
         place = joined(" + ", [pointer, *offset, expr("{} * {}", wide, lead), vector])
         self.draft.body.append(Write(place, expr(f"tl.trans({helper}({{}}))", codes), mask))
+
+
+def _words(size: Size) -> Expression:
+    """Return how many words a lead or an offset is, of which they are a whole number."""
+    return expr(str(size // STEP)) if isinstance(size, int) else expr(f"({{}} // {STEP})", Name(size))

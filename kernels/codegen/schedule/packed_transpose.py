@@ -48,9 +48,9 @@ def _in_words(part: Part, store: Store) -> bool:
     """Return True if each column of this store is made of whole words that begin at multiples of four."""
     if isinstance(part.rows, str):
         rows = store.row_multiple % STEP == 0 or part.row_divisor % STEP == 0
-        lead = store.lead == part.rows and part.row_divisor % STEP == 0
     else:
-        rows, lead = round_up(part.rows, store.row_multiple) % STEP == 0, False
-    if isinstance(store.lead, int):
-        lead = store.lead % STEP == 0
-    return rows and lead and isinstance(store.offset, int) and store.offset % STEP == 0
+        rows = round_up(part.rows, store.row_multiple) % STEP == 0
+    # a name is that of the rows, rounded up; of an offset, of a multiple of them
+    lead = rows if isinstance(store.lead, str) else store.lead % STEP == 0
+    offset = lead if isinstance(store.offset, str) else store.offset % STEP == 0
+    return rows and lead and offset

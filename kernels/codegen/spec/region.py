@@ -111,7 +111,8 @@ class Store:
 
     `row_multiple` and `col_multiple` continue the iteration space with zeros up to multiples of them, also where the
     value itself does not vary (`Part.stored_extent`). A store of `partial` kind keeps what each program found: the
-    values of all programs together are the result.
+    values of all programs together are the result. A lead that is a name, of a transposed store, is that of the rows,
+    rounded up; an offset that is one, of a multiple of the lead.
     """
 
     buffer: int

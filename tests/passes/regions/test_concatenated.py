@@ -1,0 +1,97 @@
+"""Concatenations of payloads whose rows are known when they come: one buffer, zeros at its end, nothing copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import interpreter
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fp8compile import ops
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import generated
+from fp8compile.passes.core.compilation import aten, hint
+from fp8compile.passes.regions.combine_regions import combine_regions
+from fp8compile.passes.regions.form_regions import form_regions
+from fp8compile.passes.regions.region_graph import regions_of, sizes_of, spec_of
+
+ROWS, COLS = 40, 64
+
+
+def of_any_rows(function: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """(The graph of `function`, the same with regions): the first input has any number of rows."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    rows = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    first = mode.from_tensor(inputs[0], symbolic_context=rows, source=ConstantSource("x"))
+    fakes = [first, *map(mode.from_tensor, inputs[1:])]
+    plain, module = (make_fx(function, decomposition_table=select_decomp_table())(*fakes) for _ in range(2))
+    form_regions(module.graph)
+    combine_regions(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return plain, module
+
+
+def concatenated(dim: int, transpose: bool, multiples: tuple[int, int]) -> Callable[..., Any]:
+    def run(x: Tensor, s: Tensor) -> Any:
+        parts = [ops.quantize(y, s, "e4m3", "tensor", transpose, *multiples) for y in (x.sin(), x * 2, x.abs())]
+        return (torch.cat(parts, dim),)
+
+    return run
+
+
+def inputs(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, COLS, generator=torch.Generator().manual_seed(1)), torch.tensor(0.01)
+
+
+LAYOUTS = {  # how it is cast and concatenated: as the operand of a matmul over rows of any number, with zeros, and others
+    "transposed": (0, True, (1, 16)),
+    "transposed without zeros": (0, True, (1, 1)),
+    "as it lies": (1, False, (1, 1)),
+    "rows with zeros": (1, False, (16, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_of_any_number(name: str) -> None:
+    plain, module = of_any_rows(concatenated(*LAYOUTS[name]), *inputs(ROWS))
+    assert not module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert len(regions_of(module.graph)) == 1
+    for rows in (ROWS, 16, 7, 61):
+        (expected,), (found,) = plain(*inputs(rows)), module(*inputs(rows))
+        assert found.shape == expected.shape
+        assert torch.equal(found.float(), expected.float())
+
+
+def test_parts_along_which_zeros_are_added_are_copied() -> None:
+    """Between the parts are the zeros of each."""
+    plain, module = of_any_rows(concatenated(1, False, (1, 128)), *inputs(ROWS))
+    assert module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert torch.equal(plain(*inputs(9))[0].float(), module(*inputs(9))[0].float())
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu runs kernels compiled")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    interpreter.prepare()
+    for rows in (ROWS, 1000):
+        _, module = of_any_rows(concatenated(*LAYOUTS[name]), *inputs(rows))
+        (node,) = regions_of(module.graph)
+        region, schedule = spec_of(node)
+        if name == "transposed":
+            assert any(t.packed_transpose for t in schedule.tilings), "rows are rounded up to words"
+        sizes = [hint(size.meta["val"]) for size in sizes_of(node)]
+        given = check_kernel.random_inputs(region, sizes, 5, "cpu")
+        kernel = generated.kernel_of(region, schedule, "interpreter")
+        assert check_kernel.check(kernel, region, schedule, given, sizes) == []
