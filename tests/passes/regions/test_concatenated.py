@@ -53,7 +53,7 @@ def inputs(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, COLS, generator=torch.Generator().manual_seed(1)), torch.tensor(0.01)
 
 
-LAYOUTS = {  # how it is cast and concatenated: as the operand of a matmul over rows of any number, with zeros, and others
+LAYOUTS = {  # (dimension of the concatenation, transposed, multiples to which zeros are added)
     "transposed": (0, True, (1, 16)),
     "transposed without zeros": (0, True, (1, 1)),
     "as it lies": (1, False, (1, 1)),
