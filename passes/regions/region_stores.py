@@ -108,11 +108,13 @@ def _statistic(builder: Builder, node: fx.Node) -> Sink:
             raise RefusedError("a scale of columns")
         down = layout.row_multiple
         return Sink(node, Store(0, i, 1, 0, False, down), Buffer(((rows, down) if down > 1 else rows, 1), "float32"))
-    if not isinstance(rows, int) or (layout.row_multiple, layout.col_multiple) != (1, 1):
-        raise RefusedError("scales of groups with padding or symbolic rows")
+    if (layout.row_multiple, layout.col_multiple) != (1, 1):
+        raise RefusedError("scales of groups with padding")
     groups = cols // size
     if kind == "group" and not layout.transpose:
         return Sink(node, Store(0, i, groups), Buffer((rows, groups), "float32"))
+    if not isinstance(rows, int):
+        raise RefusedError("scales of groups of symbolic rows")
     if kind == "group":
         return Sink(node, Store(0, i, rows // size, 0, True), Buffer((cols, rows // size), "float32"))
     if layout.transpose:

@@ -1,4 +1,4 @@
-"""Concatenations of payloads whose rows are known when they come: one buffer, zeros at its end, nothing copied."""
+"""Rows whose number is known when they come: concatenated payloads in one buffer, scales of groups beside payloads."""
 
 from __future__ import annotations
 
@@ -61,15 +61,25 @@ LAYOUTS = {  # (dimension of the concatenation, transposed, multiples to which z
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_of_any_number(name: str) -> None:
-    plain, module = of_any_rows(concatenated(*LAYOUTS[name]), *inputs(ROWS))
+def groups(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """What is kept for backward."""
+    scale = ops.scale(ops.amax(x * s, "group(16)"), "e4m3")
+    return ops.quantize(x * s, scale, "e4m3", "group(16)"), scale
+
+
+FUNCTIONS = {name: concatenated(*layout) for name, layout in LAYOUTS.items()} | {"groups": groups}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_one_region_computes_all(name: str) -> None:
+    plain, module = of_any_rows(FUNCTIONS[name], *inputs(ROWS))
     assert not module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert not any(node.target in ops.CASTS for node in module.graph.nodes)
     assert len(regions_of(module.graph)) == 1
     for rows in (ROWS, 16, 7, 61):
-        (expected,), (found,) = plain(*inputs(rows)), module(*inputs(rows))
-        assert found.shape == expected.shape
-        assert torch.equal(found.float(), expected.float())
+        for expected, found in zip(plain(*inputs(rows)), module(*inputs(rows)), strict=True):
+            assert found.shape == expected.shape
+            assert torch.equal(found.float(), expected.float())
 
 
 def test_parts_along_which_zeros_are_added_are_copied() -> None:
@@ -81,12 +91,12 @@ def test_parts_along_which_zeros_are_added_are_copied() -> None:
 
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu runs kernels compiled")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     interpreter.prepare()
     for rows in (ROWS, 1000):
-        _, module = of_any_rows(concatenated(*LAYOUTS[name]), *inputs(rows))
+        _, module = of_any_rows(FUNCTIONS[name], *inputs(rows))
         (node,) = regions_of(module.graph)
         region, schedule = spec_of(node)
         if name == "transposed":
