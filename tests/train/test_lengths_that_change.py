@@ -1,0 +1,49 @@
+"""Lengths that change: the graph of any length gives the bits that a graph of one length gives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8compile
+
+WIDTH, INNER, HEADS = 64, 96, 4
+OPTIONS = {"select": "all", "executor": "eager", "strict": True, "save": "bf16"}  # what is kept is decided by sizes
+
+
+class Block(nn.Module):
+    """Attention under a mask of positions, and a gated MLP: gradients of three, and of two, are concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
+        self.down, self.norm = nn.Linear(INNER, WIDTH, bias=False), nn.RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        i = torch.arange(x.shape[1])
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=i[None, :] <= i[:, None])
+        x = self.norm(x + self.out(y.transpose(1, 2).flatten(2)))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_bits_are_those_of_a_graph_for_one_length() -> None:
+    torch.manual_seed(0)
+    model = Block().bfloat16()
+
+    def step(dynamic: bool, x: Tensor) -> list[Tensor]:
+        y = torch.compile(model, backend="fp8", dynamic=dynamic, options=OPTIONS)(x)
+        return [y, *torch.autograd.grad(y.float().square().mean(), [x, *model.parameters()])]
+
+    batches = [torch.randn(*rows, WIDTH).bfloat16().requires_grad_() for rows in ((4, 32), (3, 13), (2, 9), (5, 48))]
+    torch.compiler.reset()
+    of_any_length = [step(True, x) for x in batches]
+    (plan,) = fp8compile.last_compile().plans
+    assert [m.kind for m in plan.masks] == ["causal"]
+    assert {m.decision for m in plan.matmuls} == {"fp8"}
+    for x, got in zip(batches, of_any_length, strict=True):
+        torch.compiler.reset()
+        for a, b in zip(got, step(False, x), strict=True):
+            assert torch.equal(a, b)
