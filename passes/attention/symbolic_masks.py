@@ -13,7 +13,9 @@ What is not understood (`UnknownElementError`) is read, as it was written.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import sympy
@@ -27,12 +29,13 @@ from fp8compile.passes.core.node_views import argument, first_input
 prims = torch.ops.prims
 CAUSAL, EVERYTHING = "causal", "everything"
 NEVER = -65504.0  # what torch makes of False for cuDNN: zero in softmax, unless logits are as far apart
+MOST_TERMS = 200  # of an expression
 Element = Any  # a sympy expression, or a sympy Boolean
 Indices = tuple[Any, ...]  # a sympy expression for each dimension
 
 
 class UnknownElementError(Exception):
-    """Raised for what is not understood."""
+    """Says that an element cannot be written as an expression of its indices."""
 
 
 def symbolic_kind(mask: fx.Node) -> str | None:
@@ -48,6 +51,8 @@ def symbolic_kind(mask: fx.Node) -> str | None:
         is_causal = all(_at_most_zero(part) == names[-1] - names[-2] for part in sympy.And.make_args(allowed))
     except UnknownElementError:
         return None
+    finally:
+        _computed.cache_clear()  # it holds nodes of this graph
     return CAUSAL if is_causal and _size(shape[-2]) == _size(shape[-1]) else None
 
 
@@ -94,7 +99,17 @@ def _element(x: Any, indices: Indices) -> Element:
         raise UnknownElementError
     shape = value(x).shape
     at = indices[len(indices) - len(shape) :]
-    return RULES[x.target](x, tuple(sympy.Integer(0) if _is_one(n) else i for i, n in zip(at, shape, strict=True)))
+    return _computed(x, tuple(sympy.Integer(0) if _is_one(n) else i for i, n in zip(at, shape, strict=True)))
+
+
+@functools.cache
+def _computed(node: fx.Node, at: Indices) -> Element:
+    """Return an element of a node, once for all that read it. One that says much is not understood: sympy's time
+    grows with it, and it is neither causal nor everything."""
+    found = RULES[node.target](node, at)
+    if next(islice(sympy.preorder_traversal(found), MOST_TERMS, None), None) is not None:
+        raise UnknownElementError
+    return found
 
 
 def _size(n: Any) -> Element:

@@ -66,7 +66,7 @@ def _gradient(matmul: MatmulNode) -> fx.Node | None:
 
 
 def _made(node: fx.Node, order: Order) -> int:
-    """Return the place of the last library's kernel that `node` is computed from, or is."""
+    """Return the place of the last kernel of a library among `node` and what it is computed from."""
     found = walk([node], through=_takes_no_time)
     return max((order[n] for n in found if not _takes_no_time(n)), default=order[node])
 

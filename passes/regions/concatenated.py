@@ -18,7 +18,7 @@ from fp8compile.kernels.codegen.spec.region import PARTIALS, Buffer, Region, Siz
 from fp8compile.passes.core.aten_views import Concatenation
 from fp8compile.passes.core.compilation import getitems, value
 from fp8compile.passes.core.node_views import Getitem
-from fp8compile.passes.regions.join_regions import joined, number_of
+from fp8compile.passes.regions.join_regions import joined, name_among
 from fp8compile.passes.regions.part_values import RefusedError
 from fp8compile.passes.regions.region_graph import GraphEditor, is_from_region, rewrite, sizes_of, spec_of, tensors_of
 
@@ -43,7 +43,7 @@ def write_in_place(editor: GraphEditor, cat: fx.Node) -> None:
         return
     sizes = list(sizes_of(joint.node))
     offsets = {
-        n: start if isinstance(start, int) else number_of(start, sizes) for n, start in zip(at, starts, strict=True)
+        n: start if isinstance(start, int) else name_among(start, sizes) for n, start in zip(at, starts, strict=True)
     }
     rewrite(joint.node, tensors_of(joint.node), _filling_one(region, offsets, dim), sizes)
     editor.refresh(joint.node)

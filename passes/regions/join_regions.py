@@ -50,7 +50,7 @@ def joined(editor: GraphEditor, nodes: Sequence[fx.Node]) -> Joined | None:
     index: dict[fx.Node, int] = {}
     for node in nodes:
         region, _ = spec_of(node)
-        names = {n: number_of(size, sizes) for n, size in zip(region.sizes, sizes_of(node), strict=True)}
+        names = {n: name_among(size, sizes) for n, size in zip(region.sizes, sizes_of(node), strict=True)}
         renamed = _renamed(region, names, len(parts), len(buffers))
         where = []
         for tensor, stride in zip(tensors_of(node), renamed.strides, strict=True):
@@ -80,7 +80,7 @@ def _bytes_of(node: fx.Node) -> int:
     return count(value(node).shape) * value(node).element_size()
 
 
-def number_of(size: Any, sizes: list[Any]) -> str:
+def name_among(size: Any, sizes: list[Any]) -> str:
     """Return the name of a size that a region is given among `sizes`, to which it is added if it is new."""
     if size not in sizes:
         sizes.append(size)

@@ -37,6 +37,15 @@ def filled_twice(n: int, x: Tensor) -> Tensor:
     return bias.masked_fill(i < j, torch.finfo(x.dtype).min)[None, None]
 
 
+def combined_often(n: int, x: Tensor) -> Tensor:
+    """Each of 40 masks reads the last one twice."""
+    i, j = positions(n, x)
+    mask = j <= i
+    for step in range(40):
+        mask = (mask & (j <= i + step)) | (mask & (j <= n))
+    return mask
+
+
 def another_packed(n: int, x: Tensor) -> Tensor:
     """Two sequences: positions begin anew at the tenth."""
     i = torch.arange(n, device=x.device)
@@ -61,6 +70,7 @@ READ: dict[str, Make] = {
     "chunks": KEPT["chunks"],
     "window of 1000": lambda n, x: a_window(1000, n, x),
     "another packed": another_packed,
+    "combined often": combined_often,
     "strictly": lambda n, x: (positions(n, x)[1] < positions(n, x)[0]) | (positions(n, x)[1] < 1),
     "mirrored": lambda n, x: positions(n, x)[0] <= positions(n, x)[1],
     "halves": lambda n, x: (torch.arange(n).to(x.dtype)[None, :] <= torch.arange(n).to(x.dtype)[:, None]),
