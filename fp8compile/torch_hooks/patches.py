@@ -20,7 +20,13 @@ from fp8compile import torch_versions
 from fp8compile.passes.lower import known_accesses
 from fp8compile.torch_hooks.calls import compiled_calls
 from fp8compile.torch_hooks.calls.user_frame import warn_user
-from fp8compile.torch_hooks.inductor import buffer_reuse, convolution_strides, direct_launch, read_before_write
+from fp8compile.torch_hooks.inductor import (
+    buffer_reuse,
+    convolution_strides,
+    direct_launch,
+    launches_in_place,
+    read_before_write,
+)
 from fp8compile.torch_hooks.modules import backward_hooks, recurrent_modules
 
 IsOurs: TypeAlias = Callable[[Any], bool]  # of a backend, as Dynamo holds it
@@ -83,10 +89,17 @@ PERMANENT = (
     ),
     Patch(
         "direct_launch",
-        "torch._inductor.codecache.PyCodeCache.load_by_key_path, while a graph of this backend is compiled",
+        "torch._inductor.codecache.PyCodeCache.load_by_key_path, TritonCompileResult.make_launcher, for graphs of ours",
         "Inductor's autotuner and Triton's own launcher take the host longer than the launch itself",
         "torch_hooks.inductor.direct_launch:launch_directly",
         apply=lambda is_ours: direct_launch.launch_directly(),
+    ),
+    Patch(
+        "launches_in_place",
+        "torch._inductor.fx_passes.post_grad.decompose_triton_kernel_wrapper_functional",
+        "Inductor traces the definition of a Triton kernel's functional form for each of its launches, twice",
+        "torch_hooks.inductor.launches_in_place:decompose_directly",
+        apply=lambda is_ours: launches_in_place.decompose_directly(),
     ),
     Patch(
         "buffer_reuse",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor.codecache import PyCodeCache
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner, HeuristicType, StaticTritonCompileResult
+from torch._inductor.runtime.triton_heuristics import (
+    CachingAutotuner,
+    HeuristicType,
+    StaticTritonCompileResult,
+    TritonCompileResult,
+)
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._debug_mode import DebugMode
 
@@ -171,29 +178,61 @@ def test_nothing_is_loaded_while_a_cuda_graph_is_captured(
     assert [name for name, _ in calls] == ["autotuner", "autotuner", "launched"]
 
 
-@pytest.mark.parametrize("taken", [True, False, None])
-def test_kernels_that_inductor_has_not_written(
-    load: Any, calls: Calls, taken: bool | None, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def by_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool | None], Any]:
+    """Say whether torch's launcher takes kernels that Inductor has not written, or fails (None); Return its launcher."""
+
+    def by_torch(taken: bool | None) -> Any:
+        def can_launch(*args: Any) -> Any:
+            if taken is None:
+                raise OSError("no cubin")
+            return "static" if taken else None
+
+        static = static_launcher(Loaded(calls))
+        monkeypatch.setattr(StaticTritonCompileResult, "can_statically_launch", can_launch)
+        monkeypatch.setattr(StaticTritonCompileResult, "__init__", lambda self, *args: None)
+        monkeypatch.setattr(StaticTritonCompileResult, "make_launcher", lambda self: static)
+        return static
+
+    return by_torch
+
+
+class Refusing:
+    """A compiled kernel that notes that Triton has been asked for a launcher of its own."""
+
+    src = SimpleNamespace(fn=SimpleNamespace(__name__="kernel"))
+
+    def _init_handles(self) -> None:
+        raise AssertionError("Triton's launcher is made")
+
+
+def compiled() -> TritonCompileResult:
+    result = TritonCompileResult.__new__(TritonCompileResult)
+    vars(result).update(kernel=Refusing(), config=CONFIG, compile_meta={}, inductor_meta=GRID)
+    return result
+
+
+def test_torch_s_launcher_is_made_in_place_of_triton_s(by_torch: Callable[[bool | None], Any]) -> None:
+    """Triton's would be compiled by a C compiler first."""
+    static = by_torch(True)
+    with compiling_ours():
+        assert compiled().make_launcher() is static
+
+
+@pytest.mark.parametrize("ours, taken", [(True, False), (True, None), (False, True)])
+def test_triton_s_launcher_is_made_where_torch_s_is_not(
+    by_torch: Callable[[bool | None], Any], ours: bool, taken: bool | None
 ) -> None:
-    """torch's launcher takes them where it can; else, or if it fails (None), the autotuner calls Triton's as before."""
-    static = static_launcher(Loaded(calls))
+    by_torch(taken)
+    with compiling_ours() if ours else contextlib.nullcontext(), pytest.raises(AssertionError, match="Triton's"):
+        compiled().make_launcher()
 
-    def can_launch(*args: Any) -> Any:
-        if taken is None:
-            raise OSError("no cubin")
-        return "static" if taken else None
 
-    monkeypatch.setattr(StaticTritonCompileResult, "can_statically_launch", can_launch)
-    monkeypatch.setattr(StaticTritonCompileResult, "__init__", lambda self, *args: None)
-    monkeypatch.setattr(StaticTritonCompileResult, "make_launcher", lambda self: static)
-    compiled = [SimpleNamespace(config=CONFIG, kernel="compiled", compile_meta={})]
-    user = {"heuristic_type": HeuristicType.USER_AUTOTUNE, "compile_results": compiled}
-    kernel = load(autotuner(own_launcher(calls), **user))
+def test_what_triton_launches_is_left_to_the_autotuner(load: Any, calls: Calls) -> None:
+    kernel = load(autotuner(own_launcher(calls)))
     for _ in range(2):
         kernel.run(X, Y, 10, stream=3)
-    assert [name for name, _ in calls] == ["autotuner", "launched" if taken else "autotuner"]
-    kernel.run(X, Y, 10, stream=3)
-    assert calls[2] == calls[1]
+    assert [name for name, _ in calls] == ["autotuner", "autotuner"]
 
 
 def test_the_grid_is_the_launcher_s(load: Any, calls: Calls) -> None:

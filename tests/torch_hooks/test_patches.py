@@ -17,22 +17,25 @@ import pytest
 import torch
 from convolutions import OfTokens
 from test_buffer_reuse import LARGE, around_an_operator, reused
+from test_launches_in_place import lowered
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.variables import BackwardHookVariable
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput
 from torch._higher_order_ops import triton_kernel_wrap
-from torch._inductor import async_compile, ir
+from torch._inductor import async_compile, ir, pattern_matcher
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes import post_grad
 from torch.optim import SGD, AdamW
 
 import fp8compile
 from fp8compile import torch_versions
 from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.passes.lower import known_accesses
+from fp8compile.passes.lower.lower_regions import LAUNCH
 from fp8compile.torch_hooks import patches
 from fp8compile.torch_hooks.inductor.output_strides import VISIBLE
 from fp8compile.torch_hooks.patches import PERMANENT, TEMPORARY
@@ -298,6 +301,19 @@ def test_buffer_reuse_is_needed():
 def test_direct_launch_is_needed():
     """A setting lets torch's launcher take kernels of others; processes that compile are not told of it."""
     still("static_launch_user_defined_triton_kernels" not in inspect.getsource(async_compile))
+
+
+def test_launches_in_place_is_needed(monkeypatch: pytest.MonkeyPatch):
+    """A launch without our mark is a user's, and left to torch."""
+    module, traced = lowered(), list[Any]()
+    for node in module.graph.nodes:
+        node.meta.pop(LAUNCH, None)
+    replaced = pattern_matcher.Match.replace_by_example
+    monkeypatch.setattr(
+        pattern_matcher.Match, "replace_by_example", lambda *a, **k: traced.append(a) or replaced(*a, **k)
+    )
+    post_grad.decompose_triton_kernel_wrapper_functional(module.graph)
+    still(bool(traced))
 
 
 def test_combined_kernels_is_needed():

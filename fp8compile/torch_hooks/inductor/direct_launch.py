@@ -6,6 +6,9 @@ torch's asks the driver about each tensor. A step of a small model waits for the
 
 After its first launch a kernel of a graph of ours is called as a function that launches it, and nothing else. While a
 profiler or a debug mode is on, it is called through its autotuner again, which tells them.
+
+Kernels of ours have torch's launcher from the start: for each signature Triton would have a C compiler make one, 0.2 s
+each, one after the other, while the first step waits.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch._inductor.runtime.triton_heuristics import (
     GridExpr,
     HeuristicType,
     StaticTritonCompileResult,
+    TritonCompileResult,
 )
 from torch.autograd import profiler
 from torch.utils._debug_mode import get_active_debug_mode
@@ -35,8 +39,8 @@ OWN = "_fp8compile_"  # begins the names of a generated function, beside which s
 
 
 def launch_directly() -> None:
-    """Patch how Inductor loads the code of a graph; for graphs of ours it does more."""
-    load = PyCodeCache.load_by_key_path
+    """Patch how Inductor loads the code of a graph and launches kernels of others; for graphs of ours it does more."""
+    load, make_launcher = PyCodeCache.load_by_key_path, TritonCompileResult.make_launcher
 
     def loaded(*args: Any, **kwargs: Any) -> ModuleType:
         module = load(*args, **kwargs)
@@ -45,7 +49,12 @@ def launch_directly() -> None:
             vars(module).update({name: DirectKernel(kernel) for name, kernel in kernels.items()})
         return module
 
+    def launcher_of(result: TritonCompileResult) -> Any:
+        launcher = _static_launcher(result) if is_ours() else None
+        return make_launcher(result) if launcher is None else launcher
+
     PyCodeCache.load_by_key_path = staticmethod(loaded)  # type: ignore[method-assign]
+    TritonCompileResult.make_launcher = launcher_of  # type: ignore[method-assign]
 
 
 class DirectKernel:
@@ -93,11 +102,7 @@ def _direct_run(kernel: CachingAutotuner) -> Launch | None:
     launches.
     """
     (launcher,) = kernel.launchers
-    if torch.version.hip is not None or torch.version.xpu is not None:  # their launchers take other arguments
-        return None
-    if not getattr(launcher, "_is_static", False):
-        launcher = _made_static(kernel)
-    if launcher is None:
+    if not getattr(launcher, "_is_static", False) or _has_another_launcher():
         return None
     try:
         return _generated(kernel, launcher)
@@ -144,22 +149,25 @@ def _generated(kernel: CachingAutotuner, launcher: Any) -> Launch | None:
     return run
 
 
-def _made_static(kernel: CachingAutotuner) -> Any:
+def _static_launcher(result: TritonCompileResult) -> Any:
     """Return a launcher of torch's own for a kernel that Inductor has not written; None if it takes no such kernel.
 
     Inductor has a setting for it, which does not reach the processes that compile.
     """
-    compiled = [result for result in kernel.compile_results if result.config is kernel.launchers[0].config]
-    if len(compiled) != 1 or kernel.heuristic_type != HeuristicType.USER_AUTOTUNE:
+    if _has_another_launcher():
         return None
-    (result,) = compiled
-    as_inductor_s = kernel.inductor_meta, kernel.triton_meta, HeuristicType.POINTWISE
+    meta = result.inductor_meta, result.compile_meta
     try:
-        static = StaticTritonCompileResult.can_statically_launch(result.kernel, *as_inductor_s)
+        static = StaticTritonCompileResult.can_statically_launch(result.kernel, *meta, HeuristicType.POINTWISE)
         if static is None:
             return None
-        meta = result.config, result.compile_meta, kernel.inductor_meta
-        return StaticTritonCompileResult(static, *meta).make_launcher()
+        made = StaticTritonCompileResult(static, result.config, result.compile_meta, result.inductor_meta)
+        return made.make_launcher()
     except Exception as error:  # of a kernel that torch takes for none of its own: Triton launches it, as before
-        LOG.info("%s is launched by Triton: %s", kernel.fn.__name__, error)
+        LOG.info("%s is launched by Triton: %s", result.kernel.src.fn.__name__, error)
         return None
+
+
+def _has_another_launcher() -> bool:
+    """Return True on devices whose launcher takes other arguments than CUDA's."""
+    return torch.version.hip is not None or torch.version.xpu is not None

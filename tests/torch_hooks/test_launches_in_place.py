@@ -1,0 +1,108 @@
+"""Launches of generated kernels are decomposed as torch does it, without being traced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from formed import formed
+from torch import Tensor, fx
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional, triton_kernel_wrapper_mutation
+from torch._inductor import pattern_matcher
+from torch._inductor.fx_passes import post_grad, reinplace
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fp8compile import ops
+from fp8compile.passes.core.compilation import remove_dead
+from fp8compile.passes.lower.lower_regions import LAUNCH, lower_regions
+from fp8compile.torch_hooks.inductor.launches_in_place import write_in_place
+
+ROWS, COLUMNS = 256, 128
+
+
+def cast_twice(x: Tensor) -> Any:
+    scale = ops.scale(ops.amax(x, "row"), "e4m3")
+    again = x.float().relu().bfloat16()
+    of_it = ops.scale(ops.amax(again, "tensor"), "e4m3")
+    return ops.quantize(x, scale, "e4m3", "row"), scale, ops.quantize(again, of_it, "e4m3", "tensor"), of_it
+
+
+def lowered(function: Callable[..., Any] = cast_twice, x: Tensor | None = None) -> fx.GraphModule:
+    """A graph whose regions are launches, none of which has to clone its buffers."""
+    x = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16) if x is None else x
+    module = formed(function, x)
+    lower_regions(module.graph)
+    remove_dead(module.graph)
+    reinplace.reinplace_inplaceable_ops_core(module.graph)
+    return module
+
+
+def launches(module: fx.GraphModule, target: Any) -> list[fx.Node]:
+    return module.graph.find_nodes(op="call_function", target=target)
+
+
+def plain(values: Any) -> Any:
+    """Arguments without what differs between two graphs that are alike."""
+    told = lambda x: (x.dtype, x.shape, x.stride(), x.device) if isinstance(x, Tensor) else x  # noqa: E731
+    return torch.utils._pytree.tree_map(lambda x: x.name if isinstance(x, fx.Node) else told(x), values)
+
+
+def shown(module: fx.GraphModule) -> list[Any]:
+    parts = ((n.op, n.target, n.args, n.kwargs, n.meta.get("eager_input_vals")) for n in module.graph.nodes)
+    return [tuple(map(plain, each)) for each in parts]
+
+
+def test_the_graph_is_the_one_that_torch_traces() -> None:
+    module = lowered()
+    count = len(launches(module, triton_kernel_wrapper_functional))
+    assert count > 1
+    traced = copy.deepcopy(module)
+    for node in traced.graph.nodes:
+        node.meta.pop(LAUNCH, None)  # so that they are taken for a user's
+    post_grad.decompose_triton_kernel_wrapper_functional(traced.graph)
+    write_in_place(module.graph)
+    module.graph.lint()
+    assert len(launches(module, triton_kernel_wrapper_mutation)) == count
+    assert shown(module) == shown(traced)
+
+
+def test_inductor_s_pass_traces_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = lowered()
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(pattern_matcher.Match, "replace_by_example", refused)
+    post_grad.decompose_triton_kernel_wrapper_functional(module.graph)
+    assert launches(module, triton_kernel_wrapper_mutation)
+
+
+@pytest.mark.parametrize("what", ["a user's", "cloned", "read"])
+def test_what_torch_has_to_see_is_left(what: str) -> None:
+    module = lowered()
+    node = launches(module, triton_kernel_wrapper_functional)[0]
+    if what == "a user's":
+        del node.meta[LAUNCH]
+    elif what == "cloned":
+        node.kwargs = {**node.kwargs, "tensors_to_clone": ["y0"]}
+    else:
+        with module.graph.inserting_after(node):
+            module.graph.call_function(torch.sum, (node,))
+    write_in_place(module.graph)
+    assert launches(module, triton_kernel_wrapper_functional) == [node]
+
+
+def test_sizes_that_change_are_kept() -> None:
+    """Sizes are arguments of a launch, and its strides are symbols."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16))
+    module = lowered(x=x)
+    before = [node.kwargs for node in launches(module, triton_kernel_wrapper_functional)]
+    write_in_place(module.graph)
+    after = launches(module, triton_kernel_wrapper_mutation)
+    for was, node in zip(before, after, strict=True):
+        assert {**node.kwargs, "tensors_to_clone": []} == {**was, "tensors_to_clone": list(was["tensors_to_clone"])}
