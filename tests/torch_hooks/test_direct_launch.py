@@ -180,7 +180,7 @@ def test_nothing_is_loaded_while_a_cuda_graph_is_captured(
 
 @pytest.fixture
 def by_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool | None], Any]:
-    """Say whether torch's launcher takes kernels that Inductor has not written, or fails (None); Return its launcher."""
+    """Say if torch's launcher takes kernels that Inductor has not written, or fails (None); return that launcher."""
 
     def by_torch(taken: bool | None) -> Any:
         def can_launch(*args: Any) -> Any:
