@@ -70,8 +70,8 @@ PERMANENT = (
         "known_accesses",
         "torch._higher_order_ops.triton_kernel_wrap.identify_accessed_tensors (before 2.13 identify_mutated_tensors)",
         "torch makes the intermediate representation of a Triton kernel anew for each of its launches, twice",
-        "passes.lower.known_accesses:analyse_kernels_once",
-        apply=lambda is_ours: known_accesses.analyse_kernels_once(),
+        "passes.lower.known_accesses:declare_accesses",
+        apply=lambda is_ours: known_accesses.declare_accesses(),
     ),
     Patch(
         "read_before_write",

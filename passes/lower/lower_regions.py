@@ -38,7 +38,7 @@ from fp8compile.kernels.codegen.spec.region import Region
 from fp8compile.passes.core.compilation import aten, getitems
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.lower.kernel_rows import kernel_rows
-from fp8compile.passes.lower.known_accesses import analyse_once
+from fp8compile.passes.lower.known_accesses import declare
 from fp8compile.passes.regions.region_graph import GraphEditor, regions_of, sizes_of, spec_of, tensors_of
 
 LAUNCH = "fp8_launch"  # in the metadata of a region that has become a launch
@@ -124,5 +124,5 @@ def _kernel(region: Region, schedule: Schedule) -> Any:
     import triton  # here, so that a machine without a GPU does not need it
 
     kernel = generated.kernel_of(region, schedule, "cuda")
-    analyse_once(kernel)
+    declare(kernel, arguments(region))
     return triton.autotune(configs=[triton.Config({}, num_warps=schedule.warps)], key=[])(kernel)

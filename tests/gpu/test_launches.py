@@ -12,12 +12,14 @@ import pytest
 import torch
 from joint import joint
 from torch import Tensor, nn
+from torch._higher_order_ops import triton_kernel_wrap
 from torch.profiler import ProfilerActivity, profile
 
 import fp8compile
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.codegen.schedule import choose_schedule
 from fp8compile.kernels.codegen.spec.region import Buffer, Input, Part, Region, Store, Value
+from fp8compile.passes.lower import known_accesses
 from fp8compile.passes.matmul import host_costs
 
 pytestmark = pytest.mark.gpu
@@ -149,6 +151,39 @@ def test_kernels_are_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaLauncher, "__call__", refused)
     for got, wanted in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_no_c_compiler_makes_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even for the first launch of a kernel: torch's launcher takes all that are generated."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a launcher is made")
+
+    monkeypatch.setattr(CudaLauncher, "__init__", refused)
+    model = LlamaBlock().cuda().bfloat16()
+    compiled(model)(torch.randn(2, 512, 1024, device="cuda", dtype=torch.bfloat16)).float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_torch_finds_the_accesses_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own analysis of each kernel of a block finds the same arguments written."""
+    name = next(n for n in known_accesses.ANALYSES if hasattr(triton_kernel_wrap, n))
+    told, found = getattr(triton_kernel_wrap, name), dict[str, tuple[Any, Any]]()
+
+    def written(accesses: Any) -> list[str]:
+        return accesses if isinstance(accesses, list) else [dep.name for dep in accesses.read_writes.writes]
+
+    def both(kernel: Any, *args: Any) -> Any:
+        answer = told(kernel, *args)
+        found[kernel.fn.__name__] = sorted(written(answer)), sorted(written(told.__wrapped__(kernel, *args)))
+        return answer
+
+    monkeypatch.setattr(triton_kernel_wrap, name, both)
+    model = LlamaBlock().cuda().bfloat16()
+    compiled(model)(torch.randn(2, 512, 1024, device="cuda", dtype=torch.bfloat16)).float().square().mean().backward()
+    assert len(found) > 10
+    assert {name: answer for name, (answer, own) in found.items() if answer != own} == {}
 
 
 def test_a_wrapper_in_cpp() -> None:
