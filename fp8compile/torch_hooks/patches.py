@@ -22,6 +22,7 @@ from fp8compile.torch_hooks.calls import compiled_calls
 from fp8compile.torch_hooks.calls.user_frame import warn_user
 from fp8compile.torch_hooks.inductor import (
     buffer_reuse,
+    compile_early,
     convolution_strides,
     direct_launch,
     launches_in_place,
@@ -93,6 +94,13 @@ PERMANENT = (
         "Inductor's autotuner and Triton's own launcher take the host longer than the launch itself",
         "torch_hooks.inductor.direct_launch:launch_directly",
         apply=lambda is_ours: direct_launch.launch_directly(),
+    ),
+    Patch(
+        "compile_early",
+        "torch._inductor.codegen.wrapper.PythonWrapperCodegen.define_kernel, for graphs of ours",
+        "Inductor lets its processes compile Triton kernels that it has not written when it waits for them already",
+        "torch_hooks.inductor.compile_early:compile_early",
+        apply=lambda is_ours: compile_early.compile_early(),
     ),
     Patch(
         "launches_in_place",
