@@ -156,15 +156,16 @@ def _static_launcher(result: TritonCompileResult) -> Any:
     """
     if _has_another_launcher():
         return None
+    kernel: Any = result.kernel
     meta = result.inductor_meta, result.compile_meta
     try:
-        static = StaticTritonCompileResult.can_statically_launch(result.kernel, *meta, HeuristicType.POINTWISE)
+        static = StaticTritonCompileResult.can_statically_launch(kernel, *meta, HeuristicType.POINTWISE)
         if static is None:
             return None
         made = StaticTritonCompileResult(static, result.config, result.compile_meta, result.inductor_meta)
         return made.make_launcher()
     except Exception as error:  # of a kernel that torch takes for none of its own: Triton launches it, as before
-        LOG.info("%s is launched by Triton: %s", result.kernel.src.fn.__name__, error)
+        LOG.info("%s is launched by Triton: %s", kernel.src.fn.__name__, error)
         return None
 
 
