@@ -69,6 +69,7 @@ STORES = (
     Store("optimizer.shared_step.template", "_compiled", "functions of numbers, by their code", Until.TORCH_RESET),
     Store("distributed.weight_cast", "_casts", "casts of sharded weights, by number", Until.OWNER),
     Store("kernels.optimizer.update_launch", "_tables", "addresses of parameters and states, by launch", Until.RESET),
+    Store("kernels.optimizer.compile_ahead", "_begun", "threads that compile", Until.PROCESS),
     Store("passes.lower.known_accesses", "_known", "what kernels access", Until.PROCESS),
     Store("plan.printers", "printers", "functions of insight that show plans", Until.PROCESS),
     Store("registration", "_registered", "names of the backend, and their options", Until.PROCESS),

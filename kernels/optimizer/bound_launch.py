@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,8 @@ class BoundLaunch:
         self.active_sizes = torch.tensor(self.sizes, dtype=torch.int64, device=self.device)
         self.no_numbers = torch.zeros(1, device=self.device)
         assert len(columns(self.update)) == self.wide + self.narrow
+        if len(self.blocks):
+            self.kernel.compile_ahead(*self._arguments(self.no_numbers))
 
     def update_only(self, active: tuple[bool, ...]) -> None:
         """Leave parameters out that have no gradient in this step: they have no elements."""
@@ -69,10 +72,11 @@ class BoundLaunch:
         if not len(self.blocks):
             return
         keep(self.table, self.active_sizes, self.blocks, self.no_numbers, *self.matrices)
-        numbers = self.no_numbers if matrix is None else matrix
+        self.kernel(len(self.blocks), *self._arguments(self.no_numbers if matrix is None else matrix))
+
+    def _arguments(self, numbers: Tensor) -> tuple[Any, ...]:
         widths = self.wide + self.narrow, len(self.update.scalars)
-        arguments = self.table, self.active_sizes, self.blocks, numbers, *self.matrices, *widths
-        self.kernel(len(self.blocks), *arguments)
+        return self.table, self.active_sizes, self.blocks, numbers, *self.matrices, *widths
 
 
 class AddressTables:

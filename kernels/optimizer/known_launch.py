@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8compile.kernels.optimizer import compile_ahead
+
 ALIGNMENT = 16  # bytes: the only property of an address for which Triton compiles other code, on NVIDIA's GPUs
 MOST = 64  # kinds of arguments that are remembered
 
@@ -29,11 +31,17 @@ class KnownLaunch:
         self.kernel, self.constants, self.options = kernel, constants, dict(options or {})
         self.known: dict[tuple[Any, ...], Any] = {}  # kinds of arguments → compiled code
 
+    def compile_ahead(self, *arguments: Any) -> None:
+        """Begin to compile for arguments like these (`compile_ahead.py`)."""
+        compile_ahead.begin(self.kernel, (*arguments, *self.constants), self.options)
+
     def __call__(self, programs: int, *arguments: Any) -> None:
         """Launch `programs` programs of the kernel."""
         kinds = tuple(map(_kind, arguments))
         compiled = self.known.get(kinds)
         given = *arguments, *self.constants
+        if compiled is None:
+            compile_ahead.wait(self.kernel)
         with torch.cuda.device_of(arguments[0]):
             if compiled is not None:
                 compiled[(programs, 1, 1)](*given)

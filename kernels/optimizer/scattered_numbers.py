@@ -33,6 +33,7 @@ class ScatteredNumbers:
         self.read_table = self.table if order is None else addresses[torch.tensor(order)].to(first.device)
         self.like = torch.zeros(1, dtype=first.dtype, device=first.device)
         self.launch_read, self.launch_add = KnownLaunch(read_numbers, (BLOCK,)), KnownLaunch(add_to_numbers, (BLOCK,))
+        self.launch_add.compile_ahead(self.table, self.like, self.like, 1.0 if first.is_floating_point() else 1, 1)
 
     def vector(self, length: int) -> Tensor:
         """Return the numbers, and the first one again and again up to `length`."""
@@ -61,7 +62,13 @@ def are_scattered(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-@triton.jit
+def compile_reading(device: torch.device) -> None:
+    """Begin to compile what reads numbers in FP32, which the function of them is compiled with."""
+    table, like = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    KnownLaunch(read_numbers, (BLOCK,)).compile_ahead(table, like, 1, 1)
+
+
+@triton.jit(do_not_specialize=["count", "length"])
 def read_numbers(table, found, count, length, BLOCK: tl.constexpr):  # noqa: N803
     """found[i] = the number at table[i]; beyond `count` that at table[0]."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -70,7 +77,7 @@ def read_numbers(table, found, count, length, BLOCK: tl.constexpr):  # noqa: N80
     tl.store(found + i, number, mask=i < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["by", "count"])
 def add_to_numbers(table, like, unless, by, count, BLOCK: tl.constexpr):  # noqa: N803
     """The number at table[i], of the dtype of `like`, gets `by` more, if `unless` is 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8compile.errors import StateError
+from fp8compile.kernels.optimizer import compile_ahead
 from fp8compile.optimizer import fused
 from fp8compile.optimizer.parameter_groups import group_rows
 from fp8compile.optimizer.prepare import ensure_states, prepare_optimizer
@@ -94,6 +95,7 @@ class SharedStep:
         unscaling = unscaled_by(opt)
         numbers = unscaling.numbers if unscaling is not None else None
         here = [p for p in group["params"] if p.grad is not None]
+        _compile_reading(here)
         moving = self._moving(opt, group)
         kinds = by_kind(here, lambda p: kind_of(opt, group, p, moving, numbers is not None))
         shared: dict[str, Tensor] = dict(zip(UNSCALED_BY, numbers or (), strict=False))
@@ -107,6 +109,7 @@ class SharedStep:
         settings = {name: group[name] for name in opt.defaults if name in group and name not in free}
         forms = {name: form_of(group[name]) for name in free}
         made = together(alike, group, shared, self.options)
+        compile_ahead.wait_for_all()
         self.groups[index] = GroupStep(list(group["params"]), settings, forms, made, others)
         return self.groups[index]
 
@@ -215,6 +218,14 @@ def _make_capturable(opt: Optimizer) -> None:
     for group in opt.param_groups:
         if "capturable" in group and all(p.is_cuda and not opt.state.get(p) for p in group["params"]):
             group["capturable"] = True
+
+
+def _compile_reading(parameters: list[Tensor]) -> None:
+    """Begin to compile what reads step counts, on the device of the first parameter."""
+    if parameters and parameters[0].is_cuda:
+        from fp8compile.kernels.optimizer.scattered_numbers import compile_reading  # imports Triton
+
+        compile_reading(parameters[0].device)
 
 
 def _move_counts(opt: Optimizer) -> None:
