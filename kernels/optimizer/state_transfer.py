@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fp8compile.cuda_capture import is_capturing
 from fp8compile.formats import ceil_div
 from fp8compile.kernels.codegen.spec.region import Value
 from fp8compile.kernels.optimizer import update_launch
@@ -73,13 +74,28 @@ def decode_on_gpu(payload: Tensor, side: Tensor, format: str, dtype: torch.dtype
 def constant(shape: torch.Size, x: Tensor, format: str, counter: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return what `encode` makes of a tensor of this shape whose elements all are the number `x`, without making it.
 
-    Constant groups are exact, so all groups are equal and no random bit matters.
+    Constant groups are exact, so all groups are equal and no random bit matters. The number is waited for, and encoded
+    on the CPU once: on a GPU that would be some forty launches for each new state.
     """
     how, count = parse_state_format(format), shape.numel()
-    codes, ends = state_reference.encode(x.reshape(1).expand(GROUP), how, counter)
     payload = torch.empty(shape, dtype=how.payload_dtype, device=x.device)
-    payload.fill_(codes[0])
+    if is_capturing():  # where nothing can be waited for
+        codes, ends = state_reference.encode(x.reshape(1).expand(GROUP), how, counter)
+        payload.fill_(codes[0])
+    else:
+        code, of_group = _encoded(str(float(x)), x.dtype, format)
+        payload.fill_(code)
+        ends = of_group.to(x.device)
     return payload, ends.expand(how.side_shape(count)).contiguous()
+
+
+@functools.lru_cache(maxsize=64)
+def _encoded(number: str, dtype: torch.dtype, format: str) -> tuple[float, Tensor]:
+    """Return the code of each element of a group of one number (as text: 0 and -0 differ), and the group's side data."""
+    how = parse_state_format(format)
+    group = torch.full((GROUP,), float(number), dtype=dtype)
+    codes, ends = state_reference.encode(group, how, torch.zeros(1, dtype=torch.int32) if how.stochastic else None)
+    return codes[0].item(), ends
 
 
 def _empty(x: Tensor, how: StateFormat) -> tuple[Tensor, Tensor]:

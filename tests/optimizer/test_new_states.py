@@ -34,10 +34,14 @@ def test_pieces_are_the_whole(name: str) -> None:
         assert torch.equal(read, state_reference.decode(*whole, name).to(dtype))
 
 
-@pytest.mark.parametrize("number", [0.0, 0.1, -3.0, 1e-30])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("number", [0.0, -0.0, 0.1, -3.0, 1e-30])
 @pytest.mark.parametrize("name", names())
-def test_a_number_is_stored_as_a_tensor_of_it(name: str, number: float) -> None:
+def test_a_number_is_stored_as_a_tensor_of_it(
+    name: str, number: float, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stochastic or not: no random bit matters where all elements of a group are equal."""
+    monkeypatch.setattr(state_transfer, "is_capturing", lambda: captured)
     shape = torch.Size((3, 111))
     for count in range(5):
         counter = torch.tensor([count], dtype=torch.int32)
