@@ -15,6 +15,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import config, cpp_builder
 from torch._inductor.cpu_vec_isa import VecISA
 from torch._logging._internal import trace_log
+from torch._subclasses import FakeTensorMode
 from torch.fx._symbolic_trace import Tracer, _Patcher
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.fx.experimental.symbolic_shapes import TLS, ShapeEnv
@@ -68,6 +70,20 @@ def _patch_method(self: _Patcher, cls: type, name: str, new: Any, deduplicate: b
 def _seed(seed: int) -> torch.Generator:
     """Seed the CPU's generator."""
     return torch.default_generator.manual_seed(int(seed))
+
+
+_cached_dispatch: Callable[..., Any] = FakeTensorMode._cached_dispatch_impl  # type: ignore[assignment]
+
+
+def _dispatch(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Do what `FakeTensorMode._cached_dispatch_impl` does, without its cache where a size is a symbol.
+
+    Such entries belong to one compilation. Making one takes longer than what it would save.
+    """
+    shapes: Any = self.shape_env
+    has_symbols = shapes is not None and bool(getattr(shapes, "backed_var_to_val", None))
+    dispatch = self._dispatch_impl if has_symbols else functools.partial(_cached_dispatch, self)
+    return dispatch(func, types, args, kwargs)
 
 
 UNDERSTOOD = "FP8COMPILE_TESTS_UNDERSTOOD"  # environment variable: what the compiler has been asked, with its answers
@@ -113,6 +129,7 @@ def quicken() -> None:
     dynamo_config.run_gc_after_compile = False
     _Patcher.patch_method = _patch_method
     PhiloxState.reset = _forget
+    FakeTensorMode._cached_dispatch_impl = _dispatch  # type: ignore[method-assign]
     # Inductor compiles and loads programs to see that instructions work which the processor names: seven seconds.
     config.cpp.vec_isa_ok = True
     VecISA.check_build = _is_understood  # of those that it looks at in spite of this setting
