@@ -1,7 +1,7 @@
 """Compile ahead: threads compile an optimizer's kernels while its next rule is traced, not one after the other later.
 
     begin(kernel, arguments, options)     in a thread; arguments like those of the launches to come
-    wait(kernel)                          before it is launched, or traced code would be compiled twice
+    wait(kernel)                          before it is launched, or it would be compiled twice
     wait_for_all()                        nothing is loaded onto the GPU any more: a CUDA graph may be captured
 
 Triton gives up Python's lock while it optimizes and assembles, which is most of the time that it takes.
@@ -40,12 +40,15 @@ def begin(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, int | b
 
 def wait(kernel: Any) -> None:
     """Wait until what was begun of `kernel` is there."""
-    for thread in _begun.pop(id(kernel), ()):
-        thread.join()
+    _wait(id(kernel))
 
 
 def wait_for_all() -> None:
     """Wait until all that was begun is there."""
-    while _begun:
-        for thread in _begun.popitem()[1]:
-            thread.join()
+    for key in tuple(_begun):
+        _wait(key)
+
+
+def _wait(key: int) -> None:
+    for thread in _begun.pop(key, ()):  # another thread that steps an optimizer may wait for it already
+        thread.join()
