@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from fp8compile.cuda_capture import is_capturing
 from fp8compile.formats import ceil_div
@@ -75,11 +76,11 @@ def constant(shape: torch.Size, x: Tensor, format: str, counter: Tensor | None) 
     """Return what `encode` makes of a tensor of this shape whose elements all are the number `x`, without making it.
 
     Constant groups are exact, so all groups are equal and no random bit matters. The number is waited for, and encoded
-    on the CPU once: on a GPU that would be some forty launches for each new state.
+    on the CPU once: on a GPU that would be a launch an operation, for each new state.
     """
     how, count = parse_state_format(format), shape.numel()
     payload = torch.empty(shape, dtype=how.payload_dtype, device=x.device)
-    if is_capturing():  # where nothing can be waited for
+    if is_capturing() or x.is_meta or isinstance(x, FakeTensor):  # there is no number to wait for
         codes, ends = state_reference.encode(x.reshape(1).expand(GROUP), how, counter)
         payload.fill_(codes[0])
     else:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import printed_by
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import fp8compile
 from fp8compile.kernels.optimizer import state_transfer, update
@@ -50,6 +51,15 @@ def test_a_number_is_stored_as_a_tensor_of_it(
         assert payload.shape == shape
         assert torch.equal(payload, whole[0])
         assert torch.equal(side, whole[1])
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_number_that_nobody_knows(fake: bool) -> None:
+    """On the meta device, and as a fake tensor."""
+    with FakeTensorMode() if fake else torch.device("meta"):
+        x = torch.zeros(()).expand(300)
+        state = fp8compile.FP8State.of(x, format="log")
+    assert state.shape == (300,)
 
 
 def test_states_of_torchs_optimizers_are_expanded_numbers_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fp8compile.passes.regions.combine_regions import combine_regions
 from fp8compile.passes.regions.form_regions import form_regions
@@ -24,3 +27,17 @@ def formed(
     module.graph.lint()
     module.recompile()
     return module
+
+
+def of_any_rows(function: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the graph of `function`, and the same with regions; the first input has any number of rows."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    rows = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    first = mode.from_tensor(inputs[0], symbolic_context=rows, source=ConstantSource("x"))
+    fakes = [first, *map(mode.from_tensor, inputs[1:])]
+    plain, module = (make_fx(function, decomposition_table=select_decomp_table())(*fakes) for _ in range(2))
+    form_regions(module.graph)
+    combine_regions(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return plain, module

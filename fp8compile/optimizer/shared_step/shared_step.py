@@ -88,7 +88,13 @@ class SharedStep:
         self._report(opt)
 
     def _bind(self, opt: Optimizer, index: int) -> GroupStep:
-        """Sort the parameters of a group by kind, and find the template of each."""
+        """Sort the parameters of a group by kind, and find the template of each; no thread compiles any more then."""
+        try:
+            return self._sorted(opt, index)
+        finally:
+            compile_ahead.wait_for_all()
+
+    def _sorted(self, opt: Optimizer, index: int) -> GroupStep:
         group = opt.param_groups[index]
         ensure_states(opt, group)
         _move_counts(opt)
@@ -109,7 +115,6 @@ class SharedStep:
         settings = {name: group[name] for name in opt.defaults if name in group and name not in free}
         forms = {name: form_of(group[name]) for name in free}
         made = together(alike, group, shared, self.options)
-        compile_ahead.wait_for_all()
         self.groups[index] = GroupStep(list(group["params"]), settings, forms, made, others)
         return self.groups[index]
 

@@ -3,7 +3,7 @@
 Before      %k = triton_kernel_wrapper_functional(kernel, grid, {x0: %x, y0: %y0}, tensors_to_clone=[])
 After       triton_kernel_wrapper_mutation(kernel, grid, {x0: %x, y0: %y0})
 
-torch traces the definition of the first, with two tracers, for every launch: 8 ms each, and a model of eight layers has
+torch traces the definition of the first, with two tracers, for every launch: 8 ms each, and a model of six layers has
 180. Where torch has found that nothing must be cloned, which holds for buffers of our own, one node is all there is
 to it. Other launches, users' kernels among them, are left to torch.
 """

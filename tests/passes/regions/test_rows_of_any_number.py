@@ -9,36 +9,16 @@ from typing import Any
 import interpreter
 import pytest
 import torch
-from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from formed import of_any_rows
+from torch import Tensor
 
 from fp8compile import ops
 from fp8compile.kernels.check import check_kernel
 from fp8compile.kernels.codegen import generated
 from fp8compile.passes.core.compilation import aten, hint
-from fp8compile.passes.regions.combine_regions import combine_regions
-from fp8compile.passes.regions.form_regions import form_regions
 from fp8compile.passes.regions.region_graph import regions_of, sizes_of, spec_of
 
 ROWS, COLS = 40, 64
-
-
-def of_any_rows(function: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """(The graph of `function`, the same with regions): the first input has any number of rows."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    rows = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
-    first = mode.from_tensor(inputs[0], symbolic_context=rows, source=ConstantSource("x"))
-    fakes = [first, *map(mode.from_tensor, inputs[1:])]
-    plain, module = (make_fx(function, decomposition_table=select_decomp_table())(*fakes) for _ in range(2))
-    form_regions(module.graph)
-    combine_regions(module.graph)
-    module.graph.lint()
-    module.recompile()
-    return plain, module
 
 
 def concatenated(dim: int, transpose: bool, multiples: tuple[int, int]) -> Callable[..., Any]:
