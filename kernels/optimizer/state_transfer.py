@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor  # such a number has no value
 
 from fp8compile.cuda_capture import is_capturing
 from fp8compile.formats import ceil_div
@@ -87,7 +87,7 @@ def constant(shape: torch.Size, x: Tensor, format: str, counter: Tensor | None) 
         code, of_group = _encoded(str(float(x)), x.dtype, format)
         payload.fill_(code)
         ends = of_group.to(x.device)
-    return payload, ends.expand(how.side_shape(count)).contiguous()
+    return payload, torch.empty(how.side_shape(count), dtype=torch.float32, device=x.device).copy_(ends)
 
 
 @functools.lru_cache(maxsize=64)

@@ -53,6 +53,18 @@ def test_a_number_is_stored_as_a_tensor_of_it(
         assert torch.equal(side, whole[1])
 
 
+@pytest.mark.parametrize("elements", [7, 64, 300])
+@pytest.mark.parametrize("name", names())
+def test_states_of_one_number_share_no_memory(name: str, elements: int) -> None:
+    """A state of one group above all: its side data is as large as that of the number, which is encoded once."""
+    first, second = (fp8compile.FP8State.of(torch.zeros(()).expand(elements), format=name) for _ in range(2))
+    first.side.fill_(torch.nan)
+    first.payload.fill_(1)
+    third = fp8compile.FP8State.of(torch.zeros(()).expand(elements), format=name)
+    for state in (second, third):
+        assert torch.equal(state.dequantize(), torch.zeros(elements))
+
+
 @pytest.mark.parametrize("fake", [False, True])
 def test_a_number_that_nobody_knows(fake: bool) -> None:
     """On the meta device, and as a fake tensor."""
