@@ -132,6 +132,20 @@ def test_replayed_as_launched_bit_for_bit(name: str) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("options", [{}, LAUNCHED])
+def test_a_graph_made_before_a_step_is_refused(options: dict[str, Any]) -> None:
+    """By torch, as after its own step: it would read what launches, or a replay of them, have overwritten."""
+    opt = make("adamw", (torch.float32,))
+    step = torch.compile(opt.step, backend="fp8", options={"strict": True, **options})
+    for i in range(6):
+        drawn_gradients(opt, i)
+        losses = [(p * p).sum() for group in opt.param_groups for p in group["params"]]
+        step()
+        for loss in losses:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
 def test_replayed_steps_are_unscaled_and_skipped() -> None:
     found = []
     for options in ({}, LAUNCHED):

@@ -496,3 +496,37 @@ def test_rows_of_numbers_of_those_that_have_gradients(active: str) -> None:
     matrix = torch.arange(20.0).view(10, 2)
     expected = [matrix[i] for i, x in enumerate(wanted) if x]
     assert torch.equal(alike._rows(matrix, wanted), torch.stack(expected))
+
+
+class NothingLaunched:
+    """A launch that writes nothing, nor says so to torch."""
+
+    def __init__(self, update: Any) -> None:
+        self.update = update
+
+    def update_only(self, active: Any) -> None:
+        self.active = active
+
+    def __call__(self, matrix: Tensor | None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("executor", ["launched", "operator"])
+def test_autograd_knows_of_each_write_to_a_parameter(executor: str) -> None:
+    """A graph made before a step would read what the step has overwritten: backward raises, as with torch's step."""
+    parameters = make_parameters()
+    opt = torch.optim.AdamW(parameters, lr=0.1)
+    step = compiled(opt)
+    set_gradients(parameters, 0)
+    step()
+    for x in (x for group in shared_step._shared[opt].groups.values() for x in group.alike):
+        x.launch = NothingLaunched(x.template.update) if executor == "launched" else None  # type: ignore[assignment]
+    before = [p._version for p in parameters]
+    losses = [(p * p).sum() for p in parameters]
+    parameters[1].grad = None  # it keeps its values
+    step()
+    assert [p._version > b for p, b in zip(parameters, before, strict=True)] == [True, False, True]
+    losses[1].backward()
+    for loss in losses[::2]:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

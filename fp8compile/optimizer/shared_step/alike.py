@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise, repeat
+from itertools import chain, compress, pairwise, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fp8compile.kernels.optimizer import update
@@ -55,6 +56,7 @@ class Alike:
         self.addresses = [x.data_ptr() for x in self.placed]
         self.width = len(self.template.stored)
         self.is_distributed = any(isinstance(p, DTensor) for p in self.parameters)
+        self.local = list(map(local_part, self.parameters)) if self.is_distributed else []
         self.counters = update.counters_of(self.template.update, self.stored)
         self.likes: list[Any] = [None] * len(self.parameters)  # of gradients: what they must lie as
         if self.device.type == "cuda" and self._reads_gradients_alone():
@@ -125,6 +127,14 @@ class Alike:
     def forget_gradients(self) -> None:
         """Keep no gradient alive until the next step."""
         self.gradients = []
+
+    def count_writes(self) -> None:
+        """Count the write to each parameter that has a gradient, as operators do and launches do not.
+
+        Autograd refuses a backward that would read values of before the step, where its graph was made before it.
+        """
+        if self.launch is not None:
+            increment_version([*compress(self.parameters, self.active), *compress(self.local, self.active)])
 
     def step(self, matrix: Tensor | None) -> None:
         """Update the parameters that have gradients: some. matrix: numbers, with a row a parameter or more rows."""

@@ -122,6 +122,7 @@ class Together:
         else:
             self._launch(active)
         for x in self.alike:
+            x.count_writes()
             x.forget_gradients()
 
     def _launch_all(self) -> None:
