@@ -17,6 +17,7 @@ import torch
 
 from fp8compile.cuda_capture import is_capturing
 
+_lock = threading.Lock()  # of what is begun
 _begun: dict[int, list[threading.Thread]] = {}  # by the identity of the kernel, which the thread keeps alive
 
 
@@ -34,8 +35,12 @@ def begin(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, int | b
             return
 
     thread = threading.Thread(target=compile_it, name="fp8compile-kernel")
-    _begun.setdefault(id(kernel), []).append(thread)
-    thread.start()
+    with _lock:
+        try:
+            thread.start()
+        except RuntimeError:  # the system starts no more threads: the launch compiles
+            return
+        _begun.setdefault(id(kernel), []).append(thread)
 
 
 def wait(kernel: Any) -> None:
@@ -45,10 +50,19 @@ def wait(kernel: Any) -> None:
 
 def wait_for_all() -> None:
     """Wait until all that was begun is there."""
-    for key in tuple(_begun):
+    with _lock:
+        keys = tuple(_begun)
+    for key in keys:
         _wait(key)
 
 
 def _wait(key: int) -> None:
-    for thread in _begun.pop(key, ()):  # another thread that steps an optimizer may wait for it already
+    """Wait, then forget: another thread that steps an optimizer waits for the same ones."""
+    with _lock:
+        threads = tuple(_begun.get(key, ()))
+    for thread in threads:
         thread.join()
+    with _lock:
+        left = [thread for thread in _begun.pop(key, ()) if thread not in threads]
+        if left:
+            _begun[key] = left

@@ -94,8 +94,9 @@ def constant(shape: torch.Size, x: Tensor, format: str, counter: Tensor | None) 
 def _encoded(number: str, dtype: torch.dtype, format: str) -> tuple[float, Tensor]:
     """Return the code of the elements of a group of one number, and its side data. The number is text: 0 is not -0."""
     how = parse_state_format(format)
-    group = torch.full((GROUP,), float(number), dtype=dtype)
-    codes, ends = state_reference.encode(group, how, torch.zeros(1, dtype=torch.int32) if how.stochastic else None)
+    with torch.device("cpu"):  # whatever the user's default device is
+        group = torch.full((GROUP,), float(number), dtype=dtype)
+        codes, ends = state_reference.encode(group, how, torch.zeros(1, dtype=torch.int32) if how.stochastic else None)
     return codes[0].item(), ends
 
 

@@ -74,6 +74,16 @@ def test_a_number_that_nobody_knows(fake: bool) -> None:
     assert state.shape == (300,)
 
 
+@pytest.mark.parametrize("name", names())
+def test_the_default_device_encodes_no_number(name: str) -> None:
+    """A state is where its number is."""
+    state_transfer._encoded.cache_clear()
+    zero = torch.zeros(()).expand(300)
+    with torch.device("meta"):
+        state = fp8compile.FP8State.of(zero, format=name)
+    assert torch.equal(state.dequantize(), torch.zeros(300))
+
+
 def test_states_of_torchs_optimizers_are_expanded_numbers_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(new_states, "LARGE", 1000)
     seen: list[bool] = []

@@ -22,10 +22,12 @@ def compile_early() -> None:
     """Patch how Inductor writes the definition of a kernel; in graphs of ours the kernel is compiled from then on."""
     define = PythonWrapperCodegen.define_kernel
 
-    def defined(self: Any, kernel_name: str, kernel_body: str, metadata: str | None = None, **others: Any) -> Any:
+    def defined(
+        self: Any, kernel_name: str, kernel_body: str, metadata: str | None = None, *more: Any, **others: Any
+    ) -> Any:
         if is_ours() and (metadata or "").startswith(OF_OTHERS):
             _begin(kernel_body)
-        return define(self, kernel_name, kernel_body, metadata, **others)
+        return define(self, kernel_name, kernel_body, metadata, *more, **others)
 
     PythonWrapperCodegen.define_kernel = defined  # type: ignore[method-assign]
 

@@ -39,7 +39,8 @@ def decompose_directly() -> None:
 def write_in_place(graph: fx.Graph) -> None:
     """Replace launches of generated kernels that clone nothing, and whose result nobody reads as a result."""
     for node in graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
-        if node.meta.get(LAUNCH) and not node.kwargs[CLONED] and not node.users:
+        is_plain = not node.kwargs[CLONED] and not node.users and EAGER in node.meta
+        if node.meta.get(LAUNCH) and is_plain:
             _write_in_place(graph, node)
 
 

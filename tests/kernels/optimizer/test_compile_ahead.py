@@ -64,6 +64,48 @@ def test_all_are_waited_for() -> None:
     assert [len(kernel.compiled) for kernel in kernels] == [1, 1, 1]
 
 
+def test_several_threads_wait_for_the_same_kernel() -> None:
+    """Each until it is compiled: who comes second finds it no less unfinished."""
+    kernel = Kernel()
+    compile_ahead.begin(kernel, (CUDA,), {})
+    compiled: list[int] = []
+
+    def look() -> None:
+        compile_ahead.wait_for_all()
+        compiled.append(len(kernel.compiled))
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled == [1, 1, 1]
+
+
+def test_what_is_begun_while_another_thread_waits_is_not_forgotten() -> None:
+    kernel = Kernel()
+    compile_ahead.begin(kernel, (CUDA,), {})
+    waiting = threading.Thread(target=compile_ahead.wait, args=(kernel,))
+    waiting.start()
+    compile_ahead.begin(kernel, (CUDA, 7), {})
+    waiting.join()
+    compile_ahead.wait_for_all()
+    assert [arguments for arguments, _ in kernel.compiled] == [(CUDA,), (CUDA, 7)]
+
+
+def test_a_system_without_more_threads_compiles_at_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    kernel = Kernel()
+    launch: Any = KnownLaunch(kernel, (256,), {})
+    launch.compile_ahead(CUDA, 7)
+    compile_ahead.wait_for_all()
+    launch(3, CUDA, 7)
+    assert kernel.launched == [(0, (CUDA, 7, 256), {})]
+
+
 def test_an_error_is_left_to_the_launch() -> None:
     kernel = Kernel(RuntimeError("no"))
     compile_ahead.begin(kernel, (CUDA,), {})

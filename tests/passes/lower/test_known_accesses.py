@@ -57,6 +57,19 @@ def test_buffers_are_written_and_sizes_are_no_tensors(analysed: list[Any], name:
     assert not analysed
 
 
+def test_a_torch_that_wants_to_know_more_analyses_ours_as_well(
+    analysed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accesses(read_writes: Any, can_fuse_epilogue: bool, *, of_a_newer_torch: bool) -> None:
+        raise AssertionError("made")
+
+    monkeypatch.setattr(triton_kernel_wrap, "TensorAccesses", accesses, raising=False)
+    ours = Kernel()
+    known_accesses.declare(ours, ARGUMENTS)
+    assert getattr(triton_kernel_wrap, NEWER)(ours, {"x0": 1}) == ["x0"]
+    assert analysed == [ours]
+
+
 @pytest.mark.parametrize("name", known_accesses.ANALYSES)
 def test_kernels_of_others_are_analysed_each_time(analysed: list[Any], name: str) -> None:
     known_accesses.declare(Kernel(), ARGUMENTS)
