@@ -24,6 +24,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -116,7 +117,9 @@ class CapturedStep:
         for p, gradient in recording.after:
             if p.grad is not gradient:
                 p.grad = gradient
-        return recording.replay(args, kwargs)
+        results = recording.replay(args, kwargs)
+        increment_version(recording.written)  # autograd refuses a backward through what has been overwritten
+        return results
 
     def _can_record(self) -> bool:
         """Make a recorder, where there is one GPU to record; False on a CPU."""
@@ -178,6 +181,7 @@ class CapturedStep:
         if adaptive_graphs():
             raise CaptureError("option `adaptive` decides on the host, between steps, what a step computes in FP8")
         put_back, before = self.owners.keep(), Before.of(self.owners)
+        versions = [(p, p._version) for p in self.owners.parameters()]
         try:
             with self.owners.seeing_zero_grad() as emptied:
                 recording = recorder.record(self.step, args, kwargs)
@@ -189,6 +193,7 @@ class CapturedStep:
                 error.add_note(INSIDE)
             raise
         recording.after = self.owners.gradients()
+        recording.written = [p for p, version in versions if p._version != version]
         self.seen = self.owners.snapshot()
         self.recordings[form] = recording
         return recording

@@ -115,7 +115,7 @@ class Recording:
     else it reads.
 
     before: the address that each parameter's gradient has to have, None for no gradient, ANY where the step begins
-    with `zero_grad`; after: the gradients that the step leaves.
+    with `zero_grad`; after: the gradients that the step leaves; written: the parameters that it writes.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -124,6 +124,7 @@ class Recording:
     kept: list[Tensor] = field(default_factory=list)
     before: list[int | None] = field(default_factory=list)
     after: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    written: list[Tensor] = field(default_factory=list)
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step on other tensors of the same shapes; return copies of its results."""

@@ -122,6 +122,23 @@ def test_every_call_trains_one_step(recorder: list[str], zero: str) -> None:
     assert recorder == ["run"] * 3 + ["record"] + ["replay"] * 3
 
 
+def test_autograd_knows_what_a_replay_has_written(recorder: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph writes and says nothing: a backward through what it has overwritten would be wrong."""
+    training = Training()
+    training.model[0].bias.requires_grad_(False)
+    run = training.captured(warmup=1)
+    for _ in range(3):
+        run(batch())
+    monkeypatch.setattr(Replayed, "replay", lambda self, args, kwargs: self.recorder.did.append("replay"))
+    parameters = dict(training.model.named_parameters())
+    sums = {name: (p * p * torch.ones((), requires_grad=True)).sum() for name, p in parameters.items()}
+    run(batch())
+    assert recorder == ["run", "record", "replay", "replay", "replay"]
+    for name, loss in sums.items():
+        with contextlib.nullcontext() if name == "0.bias" else pytest.raises(RuntimeError, match="inplace operation"):
+            loss.backward()
+
+
 def test_gradients_of_each_shape(recorder: list[str]) -> None:
     """They lie where its recording writes them."""
     training = Training("before")
