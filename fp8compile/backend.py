@@ -65,7 +65,7 @@ def fp8(
         _guard_identity(gm, example_inputs)
     if parsed.recipe.is_delayed:
         namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
-    known = tuple(_inputs(gm, example_inputs))
+    known = tuple(_inputs(gm, example_inputs, parsed.frozen and opt is None))
     if parsed.adaptive is not None and opt is None:
         compile_again = functools.partial(compile_graph, known=known, namespace=namespace)
         adaptive = AdaptiveGraph(gm, example_inputs, parsed, compile_again)
@@ -116,10 +116,18 @@ def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             return
 
 
-def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Input]:
-    """Return what each input of Dynamo's graph is in the user's terms."""
+def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], frozen: bool) -> list[Input]:
+    """Return what each input of Dynamo's graph is in the user's terms. frozen: of option `frozen`."""
     inputs = []
     for node, given in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
         is_buffer = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-        inputs += [Input(isinstance(x, torch.nn.Parameter), is_buffer, node.name) for x in tree_leaves(given)]
+        for x in tree_leaves(given):
+            is_frozen = frozen and type(x) is torch.nn.Parameter and not x.requires_grad and not _is_gathered(node)
+            inputs.append(Input(isinstance(x, torch.nn.Parameter), is_buffer, node.name, is_frozen))
     return inputs
+
+
+def _is_gathered(placeholder: fx.Node) -> bool:
+    """Return True for a parameter of an FSDP module: its memory is filled anew in each call, which nobody counts."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return source is not None and source.guard_source.is_fsdp_module()

@@ -25,7 +25,7 @@ from fp8compile.torch_hooks import graph_passes
 from fp8compile.torch_hooks.calls.compilations import current_frame
 from fp8compile.torch_hooks.half_passes import EarlyHalfPass, LoweringPass
 from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings
-from fp8compile.torch_hooks.inner_compiler import compile_half, run_eagerly
+from fp8compile.torch_hooks.inner_compiler import compile_half, compile_without_casts, run_eagerly
 from fp8compile.torch_hooks.joint_pass import JointPass
 from fp8compile.torch_hooks.modules import nested_regions
 from fp8compile.torch_hooks.partitioner import Partitioner
@@ -66,9 +66,10 @@ def compile_graph(
         "post_grad_custom_post_pass": lowering,
     }
     settings |= {**graph_passes.shared(settings, ours), "custom_partitioner_fn": joint.partitioner}
-    inner: Any = functools.partial(run_eagerly, lowering=lowering, record=record)
-    if parsed.executor == "inductor":
-        inner = functools.partial(compile_half, lowering=lowering, record=record)
+    inner: Any = compile_half if parsed.executor == "inductor" else run_eagerly
+    if parsed.frozen:
+        inner = functools.partial(compile_without_casts, compile_it=inner)
+    inner = functools.partial(inner, lowering=lowering, record=record)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
     record.close(current_frame(example_inputs))
     return compiled, record.plans

@@ -234,6 +234,7 @@ READERS: Mapping[str, Reader] = {
     "wire": _one_of(WIRES),
     "kernels": _one_of(KERNELS),
     "one_pass_casts": _flag,
+    "frozen": _flag,
     "strict": _flag,
     "verify": _flag,
     "states": _nested(StateRecipe.parse),

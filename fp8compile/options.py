@@ -54,6 +54,9 @@ class Options:
     one_pass_casts: a large gradient that is computed and cast by one scale is computed once: cast by a scale that every
         16th row of it predicts, and once more where that was wrong (`kernels/codegen/schedule/one_pass.py`). False:
         computed once for its amax, and once to cast it.
+    frozen: a parameter that needs no gradient is a weight that nobody writes: it is cast once, and its payload and
+        scales are kept beside it. Seen and cast again is what torch counts as a write, and so not one through `.data`.
+        `fp8compile.freeze` sets it.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.
     states: how an optimizer's states are kept where its step is compiled (`StateRecipe.parse`).
@@ -84,6 +87,7 @@ class Options:
     wire: str = "exact"
     kernels: str = "generated"
     one_pass_casts: bool = True
+    frozen: bool = False
     strict: bool = False
     verify: bool = True
     states: StateRecipe = field(default_factory=StateRecipe)

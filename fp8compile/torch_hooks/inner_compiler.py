@@ -5,22 +5,27 @@ compile_fx calls it with each half; the hook for halves (`half_passes.py`) has t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
+from torch._guards import TracingContext  # where Inductor says how the results of a half lie
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.utils import BoxedBool  # the form of its setting for CUDA graphs
 
 from fp8compile.passes.core.compilation import aten, has_markers
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.core.stages import HalfGraph
+from fp8compile.passes.lower.split_weight_casts import split_weight_casts
 from fp8compile.plan.record import Record, recall_half, remember_half
 from fp8compile.plan.rows import Lowered
 from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.half_passes import LoweringPass, has_states, lower_half, lower_optimizer
 from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
 from fp8compile.torch_hooks.inductor.output_strides import keep_strides_of_bases
+from fp8compile.torch_hooks.kept_casts import KeptCasts
 from fp8compile.torch_hooks.modules import nested_regions
 
 Compiled = Callable[..., Any]
@@ -32,10 +37,11 @@ def compile_half(
     *,
     lowering: LoweringPass,
     record: Record,
+    half: str = "",
     **settings: Any,
 ) -> Compiled:
     """Compile a half with Inductor, and record what became of it: the hook says so, or what was kept when that ran."""
-    lowering.half, lowering.lowered = _half(settings), None
+    lowering.half, lowering.lowered = half or _half(settings), None
     keep_strides_of_bases(gm)
     bodies = [body.graph for body in nested_regions.bodies(gm)]
     text = "".join(map(graph_text, bodies))
@@ -66,11 +72,50 @@ def _half(settings: Mapping[str, Any]) -> str:
     return "inference" if settings.get("is_inference") else "forward"
 
 
+def compile_without_casts(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    compile_it: Compiled,
+    lowering: LoweringPass,
+    record: Record,
+    **settings: Any,
+) -> Compiled:
+    """Compile a half by `compile_it` in two graphs: the casts of frozen weights, which run once, and the rest."""
+    compile_it = functools.partial(compile_it, lowering=lowering, record=record)
+    split = None if settings.get("is_backward") else split_weight_casts(gm)
+    if split is None:
+        return compile_it(gm, example_inputs, **settings)
+    alone = {**settings, "cudagraphs": BoxedBool(False), "is_inference": True}
+    alone["static_input_idxs"] = range(len(split.inputs))
+    weights = [example_inputs[i] for i in split.inputs]
+    with TracingContext.report_output_strides():  # those of the half are asked for, and not these
+        casts = compile_it(split.module, weights, half="weights", **alone)
+    count = len(example_inputs)
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")][count:]
+    static = [*settings.get("static_input_idxs", ()), *range(count, count + len(values))]
+    rest = compile_it(gm, [*example_inputs, *values], **{**settings, "static_input_idxs": static})
+    kept = KeptCasts(casts, split.values)
+
+    def run(args: list[Any]) -> Any:
+        args += kept([args[i] for i in split.inputs])
+        return rest(args)
+
+    vars(run)["_boxed_call"] = True
+    return run
+
+
 def run_eagerly(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, lowering: LoweringPass, record: Record, **settings: Any
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    lowering: LoweringPass,
+    record: Record,
+    half: str = "",
+    **settings: Any,
 ) -> Compiled:
     """Return what runs the graph node by node. It takes its arguments as one list, and empties it."""
-    half = _half(settings)
+    half = half or _half(settings)
     lowered = Lowered()
     for body in nested_regions.bodies(gm):
         lowered += _lower(body.graph, half, lowering)

@@ -17,6 +17,7 @@ from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.compilation import Compilation, Input, device_of
 from fp8compile.passes.core.snapshot import Snapshot
+from fp8compile.passes.lower.split_weight_casts import FROZEN
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.record import Record
 from fp8compile.source_digest import source_digest
@@ -86,8 +87,11 @@ class JointPass(CustomGraphPass):
         self.is_done = any("desc" in n.meta for n in placeholders) or not placeholders
         if not self.is_done:
             return nested_regions.match_inputs(graph, self.regions)
-        indices = {n.name: i for n in placeholders if (i := _input_index(n)) is not None}
-        return {name: self.inputs[i] for name, i in indices.items() if i < len(self.inputs)}
+        indices = {n: i for n in placeholders if (i := _input_index(n)) is not None and i < len(self.inputs)}
+        for node, i in indices.items():
+            if self.inputs[i].is_frozen:
+                node.meta[FROZEN] = True
+        return {node.name: self.inputs[i] for node, i in indices.items()}
 
     def uuid(self) -> str:
         """Return a key for the compile caches, of everything that decides what this pass does."""

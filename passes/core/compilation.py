@@ -45,11 +45,15 @@ AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the 
 
 @dataclass(frozen=True)
 class Input:
-    """A graph input in the user's terms: a parameter, a buffer, or neither (it comes with the batch)."""
+    """A graph input in the user's terms: a parameter, a buffer, or neither (it comes with the batch).
+
+    is_frozen: its casts are kept from one run to the next.
+    """
 
     is_parameter: bool
     is_buffer: bool = False
     name: str = ""
+    is_frozen: bool = False
 
 
 @dataclass

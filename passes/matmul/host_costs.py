@@ -22,7 +22,7 @@ compared, and in such short steps a gain of less than `LEAST_GAIN` is no more th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -36,7 +36,7 @@ from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import VIEWS, base, hint, is_tangent, is_tensor, value
 from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode
 from fp8compile.passes.core.node_views import Getitem, argument
-from fp8compile.passes.matmul.matmul_costs import Costs, Timed, merged_as
+from fp8compile.passes.matmul.matmul_costs import Costs, Timed, alone_in_bf16, merged_as
 
 # microseconds of a host: a launch of each kind, a gradient that autograd takes, and what FP8 adds for a matmul
 HOST = {"matmul": 40.0, "convolution": 60.0, "attention": 120.0, "other": 50.0, "fused": 22.0, "gradient": 8.0}
@@ -67,9 +67,12 @@ class Times:
         return SLOW_HOST * self.host > self.gpu
 
 
-def times_in_bf16(graph: fx.Graph, matmuls: Iterable[MatmulNode], device: Device) -> Times:
-    """Return the times of a graph without FP8. matmuls: all of it, convolutions among them."""
-    gpu = sum(_flops_of(m) for m in matmuls) * 1e-9 / device.bf16
+def times_in_bf16(
+    graph: fx.Graph, matmuls: Iterable[MatmulNode], device: Device, kept: Collection[fx.Node] = ()
+) -> Times:
+    """Return the times of a graph without FP8. matmuls: all of it, convolutions among them, which are counted for
+    their nodes; kept: as of `Costs`."""
+    gpu = sum(alone_in_bf16(m, device, kept) for m in matmuls if m.kind != CONVOLUTION)
     host = HALF * (2 if any(map(is_tangent, graph.nodes)) else 1)
     for node in graph.nodes:
         kind = _kind(node)
@@ -125,13 +128,6 @@ def _kind(node: fx.Node) -> str:
     if not isinstance(node.target, torch._ops.OpOverload):
         return "other" if isinstance(node.target, torch._ops.HigherOrderOperator) else ""  # sizes are Python's
     return "fused" if node.target.namespace in ("aten", "prims") else "other"
-
-
-def _flops_of(matmul: MatmulNode) -> int:
-    """Return the FLOPs of a matmul; those of a convolution are counted for its node."""
-    if matmul.kind == CONVOLUTION:
-        return 0
-    return 2 * hint(matmul.batch) * hint(matmul.m) * hint(matmul.n) * hint(matmul.k)
 
 
 def _attention_flops(node: fx.Node) -> int:

@@ -21,6 +21,9 @@ begins with all in FP8 that can be, and leaves out what makes the sum of all tim
 grad_weight of experts casts groups of tokens, filled up, by a kernel of its own (`fp8::grouped_cast`): it reads them
 `READS_OF_GROUPS` times, whoever else does, and shares that only with others that contract the same groups.
 
+With kept weights (option `frozen`) a matmul casts its activation alone. It may have few rows: then it takes as long as
+its operands take to be read, of which the weight has half the bytes in FP8.
+
 What backward reads in BF16 is unpacked first, which a matmul in FP8 spares (`passes/matmul/unpack_costs.py`).
 
 A gradient that FP8 matmuls alone read (and sums of its rows: a bias) is spared what BF16 does with it: one that a
@@ -34,7 +37,7 @@ written nor read. Of a large one with a scale of the whole tensor, a sample of r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import ceil
 
 from torch import fx
@@ -60,7 +63,8 @@ TILE = 128  # rows and columns of an output that one multiprocessor computes at 
 
 class Costs:
     """The costs of a matmul beside those that are in FP8 already (`matmuls`); one_pass: large gradients are cast in one
-    pass; unpacked: the activations that matmuls of backward in BF16 would have unpacked."""
+    pass; unpacked: the activations that matmuls of backward in BF16 would have unpacked; kept: what is computed of
+    frozen weights alone, whose casts cost nothing."""
 
     def __init__(
         self,
@@ -68,8 +72,9 @@ class Costs:
         matmuls: Iterable[MatmulNode],
         one_pass: bool = True,
         unpacked: Sequence[Unpacked] = (),
+        kept: Collection[fx.Node] = (),
     ):
-        self.device, self.one_pass, self.unpacked = device, one_pass, unpacked
+        self.device, self.one_pass, self.unpacked, self.kept = device, one_pass, unpacked, kept
         self.unpacked_by: dict[MatmulNode, list[Unpacked]] = {}
         for each in unpacked:
             for matmul in each.readers | each.casters:
@@ -111,7 +116,7 @@ class Costs:
 
     def milliseconds(self, matmul: MatmulNode, role: Role) -> tuple[float, float]:
         """Return the times of this matmul in BF16, and in FP8 as `role` of the recipe says."""
-        m, n, k, batch = (hint(s) for s in (matmul.m, matmul.n, matmul.k, matmul.batch))
+        m, n, batch = (hint(s) for s in (matmul.m, matmul.n, matmul.batch))
         left, right = matmul.pair
         kp, np_ = _padded(matmul), round_up(n, ALIGNMENT)
         d, work = self.device, 2 * batch * 1e-9  # FLOPs / TFLOP/s = 1e-12 s = 1e-9 ms
@@ -123,6 +128,8 @@ class Costs:
         sides = (left, role.left.granularity, m), (right, role.right.granularity, np_ * weights)
         for operand, granularity, rows in sides:
             node = base(operand)
+            if node in self.kept:
+                continue
             itself = matmul not in self.in_fp8
             readers, of_role = self.readers[node] + itself, self.of_role[node, matmul.role] + itself
             reads, spared = float(_reads(node, granularity)), self._spared(matmul, node, granularity, readers)
@@ -130,13 +137,14 @@ class Costs:
                 reads, spared, readers = READS_OF_GROUPS, 0.0, of_role
             moved += batch * rows * kp * ((reads - spared) / readers * value(node).element_size() + 1 / of_role)
             kernels += reads / readers
-        alone = work * m * n * k / d.bf16
+        alone = alone_in_bf16(matmul, d, self.kept)
         merged, start = self._merged(matmul), min(d.start * 1e-3, alone)
         sums = matmul.role == "grad_input" and merged > 1  # alone it is added to nothing; a convolution's has no tensor
         summed = (1 - 1 / merged) * m * n * value(matmul.node).element_size() if sums else 0.0
         bf16 = alone + start + summed / (d.casts * 1e9)
         casts = moved / (d.casts * 1e9) + kernels / self._siblings(matmul) * d.launch * 1e-3
-        return bf16, work * m * np_ * kp / rate + start / merged + casts
+        in_fp8 = max(work * m * np_ * kp / rate, _moved(matmul, self.kept, 1) / (d.casts * 1e9))
+        return bf16, in_fp8 + start / merged + casts
 
     def is_faster(self, matmul: MatmulNode, role: Role) -> bool:
         """Return True if a matmul and its casts take less time in FP8."""
@@ -188,6 +196,24 @@ class Costs:
         """Return how many layers read what this one's layer reads: their casts are launched together."""
         layer, left = matmul.layer, matmul.layer.left
         return max(1, self.of_role[base(left), layer.role]) if left is not None else 1
+
+
+def alone_in_bf16(matmul: MatmulNode, device: Device, kept: Collection[fx.Node] = ()) -> float:
+    """Return the milliseconds of a matmul in BF16, without its start: of its FLOPs, or to read a kept weight."""
+    m, n, k, batch = (hint(s) for s in (matmul.m, matmul.n, matmul.k, matmul.batch))
+    return max(2e-9 * batch * m * n * k / device.bf16, _moved(matmul, kept) / (device.casts * 1e9))
+
+
+def _moved(matmul: MatmulNode, kept: Collection[fx.Node], itemsize: int = 0) -> int:
+    """Return the bytes that a matmul with a kept weight reads and writes. itemsize: of what it reads, if not its own.
+
+    0 for any other: training has so many rows that FLOPs take longer.
+    """
+    if not any(base(x) in kept for x in (matmul.left, matmul.right) if x is not None):
+        return 0
+    m, n, k, batch = (hint(s) for s in (matmul.m, matmul.n, matmul.k, matmul.batch))
+    written = value(matmul.node).element_size()
+    return batch * ((m + n) * k * (itemsize or written) + m * n * written)
 
 
 def shared_by(matmul: MatmulNode) -> set[object]:

@@ -28,6 +28,7 @@ from fp8compile.passes.matmul.output_heads import find_heads
 from fp8compile.passes.matmul.profitability import leave_out
 from fp8compile.passes.matmul.roles import find_roles
 from fp8compile.passes.matmul.unpack_costs import find_unpacked
+from fp8compile.passes.matmul.weights import frozen_nodes
 from fp8compile.plan import overrides
 from fp8compile.plan.reasons import BY_PLAN, DIFFERENTIATED, Reason, Why
 from fp8compile.plan.rows import BF16, FP8
@@ -103,7 +104,8 @@ def _profitable(candidates: Sequence[Candidate], c: Compilation) -> Costs:
     """Return the costs beside the matmuls that are to be in FP8; those without which all is faster get an objection."""
     chosen = [x for x in candidates if x.objection is None]
     unpacked = find_unpacked(c, [(x.matmul, x.casts) for x in candidates]) if c.device.has_fp8 else []
-    costs = Costs(c.device, (x.matmul for x in chosen), c.options.one_pass_casts, unpacked)
+    kept = frozen_nodes(c) if c.options.frozen else ()
+    costs = Costs(c.device, (x.matmul for x in chosen), c.options.one_pass_casts, unpacked, kept)
     if c.options.select != "all" and c.device.has_fp8:
         gathered_in_fp8 = {x.matmul for x in chosen if _is_gathered(x.matmul)}
         timed = [(x.matmul, x.casts) for x in chosen if x.casts is not None]
@@ -120,7 +122,7 @@ def _leave_to_bf16_if_no_step_is_shorter(candidates: Sequence[Candidate], costs:
     asked_for = c.options.select == "all" or any(_is_gathered(x.matmul) for x in chosen)
     if not chosen or asked_for or not c.device.has_fp8:
         return
-    bf16 = host_costs.times_in_bf16(c.graph, (x.matmul for x in candidates), c.device)
+    bf16 = host_costs.times_in_bf16(c.graph, (x.matmul for x in candidates), c.device, costs.kept)
     fp8 = host_costs.times_in_fp8(bf16, [(x.matmul, x.casts) for x in chosen if x.casts is not None], costs)
     by_host = host_costs.host_launches() and not c.options.captured
     if host_costs.is_shorter(fp8, bf16, by_host):

@@ -19,17 +19,31 @@ SIZES = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def weight_nodes(c: Compilation) -> set[fx.Node]:
     """Return the nodes computed from a parameter, and beside it from parameters, buffers and constants alone."""
-    static: dict[fx.Node, bool] = {}  # node -> True if a parameter is in it
-    for node in c.graph.nodes:
-        if node.op == "placeholder":
-            known = c.inputs.get(node.name)
-            if known is not None and (known.is_parameter or known.is_buffer):
-                static[node] = known.is_parameter
-        elif node.op in ("get_attr", "call_function"):
+    known = {n: x for n in c.graph.find_nodes(op="placeholder") if (x := c.inputs.get(n.name)) is not None}
+    static = _computed_of({n: x.is_parameter for n, x in known.items() if x.is_parameter or x.is_buffer}, c.graph)
+    return {node for node, has_parameter in static.items() if has_parameter}
+
+
+def frozen_nodes(c: Compilation) -> set[fx.Node]:
+    """Return the nodes computed from frozen weights alone, in a graph whose casts of them are kept: one for inference.
+
+    Backward has none: torch hands it a weight as another tensor, of which it is not known when it was written.
+    """
+    if c.is_training:
+        return set()
+    frozen = {n: True for n in c.graph.find_nodes(op="placeholder") if (x := c.inputs.get(n.name)) and x.is_frozen}
+    return {node for node, is_frozen in _computed_of(frozen, c.graph).items() if is_frozen}
+
+
+def _computed_of(inputs: dict[fx.Node, bool], graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Return inputs and what is computed of them and of constants alone: True if one that is True takes part."""
+    static = dict(inputs)
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_function"):
             tensors = [i for i in node.all_input_nodes if not isinstance(i.meta.get("val"), SIZES)]
             if all(i in static for i in tensors):
                 static[node] = any(static[i] for i in tensors)
-    return {node for node, has_parameter in static.items() if has_parameter}
+    return static
 
 
 def is_weight(operand: fx.Node | None, weights: set[fx.Node]) -> bool:

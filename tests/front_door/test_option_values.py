@@ -44,6 +44,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "lm_head": FLAG,
     "fold_masks": FLAG,
     "one_pass_casts": FLAG,
+    "frozen": FLAG,
     "strict": FLAG,
     "verify": FLAG,
     "chunk_loss": ([None, 0, 0.5, "on", [4096]], '"auto", True, False or a number of rows|False leaves logits whole'),

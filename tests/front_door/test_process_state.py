@@ -24,6 +24,7 @@ from fp8compile.options import Options
 from fp8compile.plan import cast_statistics, plan_warnings, store
 from fp8compile.plan.plan import Plan
 from fp8compile.process_state import STORES, Until
+from fp8compile.torch_hooks import kept_casts
 from fp8compile.torch_hooks.calls import compiled_calls, graph_runs, late_host, trainers
 
 PACKAGE = Path(fp8compile.__file__).parent
@@ -117,6 +118,7 @@ def filled() -> dict[tuple[str, str], Any]:
     shared_step._templates["kind"] = []  # type: ignore[index]
     template._compiled["code"] = len  # type: ignore[index]
     trainers._warned.add(optimizer)
+    kept_casts._values["key", (1,)] = kept_casts.Value(torch.zeros(2), ())
     parameter = torch.nn.Parameter(torch.zeros(2))
     delayed.scale(torch.ones(()), f"{delayed.namespace([parameter])}/a/output/left", "e4m3", 4, 0)
     cast_statistics.start("a name")

@@ -1,0 +1,45 @@
+"""Freeze a model for inference: its weights are cast to FP8 once, and payloads and scales are kept beside them.
+
+model = fp8compile.freeze(model)
+with torch.no_grad(): model.generate(…)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fp8compile.errors import OptionError, ShardingError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def freeze(
+    model: Model, *, options: Mapping[str, Any] | None = None, mode: str | None = None, dynamic: bool | None = None
+) -> Model:
+    """Compile `model` in place for inference with FP8 weights that are cast once, and return it, in eval mode.
+
+    No parameter needs a gradient then. options: of the backend, `frozen` among them; mode, dynamic: of `torch.compile`.
+    A weight that is written afterwards (`load_state_dict`, `copy_`) is cast again at the next call. Writes through
+    `.data` are not counted by torch: call `freeze` again after those.
+
+    Raises `ShardingError` for a model that is sharded, `OptionError` for one that was made in `torch.inference_mode()`.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ShardingError("FSDP gathers weights anew in every call: freeze a model whose parameters are whole")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ShardingError(f"{name} is sharded: freeze a model whose parameters are whole")
+        if parameter.is_inference():
+            raise OptionError(
+                f"{name} was made in torch.inference_mode(), where torch does not count writes: make the model outside"
+            )
+    increment_version(list(model.parameters()))  # what is kept of them is out of date
+    model.eval().requires_grad_(False)
+    model.compile(backend="fp8", options={**(options or {}), "frozen": True}, mode=mode, dynamic=dynamic)
+    return model

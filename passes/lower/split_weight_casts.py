@@ -1,0 +1,157 @@
+"""Split weight casts off a graph: what it computes of frozen weights alone, which is the same in every run.
+
+    graph   %w, %x  →  quantize(%w), matmul with %x                    one run does it all
+    casts   %w      →  payload, scale                                  runs when a weight was written
+    rest    %w, %x, %payload, %scale  →  matmul                        runs each time
+
+What is split off ends in a cast (`amax`, `scale`, `quantize`); views of it stay in the rest. A cast that the graph
+returns stays as well: who gets it may write into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fp8compile import ops
+from fp8compile.passes.core.compilation import remove_dead, shows_memory
+from fp8compile.passes.core.node_views import first_input
+from fp8compile.passes.core.walk import users_of, walk
+
+FROZEN = "fp8_frozen"  # of an input: a weight that training does not write
+CASTS = frozenset((ops.amax, ops.scale, ops.quantize))  # markers that depend on their inputs alone
+
+
+@dataclass(frozen=True)
+class KeptValue:
+    """A value that is computed of weights once. key: equal for values that are computed alike, in whatever graph.
+
+    weights: positions of the weights among the inputs of the graph of casts.
+    """
+
+    key: str
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightCasts:
+    """The graph of casts. inputs: positions of its inputs among those of the whole graph; values: its results, which
+    the rest takes behind its other inputs."""
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    values: tuple[KeptValue, ...]
+
+
+def split_weight_casts(gm: fx.GraphModule) -> WeightCasts | None:
+    """Take the casts of frozen weights out of `gm`, which becomes the rest, and return them; None if it has none."""
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    constant = _constant(gm.graph)
+    found = [node for node, is_cast in constant.items() if is_cast and _is_read_by_others(node, constant)]
+    found = [node for node in found if not _escapes(node)]
+    if not found:
+        return None
+    weights = [n for n in placeholders if n in set(_inputs_of(found))]
+    casts = _graph_of(gm, weights, found)
+    values = tuple(_described(node, weights) for node in found)
+    _read_instead(gm.graph, placeholders[-1], found)
+    gm.recompile()
+    return WeightCasts(casts, tuple(map(placeholders.index, weights)), values)
+
+
+def _constant(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Return the nodes that are computed of frozen weights alone; True for those behind a cast, or a cast itself."""
+    found: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node.meta.get(FROZEN):
+                found[node] = False
+        elif node.op == "call_function" and _is_repeatable(node):
+            before = node.all_input_nodes
+            if all(i in found for i in before):
+                found[node] = node.target in CASTS or any(found[i] for i in before)
+    return found
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Return True if a node computes the same of the same inputs, and does nothing else."""
+    if node.target in CASTS:
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
+
+
+def _is_read_by_others(node: fx.Node, constant: dict[fx.Node, bool]) -> bool:
+    """Return True for what the rest reads, itself or a view of it. A view stays in the rest, with what it is of."""
+    if shows_memory(node) and constant.get(first_input(node)):
+        return False
+    return any(user not in constant for user in _readers(node))
+
+
+def _readers(node: fx.Node) -> Iterable[fx.Node]:
+    """Yield what reads a node or a view of it."""
+    for seen in walk([node], users_of, through=lambda n: n is node or shows_memory(n)):
+        if seen is not node and not shows_memory(seen):
+            yield seen
+
+
+def _escapes(node: fx.Node) -> bool:
+    return any(reader.op == "output" for reader in _readers(node))
+
+
+def _inputs_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the inputs of the graph that nodes are computed of, in the order in which they are met."""
+    return [n for n in walk(nodes) if n.op == "placeholder"]
+
+
+def _graph_of(gm: fx.GraphModule, weights: list[fx.Node], found: list[fx.Node]) -> fx.GraphModule:
+    """Return the graph that computes what was found."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    needed = set(walk(found))
+    for node in gm.graph.nodes:
+        if node in needed and (node.op != "placeholder" or node in weights):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in found))
+    module = fx.GraphModule(gm, graph)
+    module.meta = dict(gm.meta)
+    return module
+
+
+def _read_instead(graph: fx.Graph, last: fx.Node, found: list[fx.Node]) -> None:
+    """Have the graph take what was found as inputs, behind `last`."""
+    for node in found:
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"{node.name}_kept")
+        last.meta = {"val": node.meta["val"]}
+        node.replace_all_uses_with(last)
+    remove_dead(graph)
+
+
+def _described(node: fx.Node, weights: list[fx.Node]) -> KeptValue:
+    """Return what a value is: a key of how it is computed, and of which weights."""
+    read: list[fx.Node] = []
+    digests: dict[fx.Node, Digest] = {}
+
+    def digest(given: fx.Node) -> Digest:
+        if given not in digests:
+            if given.op == "placeholder":
+                read.append(given)
+                text = f"weight {len(read)}"
+            else:
+                text = f"{given.target}{fx.map_arg((given.args, given.kwargs), digest)}"
+            digests[given] = Digest(hashlib.sha256(text.encode()).hexdigest())
+        return digests[given]
+
+    return KeptValue(digest(node), tuple(map(weights.index, read)))
+
+
+class Digest(str):
+    """A digest that stands for a node among other arguments."""
+
+    __repr__ = str.__str__

@@ -1,0 +1,62 @@
+"""Frozen weights on a GPU: the bits of casts in every call, launched and within CUDA graphs, and what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import ZOO, tokens
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile.torch_hooks import kept_casts
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS = {"select": "all", "strict": True}
+
+
+def llama() -> Any:
+    return ZOO["llama"]().model.cuda().bfloat16().eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@torch.no_grad()
+def test_bits_are_those_of_casts_in_every_call(mode: str | None) -> None:
+    model = llama()
+    prompt = tokens().cuda()
+    mine = torch.compile(model, backend="fp8", options={**OPTIONS, "frozen": True}, mode=mode, dynamic=False)
+    theirs = torch.compile(model, backend="fp8", options=OPTIONS, dynamic=False)
+
+    def compare() -> Tensor:
+        for length in (16, 1):
+            for _ in range(4):  # a CUDA graph is captured in the second call
+                found = mine(input_ids=prompt[:, :length]).logits.clone()
+                assert torch.equal(found, theirs(input_ids=prompt[:, :length]).logits)
+        return found
+
+    before = compare()
+    count = len(kept_casts._values)
+    assert count
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)
+    assert not torch.equal(compare(), before)
+    assert len(kept_casts._values) == count
+
+
+@torch.no_grad()
+def test_payloads_are_half_of_the_weights() -> None:
+    """And nothing else is held: 16 MiB of payloads beside 32 MiB of weights."""
+    linear = nn.Linear(4096, 4096, bias=False).cuda().bfloat16()
+    model = fp8compile.freeze(nn.ModuleList([linear])[0], options=OPTIONS)
+    x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+    run = torch.compile(lambda x: model.forward(x) * 1, backend="fp8", options={**OPTIONS, "frozen": True})
+    run(x)
+    torch.cuda.synchronize()
+    held = sum(value.tensor.nbytes for value in kept_casts._values.values())
+    assert 4096 * 4096 <= held < 4096 * 4096 + 2**16
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        run(x)
+    assert torch.cuda.memory_allocated() - before < 2**20

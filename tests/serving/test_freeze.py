@@ -1,0 +1,321 @@
+"""Frozen weights: cast once and kept, cast again when they were written, with the results of casts in every call."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import ZOO, tokens
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.fsdp import fully_shard
+
+import fp8compile
+from fp8compile import devices
+from fp8compile.errors import CaptureError, Fp8Warning, OptionError, ShardingError
+from fp8compile.torch_hooks import kept_casts
+
+EAGER = {"select": "all", "executor": "eager", "strict": True}
+INDUCTOR = {"select": "all", "strict": True}
+
+
+class Layers(nn.Module):
+    """Two matmuls of one input, which become one, behind a third; a weight that is used twice, once as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.a, self.b = nn.Linear(48, 64), nn.Linear(64, 32), nn.Linear(64, 32)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu(self.up(x))
+        return self.norm(self.a(hidden) * self.b(hidden)) + self.a.weight.float().mean()
+
+
+def rows(count: int = 16, width: int = 48) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(count)).bfloat16()
+
+
+def pair(model: nn.Module, **options: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The model with kept casts, and with casts in every call."""
+    options = {**EAGER, **options}
+    kept = torch.compile(model, backend="fp8", options={**options, "frozen": True})
+    return kept, torch.compile(model, backend="fp8", options=options)
+
+
+def frozen(model: nn.Module) -> Any:
+    return model.bfloat16().eval().requires_grad_(False)
+
+
+def kept() -> list[Tensor]:
+    return [value.tensor for value in kept_casts._values.values()]
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many weights each run of a graph of casts was given."""
+    ran: list[int] = []
+    made = kept_casts.KeptCasts.__init__
+
+    def counted(self: kept_casts.KeptCasts, run: Callable[[list[Tensor]], Any], values: Any) -> None:
+        def counting(weights: list[Tensor]) -> Any:
+            ran.append(len(weights))
+            return run(weights)
+
+        made(self, counting, values)
+
+    monkeypatch.setattr(kept_casts.KeptCasts, "__init__", counted)
+    return ran
+
+
+@pytest.mark.parametrize("options", [EAGER, INDUCTOR])
+@torch.no_grad()
+def test_bits_are_those_of_casts_in_every_call(options: dict[str, Any], casts: list[int]) -> None:
+    mine, theirs = pair(frozen(Layers()), **options)
+    for count in (16, 16, 7, 1):
+        assert torch.equal(mine(rows(count)), theirs(rows(count)))
+    assert casts == [3]
+    assert sorted(x.dtype.itemsize * x.numel() for x in kept()) == [4, 4, 48 * 64, 64 * 64]  # scales and payloads
+
+
+@torch.no_grad()
+def test_graphs_of_other_shapes_share_what_is_kept(casts: list[int]) -> None:
+    """A prompt, and one token at a time."""
+    model = frozen(Layers())
+    mine = torch.compile(model, backend="fp8", options={**EAGER, "frozen": True}, dynamic=False)
+    for count in (16, 1, 5, 16):
+        mine(rows(count))
+    assert casts == [3]
+    assert len(kept()) == 4
+
+
+WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "in place": lambda m: m.a.weight.mul_(2),
+    "loaded": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
+    "assigned": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
+    "another parameter": lambda m: setattr(m, "a", frozen(nn.Linear(64, 32))),
+    "other memory": lambda m: setattr(m.up.weight, "data", m.up.weight.data * 2),
+    "within inference mode": lambda m: torch.inference_mode()(m.up.weight.mul_)(2),
+    "through .data, and said": lambda m: (m.up.weight.data.mul_(2), increment_version(m.up.weight)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@torch.no_grad()
+def test_a_weight_that_is_written_is_cast_again(write: str, casts: list[int]) -> None:
+    model = frozen(Layers())
+    mine, theirs = pair(model)
+    before = mine(rows())
+    places = sorted(x.data_ptr() for x in kept())
+    WRITES[write](model)
+    after = mine(rows())
+    assert torch.equal(after, theirs(rows()))
+    assert not torch.equal(after, before)
+    mine(rows())
+    assert casts == [3, 3]
+    if write not in ("assigned", "another parameter"):  # a CUDA graph goes on reading there
+        assert sorted(x.data_ptr() for x in kept()) == places
+
+
+@torch.no_grad()
+def test_layers_that_share_a_graph_have_casts_of_their_own(casts: list[int]) -> None:
+    weights = [frozen(nn.Linear(64, 64)).weight for _ in range(3)]
+    mine, theirs = pair(nn.functional.linear)
+    for _ in range(2):
+        for weight in weights:
+            assert torch.equal(mine(rows(16, 64), weight), theirs(rows(16, 64), weight))
+    assert casts == [1, 1, 1]
+
+
+@torch.no_grad()
+def test_what_is_kept_goes_with_its_weights() -> None:
+    model = frozen(Layers())
+    mine, _ = pair(model)
+    mine(rows())
+    assert len(kept()) == 4
+    model.a = frozen(nn.Linear(64, 32))
+    gc.collect()
+    mine(rows())
+    assert len(kept()) == 4
+
+
+def test_weights_that_are_trained_are_cast_in_every_call(casts: list[int]) -> None:
+    """A base with adapters: it is frozen, they are not."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = frozen(nn.Linear(64, 64))
+            self.down, self.up = nn.Linear(64, 16, bias=False).bfloat16(), nn.Linear(16, 64, bias=False).bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.gelu(self.base(x) + self.up(self.down(x)))
+
+    model = Adapted()
+    found = []
+    for run in pair(model):
+        model.zero_grad()
+        for _ in range(2):
+            run(rows(16, 64)).float().square().sum().backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+    assert casts == [1]
+
+
+@torch.no_grad()
+def test_a_cast_that_is_returned_is_the_caller_s() -> None:
+    """Who gets it may write into it."""
+    weight = nn.Parameter(torch.randn(32, 64).bfloat16(), requires_grad=False)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.ops.fp8.scale(torch.ops.fp8.amax(weight, "tensor"), "e4m3")
+        return x * scale.bfloat16(), scale
+
+    mine = torch.compile(run, backend="fp8", options={**EAGER, "frozen": True})
+    expected = mine(rows(4, 64))[1].clone()
+    mine(rows(4, 64))[1].zero_()
+    assert torch.equal(mine(rows(4, 64))[1], expected)
+
+
+@torch.no_grad()
+def test_scales_that_have_a_history_are_not_kept() -> None:
+    """They change from call to call, whatever the weight does."""
+    delayed = {"granularity": "tensor", "delayed": fp8compile.Delayed(history=4)}
+    recipe = {"base": "tensorwise", "output": {"left": delayed, "right": delayed}}
+    found = [
+        [
+            run(
+                rows(),
+            )
+            for _ in range(3)
+        ]
+        for run in pair(frozen(Layers()), recipe=recipe)
+    ]
+    assert all(map(torch.equal, *found))
+    assert not kept()
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("llama", "blockwise"), ("mixtral", "rowwise"), ("cnn", "tensorwise"), ("tied_weights", "rowwise")],
+)
+@torch.no_grad()
+def test_models_and_recipes(name: str, recipe: str) -> None:
+    case = ZOO[name]()
+    mine, theirs = pair(frozen(case.model), recipe=recipe, skip=case.skip)
+    for _ in range(2):
+        assert torch.equal(case.loss(mine(**case.inputs)), case.loss(theirs(**case.inputs)))
+    assert kept()
+
+
+@torch.no_grad()
+def test_autocast_of_weights_in_fp32() -> None:
+    model = Layers().eval().requires_grad_(False)
+    mine, theirs = pair(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            assert torch.equal(mine(rows()), theirs(rows()))
+    assert len(kept()) == 4
+
+
+@torch.no_grad()
+def test_generation_by_a_frozen_model() -> None:
+    model, twin = ZOO["llama"]().model, frozen(ZOO["llama"]().model)
+    twin.load_state_dict(model.state_dict())
+    twin.compile(backend="fp8", options=EAGER)
+    assert fp8compile.freeze(model, options=EAGER) is model
+    assert not model.training
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    prompt = tokens()[:, :8]
+    assert torch.equal(model.generate(prompt, **settings), twin.generate(prompt, **settings))
+    assert kept()
+
+
+@torch.no_grad()
+def test_frozen_again_after_writes_that_nobody_counts() -> None:
+    model = Layers().bfloat16()
+    fp8compile.freeze(model, options=EAGER)
+    before = model(rows())
+    model.up.weight.data.mul_(2)
+    fp8compile.freeze(model, options=EAGER)
+    assert not torch.equal(model(rows()), before)
+
+
+def test_inference_mode() -> None:
+    model = frozen(Layers())
+    mine, theirs = pair(model)
+    with torch.inference_mode():
+        assert torch.equal(mine(rows()), theirs(rows()))
+        assert torch.equal(mine(rows()), theirs(rows()))
+        assert len(kept()) == 4
+        inside = frozen(Layers())
+        mine, theirs = pair(inside)
+        assert torch.equal(mine(rows()), theirs(rows()))
+        inside.up.weight.mul_(2)  # which nobody counts
+        assert torch.equal(mine(rows()), theirs(rows()))
+        with pytest.raises(OptionError, match="made in torch"):
+            fp8compile.freeze(inside)
+
+
+@torch.no_grad()
+def test_nothing_is_cast_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be cast anew in every replay."""
+    model = frozen(Layers())
+    mine, _ = pair(model)
+    monkeypatch.setattr(kept_casts, "is_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="run the model once"):
+        mine(rows())
+    monkeypatch.undo()
+    expected = mine(rows())
+    monkeypatch.setattr(kept_casts, "is_capturing", lambda: True)
+    assert torch.equal(mine(rows()), expected)
+
+
+@pytest.mark.parametrize("rows_in_all", [1, 8, 4096])
+@torch.no_grad()
+def test_few_rows_are_faster_where_the_weight_is_kept(rows_in_all: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matmul of few rows takes as long as its weight takes to be read: half as long in FP8, if it is not cast."""
+    monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE["H100"])
+    model = frozen(nn.Linear(4096, 4096, bias=False))
+    with torch.device("meta"):
+        x = torch.empty(rows_in_all, 4096, dtype=torch.bfloat16)
+    options = {"executor": "eager", "kernels": "inductor", "captured": True}
+    decisions = []
+    for is_frozen in (True, False):
+        few = rows_in_all < 4096 and not is_frozen
+        with pytest.warns(Fp8Warning, match="NOTHING was converted") if few else contextlib.nullcontext():
+            (row,) = fp8compile.explain(model.to("meta"), x, options={**options, "frozen": is_frozen}).matmuls
+        decisions.append(row.decision)
+        if is_frozen and rows_in_all == 1:  # read in BF16: 32 MiB at the rate of casts
+            assert (row.milliseconds_bf16 or 0) > 2 * 4096 * 4096 / (devices.TABLE["H100"].casts * 1e9)
+    assert decisions == ["fp8", "bf16" if rows_in_all < 4096 else "fp8"]
+
+
+def _sharded(rank: int) -> tuple[int, str]:
+    block = frozen(Layers())
+    fully_shard(block)
+    run = torch.compile(block, backend="fp8", options={**EAGER, "frozen": True})
+    with torch.no_grad():
+        run(rows())
+    try:
+        fp8compile.freeze(block)
+    except ShardingError as error:
+        return len(kept()), str(error)
+    return len(kept()), "frozen"
+
+
+def test_what_fsdp_gathers_is_not_kept() -> None:
+    """It fills the same memory anew in every call, and nobody counts that."""
+    ranks = Ranks()
+    try:
+        for count, refusal in ranks.run(_sharded):
+            assert count == 0
+            assert refusal.startswith("FSDP gathers weights anew")
+    finally:
+        ranks.close()
