@@ -240,6 +240,12 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
+def in_recomputed_region(node: fx.Node) -> bool:
+    """Return True if backward is to compute a node again. torch 2.15 tags inputs of such a region as well: those are
+    there."""
+    return node.op != "placeholder" and node.meta.get("recompute") in RECOMPUTED
+
+
 def has_markers(graph: fx.Graph) -> bool:
     """Return True if a graph has FP8: casts, matmuls, or values that were saved as payload and scales."""
     return any(node.target in ops.MARKERS for node in graph.nodes)

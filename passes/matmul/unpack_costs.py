@@ -20,11 +20,11 @@ from torch import fx
 
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import (
-    RECOMPUTED,
     Compilation,
     base,
     count,
     dependents,
+    in_recomputed_region,
     is_tangent,
     is_tensor,
     value,
@@ -110,10 +110,7 @@ def _is_kept_in_fp8(node: fx.Node, returned: Set[fx.Node], c: Compilation) -> bo
     made, x = fusible.made_at(node), value(node)
     if made.op == "placeholder" or node in returned or x.dtype not in fusible.FLOATS or x.dim() < 2:
         return False
-    if (
-        any(n.meta.get("recompute") in RECOMPUTED for n in (node, made))
-        or c.options.saves(module_path(made))[1] == "bf16"
-    ):
+    if any(map(in_recomputed_region, (node, made))) or c.options.saves(module_path(made))[1] == "bf16":
         return False
     return count(x.shape) * x.element_size() >= c.options.save_min_bytes and group_of(node)[0] is not None
 

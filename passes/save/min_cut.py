@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
 from fp8compile.passes.core import fusible
-from fp8compile.passes.core.compilation import RECOMPUTED, VIEWS, aten, is_tensor, value
+from fp8compile.passes.core.compilation import VIEWS, aten, in_recomputed_region, is_tensor, value
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.save.saved_forms import Form, bytes_of
@@ -143,12 +143,12 @@ def may_be_computed_again(node: fx.Node, is_recomputable: Callable[[fx.Node], bo
         return True
     if node.op != "call_function":
         return False
-    tag = node.meta.get("recompute")
-    if tag in RECOMPUTED:
+    if in_recomputed_region(node):
         return True
     if "unbacked_bindings" in node.meta:  # its size is a number of its own, which the other half would not know
         return False
-    if tag == CheckpointPolicy.MUST_SAVE or fusible.is_row_reduction(node) or fusible.is_col_sum(node):
+    must_be_saved = node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+    if must_be_saved or fusible.is_row_reduction(node) or fusible.is_col_sum(node):
         return False
     if (part := Getitem.of(node)) is not None:
         return may_be_computed_again(part.source, is_recomputable)
@@ -163,7 +163,7 @@ def _price(node: fx.Node, halves: Halves) -> float:
         return 0.0
     if node in halves.written:  # backward would find what forward has left there
         return math.inf
-    if node.meta.get("recompute") in RECOMPUTED or not isinstance(
+    if in_recomputed_region(node) or not isinstance(
         node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     ):
         return math.inf

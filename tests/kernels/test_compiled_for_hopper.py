@@ -36,4 +36,4 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ],
 )
 def test_all_kernels_compile(printed: dict[str, str], script: str, wanted: str) -> None:
-    assert printed[script] == wanted
+    assert printed[script].splitlines()[-1] == wanted  # behind what Triton 3.9 warns of

@@ -1,7 +1,7 @@
 """Processes that tests of several GPUs run on: two of them, on CPUs over gloo, or with a GPU each over NCCL.
 
 They are started once for many tests and wait for functions. Importing torch takes longer than most tests do: those on
-CPUs are copies of one process that has imported it, and has compiled once where there is no GPU (`warm.py`).
+CPUs are copies of one process that has imported it, and has compiled once where that can be copied (`warm.py`).
 
     def worker(rank): …; return value                     # at the top of the test file
     def test_it(ranks): first, second = ranks.run(worker)
@@ -33,11 +33,14 @@ IMPORTED = ["fp8compile", "torch._inductor.compile_fx", "torch.distributed.check
 SECONDS = 240  # for one function; a process that waits for another one longer than that never gets it
 
 
+# What has used a GPU cannot be copied, nor what has threads: from torch 2.15 on autograd starts some for any backward.
+HAS_COMPILED = not torch.cuda.is_available() and torch.__version__ < "2.15"
+
+
 def copies() -> Any:
-    """The multiprocessing context whose processes are copies of one that has imported torch, and has compiled once."""
+    """The multiprocessing context whose processes are copies of one that has imported torch, and may have compiled."""
     context = mp.get_context("forkserver")
-    # what has used a GPU cannot be copied
-    context.set_forkserver_preload(IMPORTED if torch.cuda.is_available() else [*IMPORTED, "tests.support.warm"])
+    context.set_forkserver_preload([*IMPORTED, "tests.support.warm"] if HAS_COMPILED else IMPORTED)
     return context
 
 

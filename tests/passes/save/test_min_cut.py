@@ -13,9 +13,11 @@ import torch
 from models import ZOO
 from torch import fx, nn
 from torch._functorch import partitioners
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import compile_graph, ops
 from fp8compile.formats import FP8_DTYPES
+from fp8compile.passes.save.min_cut import Halves, plan_saved
 from fp8compile.torch_hooks import partitioner
 
 NAMES = ["llama", "t5", "mlp", "cnn", "checkpoint"]
@@ -97,6 +99,20 @@ def _roots(node: fx.Node) -> set[fx.Node]:
         seen.update(fresh)
         stack += fresh
     return {n for n in seen if n.op == "placeholder"}
+
+
+def test_an_input_of_a_checkpointed_region_is_kept() -> None:
+    """torch 2.15 tags it like what the region computes, but nothing can compute it again."""
+    graph = fx.Graph()
+    x, tangent = graph.placeholder("x"), graph.placeholder("tangents_1")
+    y = graph.call_function(torch.ops.aten.add.Tensor, (x, 1.0))
+    gradient = graph.call_function(torch.ops.aten.mul.Tensor, (y, tangent))
+    graph.output((y, gradient))
+    for node in (x, y, tangent, gradient):
+        node.meta["val"] = torch.empty(4, 4)
+    x.meta["recompute"] = y.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    halves = Halves({x}, {x, y}, {tangent, gradient}, set(), lambda node: True)
+    assert plan_saved(graph, halves) == [x]
 
 
 @pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
