@@ -86,9 +86,16 @@ class KeptCasts:
         tensors = [_values[key].tensor for key in keys]
         first = id(weights[0])
         if first not in self.known:
-            weakref.finalize(weights[0], self.known.pop, first, None)
+            weakref.finalize(weights[0], _forget, weakref.ref(self), first)
         self.known[first] = writings, tensors
         return tensors
+
+
+def _forget(casts: weakref.ref[KeptCasts], weight: int) -> None:
+    """Forget what was returned for a weight that is no more; the graph may have gone before it."""
+    of_graph = casts()
+    if of_graph is not None:
+        of_graph.known.pop(weight, None)
 
 
 def _keep(key: tuple[str, tuple[int, ...]], old: Value | None, new: Tensor, of: tuple[Writing, ...]) -> None:
