@@ -52,10 +52,11 @@ def split_weight_casts(gm: fx.GraphModule) -> WeightCasts | None:
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     constant = _constant(gm.graph)
     found = [node for node, is_cast in constant.items() if is_cast and _is_read_by_others(node, constant)]
-    found = [node for node in found if not _escapes(node)]
+    found = [node for node in found if not _escapes(node) and _inputs_of([node])]
     if not found:
         return None
-    weights = [n for n in placeholders if n in set(_inputs_of(found))]
+    read = set(_inputs_of(found))
+    weights = [n for n in placeholders if n in read]
     casts = _graph_of(gm, weights, found)
     values = tuple(_described(node, weights) for node in found)
     _read_instead(gm.graph, placeholders[-1], found)
@@ -106,7 +107,7 @@ def _escapes(node: fx.Node) -> bool:
 
 
 def _inputs_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the inputs of the graph that nodes are computed of, in the order in which they are met."""
+    """Return the inputs of the graph that nodes are computed of."""
     return [n for n in walk(nodes) if n.op == "placeholder"]
 
 
@@ -115,7 +116,7 @@ def _graph_of(gm: fx.GraphModule, weights: list[fx.Node], found: list[fx.Node]) 
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     needed = set(walk(found))
     for node in gm.graph.nodes:
-        if node in needed and (node.op != "placeholder" or node in weights):
+        if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in found))
     module = fx.GraphModule(gm, graph)

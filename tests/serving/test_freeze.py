@@ -12,13 +12,14 @@ import pytest
 import torch
 from models import ZOO, tokens
 from ranks import Ranks
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import fully_shard
 
 import fp8compile
 from fp8compile import devices
 from fp8compile.errors import CaptureError, Fp8Warning, OptionError, ShardingError
+from fp8compile.passes.lower.split_weight_casts import FROZEN, split_weight_casts
 from fp8compile.torch_hooks import kept_casts
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
@@ -188,6 +189,24 @@ def test_a_cast_that_is_returned_is_the_caller_s() -> None:
     expected = mine(rows(4, 64))[1].clone()
     mine(rows(4, 64))[1].zero_()
     assert torch.equal(mine(rows(4, 64))[1], expected)
+
+
+def test_a_cast_of_constants_belongs_to_no_weight() -> None:
+    graph = fx.Graph()
+    weight, x = graph.placeholder("weight"), graph.placeholder("x")
+    weight.meta.update({"val": torch.randn(16, 32), FROZEN: True})
+    ones = graph.call_function(torch.ops.aten.full.default, ([16, 32], 1.0))
+    amaxes = [graph.call_function(torch.ops.fp8.amax.default, (given, "tensor")) for given in (ones, weight)]
+    graph.output(tuple(graph.call_function(torch.ops.aten.mul.Tensor, (x, amax)) for amax in amaxes))
+    for node in graph.nodes:
+        node.meta.setdefault("val", torch.empty(()))
+    module = fx.GraphModule(nn.Module(), graph)
+    given = weight.meta["val"], torch.tensor(2.0)
+    expected = module(*given)
+    split = split_weight_casts(module)
+    assert split is not None
+    assert [value.weights for value in split.values] == [(0,)]
+    assert module(*given, *split.module(given[0])) == expected
 
 
 @torch.no_grad()
