@@ -26,7 +26,8 @@ def freeze(
 
     No parameter needs a gradient then. options: of the backend, `frozen` among them; mode, dynamic: of `torch.compile`.
     A weight that is written afterwards (`load_state_dict`, `copy_`) is cast again at the next call. Writes through
-    `.data` are not counted by torch: call `freeze` again after those.
+    `.data`, and into memory that `p.data = …` has given a parameter, are not counted by torch: call `freeze` again
+    after those.
 
     Raises `ShardingError` for a model that is sharded, `OptionError` for one that was made in `torch.inference_mode()`.
     """

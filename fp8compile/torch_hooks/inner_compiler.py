@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -95,7 +96,8 @@ def compile_without_casts(
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")][count:]
     static = [*settings.get("static_input_idxs", ()), *range(count, count + len(values))]
     rest = compile_it(gm, [*example_inputs, *values], **{**settings, "static_input_idxs": static})
-    kept = KeptCasts(casts, split.values)
+    by = lowering.uuid()  # other options may round what lies before a cast otherwise
+    kept = KeptCasts(casts, [replace(value, key=f"{by}{value.key}") for value in split.values])
 
     def run(args: list[Any]) -> Any:
         args += kept([args[i] for i in split.inputs])

@@ -2,8 +2,9 @@
 
     kept = KeptCasts(run, values);  kept(weights) -> payloads and scales
 
-torch counts the writes to a tensor, but for those through `.data`. A weight that has another count, or lies elsewhere,
-is cast again, into the same memory: a CUDA graph goes on reading there. What another graph has kept is shared.
+torch counts the writes to a tensor, but for those through `.data`. A weight that has another count, or lies elsewhere
+or otherwise, is cast again, into the same memory: a CUDA graph goes on reading there. What another graph has kept is
+shared.
 """
 
 from __future__ import annotations
@@ -13,43 +14,89 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fp8compile.cuda_capture import is_capturing
+from fp8compile.cuda_capture import is_capturing, keep
 from fp8compile.errors import CaptureError
 from fp8compile.passes.lower.split_weight_casts import KeptValue
 
-_values: dict[tuple[str, tuple[int, ...]], Value] = {}  # by key and the identities of the weights
+Key = tuple[str, tuple[int, ...]]  # how a value is computed, and the identities of the weights
 
 
 @dataclass(frozen=True)
 class Writing:
-    """When a weight was written last, and where it lies."""
+    """When a weight was written last, and how it lies where."""
 
     weight: weakref.ref[Tensor]
     count: int
     address: int
+    layout: tuple[Any, ...]
 
     @classmethod
     def of(cls, weight: Tensor) -> Writing:
         """Return that of now."""
-        return cls(weakref.ref(weight), weight._version, weight.data_ptr())
+        return cls(weakref.ref(weight), weight._version, weight.data_ptr(), _layout(weight))
 
     def is_last(self, weight: Tensor) -> bool:
         """Return True if this tensor is the weight, and has not been written since."""
-        return self.weight() is weight and weight._version == self.count and weight.data_ptr() == self.address
+        is_unwritten = weight._version == self.count and weight.data_ptr() == self.address
+        return is_unwritten and self.weight() is weight and _layout(weight) == self.layout
 
 
-@dataclass(frozen=True)
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype
+
+
+@dataclass(eq=False)
 class Value:
-    """A value that is kept, and the weights that it was computed of, as they were."""
+    """A value that is kept, and the weights that it was computed of, as they were. tensor: None when one is no more."""
 
-    tensor: Tensor
+    tensor: Tensor | None
     of: tuple[Writing, ...]
 
     def holds(self, weights: Sequence[Tensor]) -> bool:
         """Return True if it is what would be computed of these weights now."""
         return all(writing.is_last(weight) for writing, weight in zip(self.of, weights, strict=True))
+
+    def take(self, new: Tensor, of: tuple[Writing, ...]) -> None:
+        """Hold what was computed anew: in the memory that it has, if that can be."""
+        if self.tensor is not None and self.tensor.device == new.device and _layout(self.tensor) == _layout(new):
+            self.tensor.copy_(new)
+        else:
+            self.tensor = new
+        self.of = of
+
+
+@dataclass
+class Values:
+    """All values that are kept, as long as their weights live. endings: what waits for the end of each weight."""
+
+    by_key: dict[Key, Value] = field(default_factory=dict)
+    endings: dict[int, weakref.finalize[Any, Any]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forget all."""
+        for ending in self.endings.values():
+            ending.detach()
+        self.endings.clear()
+        self.by_key.clear()
+
+    def keep(self, key: Key, new: Tensor, of: tuple[Writing, ...], weights: Sequence[Tensor]) -> None:
+        """Keep a value that was computed of these weights."""
+        self.by_key.setdefault(key, Value(None, ())).take(new, of)
+        for weight in weights:
+            if id(weight) not in self.endings:
+                self.endings[id(weight)] = weakref.finalize(weight, self._end, id(weight))
+
+    def _end(self, weight: int) -> None:
+        """Free what was computed of a weight that is no more."""
+        self.endings.pop(weight, None)
+        for key in [key for key in self.by_key if weight in key[1]]:
+            self.by_key.pop(key).tensor = None
+
+
+_values = Values()
 
 
 @dataclass
@@ -61,54 +108,31 @@ class KeptCasts:
 
     run: Callable[[list[Tensor]], Any]
     values: Sequence[KeptValue]
-    known: dict[int, tuple[tuple[Writing, ...], list[Tensor]]] = field(default_factory=dict)
+    known: dict[int, tuple[tuple[Writing, ...], list[Value]]] = field(default_factory=dict)
 
-    def __call__(self, weights: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, weights: Sequence[Tensor]) -> list[Any]:
         """Return what is kept of these weights, computing what is missing or out of date."""
         if any(weight.is_inference() for weight in weights):  # torch does not count writes to those
             return list(self.run(list(weights)))
-        writings, tensors = self.known.get(id(weights[0]), ((), []))
-        if writings and all(writing.is_last(weight) for writing, weight in zip(writings, weights, strict=True)):
-            return tensors
-        return self._renewed(weights)
+        writings, values = self.known.get(id(weights[0]), ((), []))
+        if not writings or not all(writing.is_last(weight) for writing, weight in zip(writings, weights, strict=True)):
+            values = self._renewed(weights)
+        tensors: list[Any] = [value.tensor for value in values]
+        keep(*tensors)
+        return tensors
 
-    def _renewed(self, weights: Sequence[Tensor]) -> list[Tensor]:
+    def _renewed(self, weights: Sequence[Tensor]) -> list[Value]:
         writings = tuple(map(Writing.of, weights))
         read = [[weights[i] for i in value.weights] for value in self.values]
         keys = [(value.key, tuple(map(id, own))) for value, own in zip(self.values, read, strict=True)]
-        found = [_values.get(key) for key in keys]
+        found = [_values.by_key.get(key) for key in keys]
         if not all(x is not None and x.holds(own) for x, own in zip(found, read, strict=True)):
             if is_capturing():
                 raise CaptureError("a frozen weight has not been cast yet: run the model once before it is captured")
-            new = self.run(list(weights))
-            for key, old, tensor, value in zip(keys, found, new, self.values, strict=True):
-                _keep(key, old, tensor, tuple(writings[i] for i in value.weights))
-        tensors = [_values[key].tensor for key in keys]
-        first = id(weights[0])
-        if first not in self.known:
-            weakref.finalize(weights[0], _forget, weakref.ref(self), first)
-        self.known[first] = writings, tensors
-        return tensors
-
-
-def _forget(casts: weakref.ref[KeptCasts], weight: int) -> None:
-    """Forget what was returned for a weight that is no more; the graph may have gone before it."""
-    of_graph = casts()
-    if of_graph is not None:
-        of_graph.known.pop(weight, None)
-
-
-def _keep(key: tuple[str, tuple[int, ...]], old: Value | None, new: Tensor, of: tuple[Writing, ...]) -> None:
-    """Keep a value, in the memory of the one before it; until one of its weights is no more."""
-    same = old is not None and all(x.weight() is y.weight() for x, y in zip(old.of, of, strict=True))
-    if old is not None and same and _is_alike(old.tensor, new):
-        old.tensor.copy_(new)
-        _values[key] = Value(old.tensor, of)
-        return
-    _values[key] = Value(new, of)
-    for writing in of:
-        weakref.finalize(writing.weight(), _values.pop, key, None)
-
-
-def _is_alike(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())
+            with torch.inference_mode(False), torch.no_grad():  # or nobody could write into them outside of that mode
+                for key, tensor, value, own in zip(keys, self.run(list(weights)), self.values, read, strict=True):
+                    _values.keep(key, tensor, tuple(writings[i] for i in value.weights), own)
+        values = [_values.by_key[key] for key in keys]
+        living = {k: v for k, v in self.known.items() if all(writing.weight() is not None for writing in v[0])}
+        self.known = {**living, id(weights[0]): (writings, values)}
+        return values

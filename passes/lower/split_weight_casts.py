@@ -18,12 +18,13 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.passes.core.compilation import remove_dead, shows_memory
+from fp8compile.passes.core.compilation import VIEWS, aten, remove_dead, shows_memory
 from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.walk import users_of, walk
 
 FROZEN = "fp8_frozen"  # of an input: a weight that training does not write
 CASTS = frozenset((ops.amax, ops.scale, ops.quantize))  # markers that depend on their inputs alone
+MOVES = CASTS | VIEWS | {aten.cat.default, aten.clone.default, aten.reshape.default, aten.constant_pad_nd.default}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def split_weight_casts(gm: fx.GraphModule) -> WeightCasts | None:
     read = set(_inputs_of(found))
     weights = [n for n in placeholders if n in read]
     casts = _graph_of(gm, weights, found)
-    values = tuple(_described(node, weights) for node in found)
+    values = _described(found, weights)
     _read_instead(gm.graph, placeholders[-1], found)
     gm.recompile()
     return WeightCasts(casts, tuple(map(placeholders.index, weights)), values)
@@ -134,22 +135,40 @@ def _read_instead(graph: fx.Graph, last: fx.Node, found: list[fx.Node]) -> None:
     remove_dead(graph)
 
 
-def _described(node: fx.Node, weights: list[fx.Node]) -> KeptValue:
-    """Return what a value is: a key of how it is computed, and of which weights."""
+def _described(found: list[fx.Node], weights: list[fx.Node]) -> tuple[KeptValue, ...]:
+    """Return what the values are: keys of how they are computed, and of which weights.
+
+    Arithmetic before a cast is rounded as the graph of casts is compiled: all that it computes is part of the key then.
+    """
+    digests = [_digest(node) for node in found]
+    together = "".join(digest for digest, _, _ in digests)
+    return tuple(
+        KeptValue(digest if is_moved else _sha(digest + together), tuple(map(weights.index, read)))
+        for digest, read, is_moved in digests
+    )
+
+
+def _digest(node: fx.Node) -> tuple[str, list[fx.Node], bool]:
+    """Return a digest of how a value is computed, the weights in it, and whether they are moved and cast alone."""
     read: list[fx.Node] = []
     digests: dict[fx.Node, Digest] = {}
 
-    def digest(given: fx.Node) -> Digest:
+    def of(given: fx.Node) -> Digest:
         if given not in digests:
             if given.op == "placeholder":
                 read.append(given)
                 text = f"weight {len(read)}"
             else:
-                text = f"{given.target}{fx.map_arg((given.args, given.kwargs), digest)}"
-            digests[given] = Digest(hashlib.sha256(text.encode()).hexdigest())
+                text = f"{given.target}{fx.map_arg((given.args, given.kwargs), of)}"
+            digests[given] = Digest(_sha(text))
         return digests[given]
 
-    return KeptValue(digest(node), tuple(map(weights.index, read)))
+    digest = of(node)
+    return digest, read, all(n.op == "placeholder" or n.target in MOVES for n in digests)
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Digest(str):

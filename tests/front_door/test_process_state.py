@@ -118,7 +118,7 @@ def filled() -> dict[tuple[str, str], Any]:
     shared_step._templates["kind"] = []  # type: ignore[index]
     template._compiled["code"] = len  # type: ignore[index]
     trainers._warned.add(optimizer)
-    kept_casts._values["key", (1,)] = kept_casts.Value(torch.zeros(2), ())
+    kept_casts._values.keep(("key", ()), torch.zeros(2), (), ())
     parameter = torch.nn.Parameter(torch.zeros(2))
     delayed.scale(torch.ones(()), f"{delayed.namespace([parameter])}/a/output/left", "e4m3", 4, 0)
     cast_statistics.start("a name")

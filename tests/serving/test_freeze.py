@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def frozen(model: nn.Module) -> Any:
 
 
 def kept() -> list[Tensor]:
-    return [value.tensor for value in kept_casts._values.values()]
+    return [value.tensor for value in kept_casts._values.by_key.values() if value.tensor is not None]
 
 
 @pytest.fixture
@@ -101,6 +102,7 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "loaded": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
     "assigned": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
     "another parameter": lambda m: setattr(m, "a", frozen(nn.Linear(64, 32))),
+    "fewer rows": lambda m: setattr(m.up.weight, "data", m.up.weight.data.flip(0)[:64]),
     "other memory": lambda m: setattr(m.up.weight, "data", m.up.weight.data * 2),
     "within inference mode": lambda m: torch.inference_mode()(m.up.weight.mul_)(2),
     "through .data, and said": lambda m: (m.up.weight.data.mul_(2), increment_version(m.up.weight)),
@@ -122,6 +124,29 @@ def test_a_weight_that_is_written_is_cast_again(write: str, casts: list[int]) ->
     assert casts == [3, 3]
     if write not in ("assigned", "another parameter"):  # a CUDA graph goes on reading there
         assert sorted(x.data_ptr() for x in kept()) == places
+
+
+@torch.no_grad()
+def test_a_weight_that_lies_otherwise_in_its_memory_is_cast_again() -> None:
+    """Transposed, or fewer rows of it: torch counts neither."""
+    linear = frozen(nn.Linear(64, 64, bias=False))
+    mine, theirs = pair(lambda x: linear(x) * 1)
+    for change in (lambda w: w, lambda w: w.t(), lambda w: w[:32]):
+        linear.weight.data = change(linear.weight.data)
+        assert torch.equal(mine(rows(16, 64)), theirs(rows(16, 64)))
+
+
+@torch.no_grad()
+def test_what_is_computed_before_a_cast_is_not_shared_between_executors() -> None:
+    """Inductor does not round in between."""
+    a, b = (nn.Parameter(torch.randn(64, 64).bfloat16(), requires_grad=False) for _ in range(2))
+
+    def run(x: Tensor) -> Tensor:
+        return nn.functional.linear(x, a * 0.37 + b * a.mul(1.7))
+
+    for options in (INDUCTOR, EAGER):
+        mine, theirs = pair(run, **{"executor": "inductor", **options})
+        assert torch.equal(mine(rows(16, 64)), theirs(rows(16, 64)))
 
 
 @torch.no_grad()
@@ -288,6 +313,37 @@ def test_inference_mode() -> None:
         assert torch.equal(mine(rows()), theirs(rows()))
         with pytest.raises(OptionError, match="made in torch"):
             fp8compile.freeze(inside)
+
+
+@torch.no_grad()
+def test_a_write_outside_of_the_inference_mode_that_cast() -> None:
+    model = frozen(Layers())
+    mine, theirs = pair(model)
+    with torch.inference_mode():
+        mine(rows())
+    model.up.weight.mul_(2)
+    assert torch.equal(mine(rows()), theirs(rows()))
+
+
+@torch.no_grad()
+def test_weights_are_watched_once(casts: list[int]) -> None:
+    """However often torch forgets what it has compiled."""
+    model = frozen(Layers())
+    mine, _ = pair(model)
+    counts = []
+    for _ in range(3):
+        mine(rows())
+        torch.compiler.reset()
+        counts.append(weakref.getweakrefcount(model.up.weight))
+    assert counts[0] == counts[2]
+    assert casts == [3, 3, 3]
+
+
+@torch.no_grad()
+def test_a_dump_shows_the_graph_of_casts(tmp_path: Path) -> None:
+    mine, _ = pair(frozen(Layers()), dump=str(tmp_path))
+    mine(rows())
+    assert [x for x in tmp_path.rglob("*weights*") if x.is_file()]
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ from fp8compile.passes.regions.region_graph import regions_of, spec_of
 from fp8compile.plan.plan import Plan
 from fp8compile.torch_hooks.calls.user_frame import warn_user
 
-HALVES = ("joint", "optimizer", "inference", "forward", "backward")  # as a reader meets them
+HALVES = ("joint", "optimizer", "weights", "inference", "forward", "backward")  # as a reader meets them
 _lock = threading.Lock()  # torch compiles backward on another thread
 
 
