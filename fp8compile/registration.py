@@ -64,6 +64,7 @@ def _tell_accelerate() -> None:
         member = str.__new__(cls, value)
         member._name_ = member._value_ = value
         cls._value2member_map_[value] = cls._member_map_[value] = member  # where Python 3.11.2 looks for it to copy it
+        type.__setattr__(cls, str(value), member)  # and where all from 3.12 on look for the name
         return member
 
     DynamoBackend._missing_ = classmethod(missing)  # type: ignore[assignment]
