@@ -92,8 +92,9 @@ class Values:
     def _end(self, weight: int) -> None:
         """Free what was computed of a weight that is no more."""
         self.endings.pop(weight, None)
-        for key in [key for key in self.by_key if weight in key[1]]:
-            self.by_key.pop(key).tensor = None
+        for key in tuple(self.by_key):  # to which another thread may add
+            if weight in key[1] and (value := self.by_key.pop(key, None)) is not None:
+                value.tensor = None
 
 
 _values = Values()

@@ -82,7 +82,7 @@ def _parts(region: Region, payload: int, scale: int, rows: int) -> tuple[Part, .
             # A number is stored once; with a multiple of rows, which they are already, it is stored for each of them.
             first, found = store.offset // part.cols, found + part.rows
             more = Store(len(region.buffers), cast.args[1], offset=first, row_multiple=ALIGNMENT)
-            parts[n] = replace(part, stores=(*part.stores, more))
+            parts[n] = replace(parts[n], stores=(*parts[n].stores, more))  # a part may cast several pieces
     return tuple(parts) if found == rows and len(expressions) == 1 else None
 
 

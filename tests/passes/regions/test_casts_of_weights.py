@@ -122,6 +122,30 @@ def test_a_weight_that_two_matmuls_read_has_one(monkeypatch: pytest.MonkeyPatch)
     assert sum(b.shape == (128, 1) for b in region.buffers) == 1
 
 
+def test_a_weight_beside_one_that_is_computed_of_it() -> None:
+    """As a running mean is that forward writes: one part of a kernel casts both, and both have scales of their rows."""
+    torch.manual_seed(0)
+    weight, other = (nn.Parameter(torch.randn(64, 64).bfloat16(), requires_grad=False) for _ in range(2))
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    found = []
+    for kernels in ("generated", "inductor"):
+        module = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        module.weight.data.copy_(weight)
+
+        def run(x: Tensor, module: nn.Module = module) -> Tensor:
+            y = module(x)
+            module.weight.mul_(0.9).add_(other, alpha=0.1)  # type: ignore[operator, union-attr]
+            return y + module(x)
+
+        options = {"executor": "eager", "select": "all", "strict": True, "kernels": kernels}
+        with torch.no_grad():
+            found.append(torch.compile(run, backend="fp8", options=options)(x))
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.5)  # a weight that is not rounded before it is cast
+    with torch.no_grad():
+        exact = x @ weight.T + x @ (0.9 * weight + 0.1 * other).T
+    assert (found[0] - exact).norm() < 0.06 * exact.norm()
+
+
 def test_other_recipes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     for recipe, expected in (("tensorwise", {"tensor"}), ("rowwise", {"row"})):
         graphs, _ = step(monkeypatch, 1, recipe=recipe)
