@@ -15,9 +15,8 @@ from fp8compile import devices
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
-from fp8compile.passes.core.compilation import Compilation, Input, device_of
+from fp8compile.passes.core.compilation import FROZEN, Compilation, Input, device_of
 from fp8compile.passes.core.snapshot import Snapshot
-from fp8compile.passes.lower.split_weight_casts import FROZEN
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.record import Record
 from fp8compile.source_digest import source_digest

@@ -25,23 +25,23 @@ Key = tuple[str, tuple[int, ...]]  # how a value is computed, and the identities
 
 
 @dataclass(frozen=True)
-class Writing:
-    """When a weight was written last, and how it lies where."""
+class WeightState:
+    """A weight as it was when it was cast: how often it had been written, its address and its layout."""
 
     weight: weakref.ref[Tensor]
-    count: int
+    writes: int
     address: int
     layout: tuple[Any, ...]
 
     @classmethod
-    def of(cls, weight: Tensor) -> Writing:
-        """Return that of now."""
+    def of(cls, weight: Tensor) -> WeightState:
+        """Return the state of a weight now."""
         return cls(weakref.ref(weight), weight._version, weight.data_ptr(), _layout(weight))
 
-    def is_last(self, weight: Tensor) -> bool:
-        """Return True if this tensor is the weight, and has not been written since."""
-        is_unwritten = weight._version == self.count and weight.data_ptr() == self.address
-        return is_unwritten and self.weight() is weight and _layout(weight) == self.layout
+    def is_that_of(self, x: Tensor) -> bool:
+        """Return True if `x` is the weight, and is as it was."""
+        is_unwritten = self.weight() is x and x._version == self.writes and x.data_ptr() == self.address
+        return is_unwritten and _layout(x) == self.layout
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
@@ -50,17 +50,17 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class Value:
-    """A value that is kept, and the weights that it was computed of, as they were. tensor: None when one is no more."""
+    """A payload or scale that is kept. of: the weights that it was computed of; tensor: None when one is gone."""
 
     tensor: Tensor | None
-    of: tuple[Writing, ...]
+    of: tuple[WeightState, ...]
 
-    def holds(self, weights: Sequence[Tensor]) -> bool:
+    def is_current(self, weights: Sequence[Tensor]) -> bool:
         """Return True if it is what would be computed of these weights now."""
-        return all(writing.is_last(weight) for writing, weight in zip(self.of, weights, strict=True))
+        return all(state.is_that_of(weight) for state, weight in zip(self.of, weights, strict=True))
 
-    def take(self, new: Tensor, of: tuple[Writing, ...]) -> None:
-        """Hold what was computed anew: in the memory that it has, if that can be."""
+    def take(self, new: Tensor, of: tuple[WeightState, ...]) -> None:
+        """Replace the tensor by one that was computed anew: in its own memory, if that can be."""
         if self.tensor is not None and self.tensor.device == new.device and _layout(self.tensor) == _layout(new):
             self.tensor.copy_(new)
         else:
@@ -70,28 +70,28 @@ class Value:
 
 @dataclass
 class Values:
-    """All values that are kept, as long as their weights live. endings: what waits for the end of each weight."""
+    """All values that are kept, as long as their weights live. finalizers: one for each weight, by its identity."""
 
     by_key: dict[Key, Value] = field(default_factory=dict)
-    endings: dict[int, weakref.finalize[Any, Any]] = field(default_factory=dict)
+    finalizers: dict[int, weakref.finalize[Any, Any]] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Forget all."""
-        for ending in self.endings.values():
-            ending.detach()
-        self.endings.clear()
+        for finalizer in self.finalizers.values():
+            finalizer.detach()
+        self.finalizers.clear()
         self.by_key.clear()
 
-    def keep(self, key: Key, new: Tensor, of: tuple[Writing, ...], weights: Sequence[Tensor]) -> None:
+    def keep(self, key: Key, new: Tensor, of: tuple[WeightState, ...], weights: Sequence[Tensor]) -> None:
         """Keep a value that was computed of these weights."""
         self.by_key.setdefault(key, Value(None, ())).take(new, of)
         for weight in weights:
-            if id(weight) not in self.endings:
-                self.endings[id(weight)] = weakref.finalize(weight, self._end, id(weight))
+            if id(weight) not in self.finalizers:
+                self.finalizers[id(weight)] = weakref.finalize(weight, self._free, id(weight))
 
-    def _end(self, weight: int) -> None:
+    def _free(self, weight: int) -> None:
         """Free what was computed of a weight that is no more."""
-        self.endings.pop(weight, None)
+        self.finalizers.pop(weight, None)
         for key in tuple(self.by_key):  # to which another thread may add
             if weight in key[1] and (value := self.by_key.pop(key, None)) is not None:
                 value.tensor = None
@@ -109,31 +109,31 @@ class KeptCasts:
 
     run: Callable[[list[Tensor]], Any]
     values: Sequence[KeptValue]
-    known: dict[int, tuple[tuple[Writing, ...], list[Value]]] = field(default_factory=dict)
+    known: dict[int, tuple[tuple[WeightState, ...], list[Value]]] = field(default_factory=dict)
 
     def __call__(self, weights: Sequence[Tensor]) -> list[Any]:
         """Return what is kept of these weights, computing what is missing or out of date."""
-        if any(weight.is_inference() for weight in weights):  # torch does not count writes to those
-            return list(self.run(list(weights)))
-        writings, values = self.known.get(id(weights[0]), ((), []))
-        if not writings or not all(writing.is_last(weight) for writing, weight in zip(writings, weights, strict=True)):
+        states, values = self.known.get(id(weights[0]), ((), []))
+        if not states or not all(state.is_that_of(weight) for state, weight in zip(states, weights, strict=True)):
+            if any(weight.is_inference() for weight in weights):  # torch does not count writes to those
+                return list(self.run(list(weights)))
             values = self._renewed(weights)
         tensors: list[Any] = [value.tensor for value in values]
         keep(*tensors)
         return tensors
 
     def _renewed(self, weights: Sequence[Tensor]) -> list[Value]:
-        writings = tuple(map(Writing.of, weights))
+        states = tuple(map(WeightState.of, weights))
         read = [[weights[i] for i in value.weights] for value in self.values]
         keys = [(value.key, tuple(map(id, own))) for value, own in zip(self.values, read, strict=True)]
         found = [_values.by_key.get(key) for key in keys]
-        if not all(x is not None and x.holds(own) for x, own in zip(found, read, strict=True)):
+        if not all(x is not None and x.is_current(own) for x, own in zip(found, read, strict=True)):
             if is_capturing():
                 raise CaptureError("a frozen weight has not been cast yet: run the model once before it is captured")
             with torch.inference_mode(False), torch.no_grad():  # or nobody could write into them outside of that mode
                 for key, tensor, value, own in zip(keys, self.run(list(weights)), self.values, read, strict=True):
-                    _values.keep(key, tensor, tuple(writings[i] for i in value.weights), own)
+                    _values.keep(key, tensor, tuple(states[i] for i in value.weights), own)
         values = [_values.by_key[key] for key in keys]
-        living = {k: v for k, v in self.known.items() if all(writing.weight() is not None for writing in v[0])}
-        self.known = {**living, id(weights[0]): (writings, values)}
+        living = {k: v for k, v in self.known.items() if all(state.weight() is not None for state in v[0])}
+        self.known = {**living, id(weights[0]): (states, values)}
         return values

@@ -39,6 +39,7 @@ INHERITED = (
     "custom",
 )  # fmt: skip
 
+FROZEN = "fp8_frozen"  # of an input: a weight whose casts are kept from one run to the next
 STANDS_ALONE = "fp8_stands_alone"  # of a copy: no region computes it
 AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the tensor's dtype, wherever it is computed
 
@@ -47,7 +48,7 @@ AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the 
 class Input:
     """A graph input in the user's terms: a parameter, a buffer, or neither (it comes with the batch).
 
-    is_frozen: its casts are kept from one run to the next.
+    is_frozen: nobody is said to write it, so that its casts can be kept from one run to the next.
     """
 
     is_parameter: bool
@@ -241,8 +242,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def in_recomputed_region(node: fx.Node) -> bool:
-    """Return True if backward is to compute a node again. torch 2.15 tags inputs of such a region as well: those are
-    there."""
+    """Return True for a node of a checkpointed region, which backward computes again; torch 2.15 tags inputs, too."""
     return node.op != "placeholder" and node.meta.get("recompute") in RECOMPUTED
 
 

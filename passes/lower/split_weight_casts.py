@@ -18,11 +18,10 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.passes.core.compilation import VIEWS, aten, remove_dead, shows_memory
+from fp8compile.passes.core.compilation import FROZEN, VIEWS, aten, remove_dead, shows_memory
 from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.walk import users_of, walk
 
-FROZEN = "fp8_frozen"  # of an input: a weight that training does not write
 CASTS = frozenset((ops.amax, ops.scale, ops.quantize))  # markers that depend on their inputs alone
 MOVES = CASTS | VIEWS | {aten.cat.default, aten.clone.default, aten.reshape.default, aten.constant_pad_nd.default}
 

@@ -104,8 +104,7 @@ def _profitable(candidates: Sequence[Candidate], c: Compilation) -> Costs:
     """Return the costs beside the matmuls that are to be in FP8; those without which all is faster get an objection."""
     chosen = [x for x in candidates if x.objection is None]
     unpacked = find_unpacked(c, [(x.matmul, x.casts) for x in candidates]) if c.device.has_fp8 else []
-    kept = frozen_nodes(c) if c.options.frozen else ()
-    costs = Costs(c.device, (x.matmul for x in chosen), c.options.one_pass_casts, unpacked, kept)
+    costs = Costs(c.device, (x.matmul for x in chosen), c.options.one_pass_casts, unpacked, frozen_nodes(c))
     if c.options.select != "all" and c.device.has_fp8:
         gathered_in_fp8 = {x.matmul for x in chosen if _is_gathered(x.matmul)}
         timed = [(x.matmul, x.casts) for x in chosen if x.casts is not None]

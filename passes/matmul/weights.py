@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8compile.passes.core.compilation import Compilation, aten, is_tensor, same_sizes, value
+from fp8compile.passes.core.compilation import FROZEN, Compilation, aten, is_tensor, same_sizes, value
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.matmul.find_matmuls import MATMULS
 
@@ -25,13 +25,11 @@ def weight_nodes(c: Compilation) -> set[fx.Node]:
 
 
 def frozen_nodes(c: Compilation) -> set[fx.Node]:
-    """Return the nodes computed from frozen weights alone, in a graph whose casts of them are kept: one for inference.
-
-    Backward has none: torch hands it a weight as another tensor, of which it is not known when it was written.
-    """
-    if c.is_training:
+    """Return the nodes computed from frozen weights alone, whose casts are kept: none in training, as backward gets a
+    weight as another tensor, whose writes nobody counts; none where scales have a history."""
+    if c.is_training or c.options.recipe.is_delayed:
         return set()
-    frozen = {n: True for n in c.graph.find_nodes(op="placeholder") if (x := c.inputs.get(n.name)) and x.is_frozen}
+    frozen = {n: True for n in c.graph.find_nodes(op="placeholder") if n.meta.get(FROZEN)}
     return {node for node, is_frozen in _computed_of(frozen, c.graph).items() if is_frozen}
 
 

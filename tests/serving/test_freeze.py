@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 import fp8compile
 from fp8compile import devices
 from fp8compile.errors import CaptureError, Fp8Warning, OptionError, ShardingError
-from fp8compile.passes.lower.split_weight_casts import FROZEN, split_weight_casts
+from fp8compile.passes.core.compilation import FROZEN
+from fp8compile.passes.lower.split_weight_casts import split_weight_casts
 from fp8compile.torch_hooks import kept_casts
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}
@@ -239,15 +240,7 @@ def test_scales_that_have_a_history_are_not_kept() -> None:
     """They change from call to call, whatever the weight does."""
     delayed = {"granularity": "tensor", "delayed": fp8compile.Delayed(history=4)}
     recipe = {"base": "tensorwise", "output": {"left": delayed, "right": delayed}}
-    found = [
-        [
-            run(
-                rows(),
-            )
-            for _ in range(3)
-        ]
-        for run in pair(frozen(Layers()), recipe=recipe)
-    ]
+    found = [[run(rows()) for _ in range(3)] for run in pair(frozen(Layers()), recipe=recipe)]
     assert all(map(torch.equal, *found))
     assert not kept()
 
@@ -296,7 +289,9 @@ def test_frozen_again_after_writes_that_nobody_counts() -> None:
     before = model(rows())
     model.up.weight.data.mul_(2)
     fp8compile.freeze(model, options=EAGER)
-    assert not torch.equal(model(rows()), before)
+    after = model(rows())
+    assert not torch.equal(after, before)
+    assert torch.equal(after, torch.compile(model.forward, backend="fp8", options=EAGER)(rows()))
 
 
 def test_inference_mode() -> None:

@@ -131,7 +131,7 @@ class Alike:
     def count_writes(self) -> None:
         """Count the write to each parameter that has a gradient, as operators do and launches do not.
 
-        Autograd refuses a backward that would read values of before the step, where its graph was made before it.
+        A backward whose graph was made before the step needs the old values: autograd refuses it then.
         """
         if self.launch is not None:
             increment_version([*compress(self.parameters, self.active), *compress(self.local, self.active)])
