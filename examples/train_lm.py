@@ -116,6 +116,8 @@ def describe(job: Job, name: str) -> str:
         lines.append("note       a CPU emulates FP8, so no matmul is profitable: compare the losses, not the speed")
         if job.fp8_options["select"] == "all":
             lines.append("           select=all converts every matmul that can be, as --select profitable would not")
+        if torch.backends.cpu.get_cpu_capability() == "AVX2":
+            lines.append("           without AVX-512 it has no fast BF16 matmuls: over ten seconds a step (--steps N)")
     return "\n".join(lines)
 
 
