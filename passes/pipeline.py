@@ -4,7 +4,7 @@ its file. `passes/core/stages.py` says when each stage is, `RULES` what holds th
 
 from __future__ import annotations
 
-from fp8compile.passes.attention import attention_layout, attention_masks, attention_strides
+from fp8compile.passes.attention import attention_layout, attention_masks, attention_strides, grouped_heads
 from fp8compile.passes.collectives import exchange_as_fp8, expose_matmuls, gather_as_fp8
 from fp8compile.passes.core import derivatives
 from fp8compile.passes.core.compilation import Compilation, attach_views, complete_values, has_markers, remove_dead
@@ -82,6 +82,7 @@ def by_inductor(c: HalfGraph) -> bool:
 
 
 PIPELINE = (
+    Pass("grouped_heads", DYNAMO, grouped_heads.run, "before attention_strides copies what is not read any more"),
     Pass("attention_strides", DYNAMO, attention_strides.run, "before AOTAutograd picks attention's kernel"),
     Pass("derivatives", DYNAMO, derivatives.run, "marks what the model differentiates, while that is to be seen"),
     Pass("refuse_view_writes", DYNAMO, refuse_view_writes.run, "while states are whole", is_step),

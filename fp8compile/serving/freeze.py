@@ -24,7 +24,8 @@ def freeze(
 ) -> Model:
     """Compile `model` in place for inference with FP8 weights that are cast once, and return it, in eval mode.
 
-    No parameter needs a gradient then. options: of the backend, `frozen` among them; mode, dynamic: of `torch.compile`.
+    No parameter needs a gradient then. options: of the backend, to which `frozen` is added; mode, dynamic: of
+    `torch.compile`.
     A weight that is written afterwards (`load_state_dict`, `copy_`) is cast again at the next call. Writes through
     `.data`, and into memory that `p.data = …` has given a parameter, are not counted by torch: call `freeze` again
     after those.
@@ -42,5 +43,6 @@ def freeze(
             )
     increment_version(list(model.parameters()))  # what is kept of them is out of date
     model.eval().requires_grad_(False)
-    model.compile(backend="fp8", options={**(options or {}), "frozen": True}, mode=mode, dynamic=dynamic)
+    given = {**(options or {}), "frozen": True, **({"mode": mode} if mode else {})}  # torch takes one or the other
+    model.compile(backend="fp8", options=given, dynamic=dynamic)
     return model
