@@ -14,7 +14,7 @@ from fp8compile.passes.core.stride_demands import record
 from fp8compile.passes.core.verify import form_verifier, graph_verifier
 from fp8compile.passes.core.verify_dynamo import dynamo_verifier
 from fp8compile.passes.loss import chunk_loss
-from fp8compile.passes.lower import call_matmuls, keep_strides, lower_markers, lower_regions
+from fp8compile.passes.lower import call_matmuls, few_row_matmuls, keep_strides, lower_markers, lower_regions
 from fp8compile.passes.lower.verify_kernels import half_verifier
 from fp8compile.passes.matmul import (
     assign_scales,
@@ -110,6 +110,7 @@ PIPELINE = (
     Pass("combine_regions", HALF, combine_regions.run, "fewer launches, no copies", has_kernels),
     Pass("lower_regions", HALF, lower_regions.run, "kernels that Inductor launches", on_triton),
     Pass("lower_markers", HALF, lower_markers.run, "casts that are left, as aten", by_inductor),
+    Pass("few_row_matmuls", HALF, few_row_matmuls.run, "launches for those that call_matmuls would call", on_triton),
     Pass("call_matmuls", HALF, call_matmuls.run, "calls that Inductor makes; none is looked for then", on_triton),
     Pass("keep_strides", LATE_HALF, keep_strides.run, "last: of what is there when Inductor makes code"),
     Pass("store_load_forwarding", OPTIMIZER, store_load_forwarding.run, "then an update is one expression"),

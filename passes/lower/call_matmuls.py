@@ -42,12 +42,17 @@ def run(c: HalfGraph) -> None:
 
 def call_matmuls(graph: fx.Graph) -> None:
     """Make calls of the matmuls of `graph` that can be."""
-    if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
+    if is_tuned():
         return
     editor = GraphEditor(graph)
     for node in list(graph.find_nodes(op="call_function", target=ops.scaled_mm)):
         if is_one_call(node):
             call(editor, node)
+
+
+def is_tuned() -> bool:
+    """Return True if Inductor is to tune matmuls."""
+    return inductor_config.max_autotune or inductor_config.max_autotune_gemm
 
 
 def is_one_call(node: fx.Node) -> bool:

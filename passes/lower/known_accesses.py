@@ -1,8 +1,7 @@
 """Known accesses: which arguments a generated kernel reads and writes, torch is told, and does not find out itself.
 
 torch reads that off Triton's intermediate representation, which it makes anew for each launch, twice: 30 ms a kernel in
-the process that compiles. Our kernels write the buffers of their region and nothing else. Other kernels are analysed
-as ever.
+the process that compiles. Our kernels write their buffers and nothing else. Other kernels are analysed as ever.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ class Accesses:
 _known: dict[int, Accesses] = {}
 
 
-def declare(kernel: Any, arguments: Sequence[str]) -> None:
-    """Tell torch what `kernel` accesses, a generated Triton function with these arguments: x0…, y0…, sizes."""
-    read, written = (tuple(name for name in arguments if name.startswith(kind)) for kind in "xy")
-    _known[id(kernel)] = Accesses(read, written, kernel)
+def declare(kernel: Any, read: Sequence[str], written: Sequence[str]) -> None:
+    """Tell torch which tensors `kernel`, a Triton function, reads and writes, by the names of its arguments."""
+    _known[id(kernel)] = Accesses(tuple(read), tuple(written), kernel)
 
 
 def declare_accesses() -> None:

@@ -4,11 +4,7 @@ Before      %r = fp8.region([%x], [], spec, schedule)                           
 After       %y0 = empty([…], e4m3)
             %k = triton_kernel_wrapper_functional(kernel, grid, {x0: %x, y0: %y0})       %q = %k["y0"]
 
-Inductor then plans the memory of the buffers, launches the kernel inline and shows its source; CUDA graphs capture it.
-It hands the kernel to its pool of compiling processes like one of its own, with a single configuration.
-The wrapper is how torch itself represents kernels that users call in compiled code. Inductor would keep the order of
-strides only; `eager_input_vals` makes it keep the strides themselves, which are written into the kernel.
-
+`launch_nodes.py` says what Inductor makes of a launch.
 A region that casts in one pass becomes two launches (`kernels/codegen/schedule/one_pass.py`); the second writes into
 buffers of the first.
 
@@ -23,10 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._higher_order_ops.triton_kernel_wrap import (  # torch's only form for a Triton kernel in a graph
-    kernel_side_table,
-    triton_kernel_wrapper_functional,
-)
 
 from fp8compile.empty_tensors import new_empty
 from fp8compile.kernels.codegen import generated
@@ -35,13 +27,12 @@ from fp8compile.kernels.codegen.schedule import one_pass
 from fp8compile.kernels.codegen.schedule.one_pass import Launch
 from fp8compile.kernels.codegen.schedule.tiling import Schedule
 from fp8compile.kernels.codegen.spec.region import Region
-from fp8compile.passes.core.compilation import aten, getitems
+from fp8compile.passes.core.compilation import getitems
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.lower.kernel_rows import kernel_rows
 from fp8compile.passes.lower.known_accesses import declare
+from fp8compile.passes.lower.launch_nodes import empty_node, launch_node
 from fp8compile.passes.regions.region_graph import GraphEditor, regions_of, sizes_of, spec_of, tensors_of
-
-LAUNCH = "fp8_launch"  # in the metadata of a region that has become a launch
 
 
 def run(c: HalfGraph) -> None:
@@ -71,13 +62,13 @@ def _lower(graph: fx.Graph, node: fx.Node, shapes: list[list[Any]]) -> None:
         for kernel in kernels:
             for n in kernel.buffers:
                 if n not in results:
-                    results[n] = _empty(graph, fakes[n], shapes[n])
+                    results[n] = empty_node(graph, fakes[n], shapes[n])
             # Until its last kernel a buffer has values of its own: of what seems to share memory with something that is
             # read later, Inductor makes a copy before it is written.
             values = [fakes[n] if last[n] is kernel else torch.empty_like(fakes[n]) for n in kernel.buffers]
             read = [*tensors_of(node), *(results.get(n) for n in range(len(shapes) - len(pieces), len(shapes)))]
             tensors, buffers = [read[t] for t in kernel.tensors], [results[n] for n in kernel.buffers]
-            call = _launch(graph, node, kernel, tensors, buffers, values)
+            call = _launch(node, kernel, tensors, buffers, values)
             for y, n in enumerate(kernel.buffers):
                 results[n] = graph.call_function(operator.getitem, (call, f"y{y}"))
                 results[n].meta = {**node.meta, "val": values[y]}
@@ -92,30 +83,14 @@ def _lower(graph: fx.Graph, node: fx.Node, shapes: list[list[Any]]) -> None:
 
 
 def _launch(
-    graph: fx.Graph, node: fx.Node, kernel: Launch, read: list[Any], written: list[fx.Node], values: list[torch.Tensor]
+    node: fx.Node, kernel: Launch, read: list[Any], written: list[fx.Node], values: list[torch.Tensor]
 ) -> fx.Node:
     """Return the launch of one kernel of the region `node`, which makes `values` of the buffers `written`."""
     names = arguments(kernel.region)
     outputs = [name for name in names if name.startswith("y")]
-    kwargs = dict(zip(names, [*read, *written, *sizes_of(node)], strict=True))
-    launch: dict[str, Any] = {
-        "kernel_idx": kernel_side_table.add_kernel(_kernel(kernel.region, kernel.schedule)),
-        "constant_args_idx": kernel_side_table.add_constant_args({}),
-        "grid": [(kernel.schedule.programs, 1, 1)],
-        "tma_descriptor_metadata": {},
-        "kwargs": kwargs,
-    }
-    call = graph.call_function(triton_kernel_wrapper_functional, (), {**launch, "tensors_to_clone": outputs})
-    call.meta = {**node.meta, LAUNCH: True, "val": dict(zip(outputs, values, strict=True))}
-    call.meta["eager_input_vals"] = fx.map_arg((call.args, call.kwargs), lambda n: n.meta["val"])
-    return call
-
-
-def _empty(graph: fx.Graph, fake: torch.Tensor, shape: list[Any]) -> fx.Node:
-    kwargs = {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
-    node = graph.call_function(aten.empty.memory_format, (shape,), kwargs)
-    node.meta["val"] = torch.empty_like(fake)
-    return node
+    given = dict(zip(names, [*read, *written, *sizes_of(node)], strict=True))
+    made = dict(zip(outputs, values, strict=True))
+    return launch_node(node, _kernel(kernel.region, kernel.schedule), (kernel.schedule.programs, 1, 1), given, made)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -124,5 +99,6 @@ def _kernel(region: Region, schedule: Schedule) -> Any:
     import triton  # here, so that a machine without a GPU does not need it
 
     kernel = generated.kernel_of(region, schedule, "cuda")
-    declare(kernel, arguments(region))
+    names = arguments(region)
+    declare(kernel, [n for n in names if n.startswith("x")], [n for n in names if n.startswith("y")])
     return triton.autotune(configs=[triton.Config({}, num_warps=schedule.warps)], key=[])(kernel)

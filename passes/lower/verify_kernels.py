@@ -29,9 +29,10 @@ from fp8compile.passes.core.run_passes import Check
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.core.stride_demands import Broken, broken_strides
 from fp8compile.passes.core.verify import excerpt, verify
-from fp8compile.passes.lower.lower_regions import LAUNCH
+from fp8compile.passes.lower.launch_nodes import LAUNCH
 from fp8compile.passes.regions.region_graph import spec_of
 
+NEW = (aten.empty.memory_format, aten.full.default)  # buffers
 SHOWS = {*VIEWS, aten.reshape.default, operator.getitem}
 Outputs = list[tuple[Any, ...] | None]
 
@@ -163,7 +164,7 @@ def _shared_buffer(launch: fx.Node) -> str:
     kwargs: Any = launch.kwargs["kwargs"]
     for name in cast("list[str]", launch.kwargs["tensors_to_clone"]):
         buffer = kwargs[name]
-        if buffer.target is not aten.empty.memory_format and not _is_result(buffer):
+        if buffer.target not in NEW and not _is_result(buffer):
             return f"writes into %{buffer.name}, which is no buffer of its own"
         if len(buffer.users) != 1 or sum(x is buffer for x in kwargs.values()) != 1:
             return f"shares its buffer %{buffer.name} with {', '.join(f'%{u.name}' for u in buffer.users)}"
@@ -171,7 +172,7 @@ def _shared_buffer(launch: fx.Node) -> str:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Return True if `node` is what a launch left: a repair goes on with it."""
+    """Return True if `node` is what a launch left: a repair goes on with it, or the next matmul of few rows."""
     item = Getitem.of(node)
     return item is not None and bool(item.source.meta.get(LAUNCH))
 

@@ -13,6 +13,7 @@ import json
 import traceback
 from collections.abc import Callable
 
+import compile_few_rows
 import compile_grouped_casts
 import compile_regions
 import compile_softmax
@@ -27,6 +28,7 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     "softmax": lambda: compile_softmax.main(verbose=False),
     "updates": lambda: compile_updates.main(verbose=False),
     "watching": lambda: compile_watching.main(verbose=False),
+    "few rows": lambda: compile_few_rows.main(verbose=False),
     "grouped casts": lambda: compile_grouped_casts.main(verbose=False),
 }
 

@@ -15,7 +15,8 @@ from torch._inductor.fx_passes import post_grad, reinplace
 
 from fp8compile import ops
 from fp8compile.passes.core.compilation import remove_dead
-from fp8compile.passes.lower.lower_regions import LAUNCH, lower_regions
+from fp8compile.passes.lower.launch_nodes import LAUNCH
+from fp8compile.passes.lower.lower_regions import lower_regions
 from fp8compile.torch_hooks.inductor.launches_in_place import write_in_place
 
 ROWS, COLUMNS = 256, 128

@@ -36,7 +36,7 @@ import fp8compile
 from fp8compile import torch_versions
 from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.passes.lower import known_accesses
-from fp8compile.passes.lower.lower_regions import LAUNCH
+from fp8compile.passes.lower.launch_nodes import LAUNCH
 from fp8compile.torch_hooks import patches
 from fp8compile.torch_hooks.inductor.output_strides import VISIBLE
 from fp8compile.torch_hooks.patches import PERMANENT, TEMPORARY

@@ -19,7 +19,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (  # torch's only forms f
 )
 from torch._inductor.fx_passes import post_grad  # the pass that has no hook between it and the one before
 
-from fp8compile.passes.lower.lower_regions import LAUNCH
+from fp8compile.passes.lower.launch_nodes import LAUNCH
 
 CLONED = "tensors_to_clone"  # the argument that only the first form has
 EAGER = "eager_input_vals"  # in the metadata of a launch: values whose strides Inductor keeps

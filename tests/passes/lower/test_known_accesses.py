@@ -11,7 +11,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 from fp8compile.passes.lower import known_accesses
 
 NEWER, OLDER = known_accesses.ANALYSES
-ARGUMENTS = ["x0", "x1", "y0", "y1", "n0"]
+ARGUMENTS = ["x0", "x1"], ["y0", "y1"]
 
 
 class Kernel:
@@ -49,7 +49,7 @@ def test_buffers_are_written_and_sizes_are_no_tensors(analysed: list[Any], name:
     if name == NEWER and not hasattr(triton_kernel_wrap, "TensorAccesses"):
         pytest.skip("torch before 2.13 has no such result")
     ours = Kernel()
-    known_accesses.declare(ours, ARGUMENTS)
+    known_accesses.declare(ours, *ARGUMENTS)
     for kernel in (ours, SimpleNamespace(fn=ours, configs=[])):  # and as its autotuner
         read, written = told(name, kernel)
         assert written == ["y0", "y1"]
@@ -65,14 +65,14 @@ def test_a_torch_that_wants_to_know_more_analyses_ours_as_well(
 
     monkeypatch.setattr(triton_kernel_wrap, "TensorAccesses", accesses, raising=False)
     ours = Kernel()
-    known_accesses.declare(ours, ARGUMENTS)
+    known_accesses.declare(ours, *ARGUMENTS)
     assert getattr(triton_kernel_wrap, NEWER)(ours, {"x0": 1}) == ["x0"]
     assert analysed == [ours]
 
 
 @pytest.mark.parametrize("name", known_accesses.ANALYSES)
 def test_kernels_of_others_are_analysed_each_time(analysed: list[Any], name: str) -> None:
-    known_accesses.declare(Kernel(), ARGUMENTS)
+    known_accesses.declare(Kernel(), *ARGUMENTS)
     ask, other = getattr(triton_kernel_wrap, name), Kernel()
     assert ask(other, {"x0": 1}) == ["x0"]
     assert ask(other, {"x1": 1}) == ["x1"]

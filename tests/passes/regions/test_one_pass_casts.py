@@ -20,7 +20,8 @@ from fp8compile.kernels.codegen.schedule.one_pass import is_one_pass, launches
 from fp8compile.kernels.reference import markers
 from fp8compile.passes.core.compilation import remove_dead
 from fp8compile.passes.lower.kernel_rows import kernel_rows
-from fp8compile.passes.lower.lower_regions import LAUNCH, lower_regions
+from fp8compile.passes.lower.launch_nodes import LAUNCH
+from fp8compile.passes.lower.lower_regions import lower_regions
 from fp8compile.passes.regions import one_pass_casts
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
 
