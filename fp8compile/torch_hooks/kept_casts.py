@@ -70,13 +70,18 @@ class Value:
 
 @dataclass
 class Values:
-    """All values that are kept, as long as their weights live. finalizers: one for each weight, by its identity."""
+    """All values that are kept, as long as their weights live. finalizers: one for each weight, by its identity.
+
+    unchanged: what was found since a value was last computed or freed.
+    """
 
     by_key: dict[Key, Value] = field(default_factory=dict)
     finalizers: dict[int, weakref.finalize[Any, Any]] = field(default_factory=dict)
+    unchanged: set[Unchanged] = field(default_factory=set)
 
     def clear(self) -> None:
         """Forget all."""
+        self.unchanged.clear()
         for finalizer in self.finalizers.values():
             finalizer.detach()
         self.finalizers.clear()
@@ -84,6 +89,7 @@ class Values:
 
     def keep(self, key: Key, new: Tensor, of: tuple[WeightState, ...], weights: Sequence[Tensor]) -> None:
         """Keep a value that was computed of these weights."""
+        self.unchanged.clear()
         self.by_key.setdefault(key, Value(None, ())).take(new, of)
         for weight in weights:
             if id(weight) not in self.finalizers:
@@ -91,6 +97,7 @@ class Values:
 
     def _free(self, weight: int) -> None:
         """Free what was computed of a weight that is no more."""
+        self.unchanged.clear()
         self.finalizers.pop(weight, None)
         for key in tuple(self.by_key):  # to which another thread may add
             if weight in key[1] and (value := self.by_key.pop(key, None)) is not None:
@@ -98,6 +105,35 @@ class Values:
 
 
 _values = Values()
+
+
+@dataclass(eq=False)
+class Unchanged:
+    """What was kept of some weights, and how to see that it is still right, for all of them at once.
+
+    As long as no value was computed or freed since, the weights live, and their values are those of this graph. Shapes,
+    strides and dtypes are not compared: Dynamo's guards have chosen the graph by them.
+    """
+
+    weights: list[int]  # identities
+    writes: list[int]
+    addresses: list[int]
+    values: list[Value]
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], values: list[Value]) -> Unchanged:
+        """Return what is true now."""
+        writes, addresses = [w._version for w in weights], [w.data_ptr() for w in weights]
+        return cls(list(map(id, weights)), writes, addresses, values)
+
+    def holds_for(self, weights: Sequence[Tensor]) -> bool:
+        """Return True if it was made of these weights, and nothing has changed."""
+        return (
+            self in _values.unchanged
+            and self.weights == list(map(id, weights))
+            and self.writes == [w._version for w in weights]
+            and self.addresses == [w.data_ptr() for w in weights]
+        )
 
 
 @dataclass
@@ -109,20 +145,20 @@ class KeptCasts:
 
     run: Callable[[list[Tensor]], Any]
     values: Sequence[KeptValue]
-    known: dict[int, tuple[tuple[WeightState, ...], list[Value]]] = field(default_factory=dict)
+    known: dict[int, Unchanged] = field(default_factory=dict)
 
     def __call__(self, weights: Sequence[Tensor]) -> list[Any]:
         """Return what is kept of these weights, computing what is missing or out of date."""
-        states, values = self.known.get(id(weights[0]), ((), []))
-        if not states or not all(state.is_that_of(weight) for state, weight in zip(states, weights, strict=True)):
+        known = self.known.get(id(weights[0]))
+        if known is None or not known.holds_for(weights):
             if any(weight.is_inference() for weight in weights):  # torch does not count writes to those
                 return list(self.run(list(weights)))
-            values = self._renewed(weights)
-        tensors: list[Any] = [value.tensor for value in values]
+            known = self._renewed(weights)
+        tensors: list[Any] = [value.tensor for value in known.values]
         keep(*tensors)
         return tensors
 
-    def _renewed(self, weights: Sequence[Tensor]) -> list[Value]:
+    def _renewed(self, weights: Sequence[Tensor]) -> Unchanged:
         states = tuple(map(WeightState.of, weights))
         read = [[weights[i] for i in value.weights] for value in self.values]
         keys = [(value.key, tuple(map(id, own))) for value, own in zip(self.values, read, strict=True)]
@@ -133,7 +169,7 @@ class KeptCasts:
             with torch.inference_mode(False), torch.no_grad():  # or nobody could write into them outside of that mode
                 for key, tensor, value, own in zip(keys, self.run(list(weights)), self.values, read, strict=True):
                     _values.keep(key, tensor, tuple(states[i] for i in value.weights), own)
-        values = [_values.by_key[key] for key in keys]
-        living = {k: v for k, v in self.known.items() if all(state.weight() is not None for state in v[0])}
-        self.known = {**living, id(weights[0]): (states, values)}
-        return values
+        known = Unchanged.of(weights, [_values.by_key[key] for key in keys])
+        _values.unchanged.add(known)
+        self.known = {**{k: v for k, v in self.known.items() if v in _values.unchanged}, id(weights[0]): known}
+        return known
