@@ -50,6 +50,7 @@ from fp8compile.plan.store import compiles  # noqa: E402
 from fp8compile.recipe import RECIPES, Cast, Delayed, Recipe, Role  # noqa: E402
 from fp8compile.registration import register_backend, register_what_is_not_installed  # noqa: E402
 from fp8compile.serving.export import Exported, export  # noqa: E402
+from fp8compile.serving.free_weights import free_weights  # noqa: E402
 from fp8compile.serving.freeze import freeze  # noqa: E402
 from fp8compile.serving.load import load  # noqa: E402
 
@@ -97,6 +98,7 @@ __all__ = [
     "example_inputs",
     "explain",
     "export",
+    "free_weights",
     "freeze",
     "last_compile",
     "load",

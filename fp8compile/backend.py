@@ -17,7 +17,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale'
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import delayed
+from fp8compile import delayed, frozen_weights
 from fp8compile.adaptive.adaptive_graph import AdaptiveGraph
 from fp8compile.compile_graph import compile_graph
 from fp8compile.cuda_capture import is_to_be_captured
@@ -66,6 +66,8 @@ def fp8(
     if parsed.recipe.is_delayed:
         namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
     known = tuple(_inputs(gm, example_inputs, parsed.frozen and opt is None))
+    if any(x.is_freed for x in known):
+        example_inputs = [frozen_weights.as_it_lay(x) for x in example_inputs]
     if parsed.adaptive is not None and opt is None:
         compile_again = functools.partial(compile_graph, known=known, namespace=namespace)
         adaptive = AdaptiveGraph(gm, example_inputs, parsed, compile_again)
@@ -123,7 +125,8 @@ def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], frozen: bool) -> 
         is_buffer = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
         for x in tree_leaves(given):
             is_frozen = frozen and type(x) is torch.nn.Parameter and not x.requires_grad and not _is_gathered(node)
-            inputs.append(Input(isinstance(x, torch.nn.Parameter), is_buffer, node.name, is_frozen))
+            freed = is_frozen and frozen_weights.is_freed(x)
+            inputs.append(Input(isinstance(x, torch.nn.Parameter), is_buffer, node.name, is_frozen, freed))
     return inputs
 
 

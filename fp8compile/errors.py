@@ -35,6 +35,10 @@ class CaptureError(Fp8Error, RuntimeError):
     """A training step that cannot become one CUDA graph, with the reason."""
 
 
+class FreedWeightError(Fp8Error, RuntimeError):
+    """A weight that is needed as it is, and was freed by `fp8compile.free_weights`."""
+
+
 class Fp8Warning(UserWarning):
     """Something was left undone, with its reason: nothing converted, a pattern without a match, a fall-back."""
 

@@ -16,7 +16,9 @@ from torch._guards import TracingContext  # where Inductor says how the results 
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.utils import BoxedBool  # the form of its setting for CUDA graphs
 
-from fp8compile.passes.core.compilation import aten, has_markers
+from fp8compile.errors import FreedWeightError
+from fp8compile.frozen_weights import note_reads
+from fp8compile.passes.core.compilation import FREED, FROZEN, aten, has_markers
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.lower.split_weight_casts import split_weight_casts
@@ -85,23 +87,64 @@ def compile_without_casts(
     """Compile a half by `compile_it` in two graphs: the casts of frozen weights, which run once, and the rest."""
     compile_it = functools.partial(compile_it, lowering=lowering, record=record)
     split = None if settings.get("is_backward") else split_weight_casts(gm)
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    inputs = placeholders[: len(example_inputs)]
+    read = [i for i, node in enumerate(inputs) if node.meta.get(FROZEN) and node.users]
+    _refuse_freed([inputs[i] for i in read])
     if split is None:
-        return compile_it(gm, example_inputs, **settings)
+        compiled = compile_it(gm, example_inputs, **settings)
+        return _noting(compiled, read) if read else compiled
     alone = {**settings, "cudagraphs": BoxedBool(False), "is_inference": True}
     alone["static_input_idxs"] = range(len(split.inputs))
     weights = [example_inputs[i] for i in split.inputs]
     with TracingContext.report_output_strides():  # those of the half are asked for, and not these
         casts = compile_it(split.module, weights, half="weights", **alone)
-    count = len(example_inputs)
-    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")][count:]
-    static = [*settings.get("static_input_idxs", ()), *range(count, count + len(values))]
-    rest = compile_it(gm, [*example_inputs, *values], **{**settings, "static_input_idxs": static})
+    values = [node.meta["val"] for node in placeholders[len(inputs) :]]
+    staying = _without_unread(gm, inputs)
+    static = set(settings.get("static_input_idxs", ()))
+    still = [n for n, i in enumerate(staying) if i in static]
+    settings["static_input_idxs"] = [*still, *range(len(staying), len(staying) + len(values))]
+    rest = compile_it(gm, [*(example_inputs[i] for i in staying), *values], **settings)
     by = lowering.uuid()  # other options may round what lies before a cast otherwise
     kept = KeptCasts(casts, [replace(value, key=f"{by}{value.key}") for value in split.values])
 
     def run(args: list[Any]) -> Any:
-        args += kept([args[i] for i in split.inputs])
-        return rest(args)
+        given = [args[i] for i in staying] + kept([args[i] for i in split.inputs], args, read)
+        args.clear()
+        return rest(given)
+
+    vars(run)["_boxed_call"] = True
+    return run
+
+
+def _refuse_freed(read: Sequence[fx.Node]) -> None:
+    """Raise if a graph reads a weight as it is whose memory was freed."""
+    names = [node.meta[FREED] for node in read if FREED in node.meta]
+    if names:
+        raise FreedWeightError(
+            f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}: this call reads in BF16 what was freed. Run "
+            "every kind of call (prompt, token, batch size) once before fp8compile.free_weights"
+        )
+
+
+def _without_unread(gm: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[int]:
+    """Remove the frozen weights that a graph does not read any more, and return which of its inputs stay."""
+    staying = [i for i, node in enumerate(inputs) if node.users or not node.meta.get(FROZEN)]
+    for i in set(range(len(inputs))) - set(staying):
+        gm.graph.erase_node(inputs[i])
+    gm.recompile()
+    return staying
+
+
+def _noting(compiled: Compiled, read: Sequence[int]) -> Compiled:
+    """Return `compiled`, which notes once which frozen weights it reads as they are."""
+    seen: set[int] = set()
+
+    def run(args: list[Any]) -> Any:
+        if id(args[read[0]]) not in seen:  # layers may share a graph
+            seen.add(id(args[read[0]]))
+            note_reads(args[i] for i in read)
+        return compiled(args)
 
     vars(run)["_boxed_call"] = True
     return run

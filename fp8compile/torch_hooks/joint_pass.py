@@ -15,7 +15,7 @@ from fp8compile import devices
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
-from fp8compile.passes.core.compilation import FROZEN, Compilation, Input, device_of
+from fp8compile.passes.core.compilation import FREED, FROZEN, Compilation, Input, device_of
 from fp8compile.passes.core.snapshot import Snapshot
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.record import Record
@@ -90,6 +90,8 @@ class JointPass(CustomGraphPass):
         for node, i in indices.items():
             if self.inputs[i].is_frozen:
                 node.meta[FROZEN] = True
+            if self.inputs[i].is_freed:
+                node.meta[FREED] = self.inputs[i].name
         return {node.name: self.inputs[i] for node, i in indices.items()}
 
     def uuid(self) -> str:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fp8compile.cuda_capture import is_capturing, keep
-from fp8compile.errors import CaptureError
+from fp8compile.errors import CaptureError, FreedWeightError
+from fp8compile.frozen_weights import is_freed, note_casts, note_reads
 from fp8compile.passes.lower.split_weight_casts import KeptValue
 
 Key = tuple[str, tuple[int, ...]]  # how a value is computed, and the identities of the weights
@@ -39,7 +40,9 @@ class WeightState:
         return cls(weakref.ref(weight), weight._version, weight.data_ptr(), _layout(weight))
 
     def is_that_of(self, x: Tensor) -> bool:
-        """Return True if `x` is the weight, and is as it was."""
+        """Return True if `x` is the weight, and is as it was, or was freed since."""
+        if self.weight() is x and is_freed(x):
+            return True
         is_unwritten = self.weight() is x and x._version == self.writes and x.data_ptr() == self.address
         return is_unwritten and _layout(x) == self.layout
 
@@ -58,6 +61,12 @@ class Value:
     def is_current(self, weights: Sequence[Tensor]) -> bool:
         """Return True if it is what would be computed of these weights now."""
         return all(state.is_that_of(weight) for state, weight in zip(self.of, weights, strict=True))
+
+    @property
+    def is_of_freed(self) -> bool:
+        """True if one of the weights was freed."""
+        weights = [state.weight() for state in self.of]
+        return any(weight is not None and is_freed(weight) for weight in weights)
 
     def take(self, new: Tensor, of: tuple[WeightState, ...]) -> None:
         """Replace the tensor by one that was computed anew: in its own memory, if that can be."""
@@ -80,12 +89,12 @@ class Values:
     unchanged: set[Unchanged] = field(default_factory=set)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all but what cannot be computed again, as a weight was freed."""
         self.unchanged.clear()
-        for finalizer in self.finalizers.values():
-            finalizer.detach()
-        self.finalizers.clear()
-        self.by_key.clear()
+        self.by_key = {key: value for key, value in self.by_key.items() if value.is_of_freed}
+        remaining = {weight for _, weights in self.by_key for weight in weights}
+        for weight in set(self.finalizers) - remaining:
+            self.finalizers.pop(weight).detach()
 
     def keep(self, key: Key, new: Tensor, of: tuple[WeightState, ...], weights: Sequence[Tensor]) -> None:
         """Keep a value that was computed of these weights."""
@@ -147,13 +156,17 @@ class KeptCasts:
     values: Sequence[KeptValue]
     known: dict[int, Unchanged] = field(default_factory=dict)
 
-    def __call__(self, weights: Sequence[Tensor]) -> list[Any]:
-        """Return what is kept of these weights, computing what is missing or out of date."""
+    def __call__(self, weights: Sequence[Tensor], args: Sequence[Any] = (), read: Sequence[int] = ()) -> list[Any]:
+        """Return what is kept of these weights, computing what is missing or out of date.
+
+        args, read: all that the graph is given, and which of that are frozen weights that it reads as they are.
+        """
         known = self.known.get(id(weights[0]))
         if known is None or not known.holds_for(weights):
             if any(weight.is_inference() for weight in weights):  # torch does not count writes to those
                 return list(self.run(list(weights)))
             known = self._renewed(weights)
+            note_reads(args[i] for i in read)
         tensors: list[Any] = [value.tensor for value in known.values]
         keep(*tensors)
         return tensors
@@ -166,9 +179,15 @@ class KeptCasts:
         if not all(x is not None and x.is_current(own) for x, own in zip(found, read, strict=True)):
             if is_capturing():
                 raise CaptureError("a frozen weight has not been cast yet: run the model once before it is captured")
+            if any(map(is_freed, weights)):
+                raise FreedWeightError(
+                    "casts are needed of weights that were freed: run every kind of call (prompt, token, batch size) "
+                    "once before fp8compile.free_weights, and change no weight afterwards"
+                )
             with torch.inference_mode(False), torch.no_grad():  # or nobody could write into them outside of that mode
                 for key, tensor, value, own in zip(keys, self.run(list(weights)), self.values, read, strict=True):
                     _values.keep(key, tensor, tuple(states[i] for i in value.weights), own)
+        note_casts(weight for weight in weights if not is_freed(weight))
         known = Unchanged.of(weights, [_values.by_key[key] for key in keys])
         _values.unchanged.add(known)
         self.known = {**{k: v for k, v in self.known.items() if v in _values.unchanged}, id(weights[0]): known}

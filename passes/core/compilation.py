@@ -40,6 +40,7 @@ INHERITED = (
 )  # fmt: skip
 
 FROZEN = "fp8_frozen"  # of an input: a weight whose casts are kept from one run to the next
+FREED = "fp8_freed"  # of such an input: the user's name of a weight whose memory was freed
 STANDS_ALONE = "fp8_stands_alone"  # of a copy: no region computes it
 AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the tensor's dtype, wherever it is computed
 
@@ -48,13 +49,15 @@ AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the 
 class Input:
     """A graph input in the user's terms: a parameter, a buffer, or neither (it comes with the batch).
 
-    is_frozen: nobody is said to write it, so that its casts can be kept from one run to the next.
+    is_frozen: nobody is said to write it, so that its casts can be kept from one run to the next. is_freed: they have
+    to be, as its memory was freed; passes do the same as before.
     """
 
     is_parameter: bool
     is_buffer: bool = False
     name: str = ""
     is_frozen: bool = False
+    is_freed: bool = field(default=False, repr=False)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from models import ZOO, tokens
 from torch import Tensor, nn
 
+import fp8compile
 from fp8compile.torch_hooks import kept_casts
 
 pytestmark = pytest.mark.gpu
@@ -59,3 +61,21 @@ def test_payloads_are_half_of_the_weights() -> None:
     for _ in range(3):
         run(x)
     assert torch.cuda.memory_allocated() - before < 2**20
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@torch.no_grad()
+def test_weights_are_freed(mode: str | None) -> None:
+    """Of 64 MiB in BF16, 32 in FP8 remain, with the bits that there were."""
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(2))).cuda().bfloat16()
+    fp8compile.freeze(model, options=OPTIONS, mode=mode)
+    x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        right = model(x).clone()
+    assert fp8compile.free_weights(model) == 2**26
+    for _ in range(4):
+        assert torch.equal(model(x), right)
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < -(2**25) + 2**22  # and what graphs work in

@@ -33,7 +33,12 @@ BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def prepare() -> None:
-    """Correct the interpreter, and interpret Triton's own functions even if they were imported before."""
+    """Correct the interpreter, and interpret Triton's own functions even if they were imported before.
+
+    Does nothing where kernels are compiled.
+    """
+    if not INTERPRETED:
+        return
     module: Any = importlib.import_module("triton.runtime.interpreter")
     if module._convert_float is _convert_float:
         return

@@ -1,4 +1,4 @@
-"""Bad options past Dynamo, which wraps what a backend raises into a `BackendCompilerFailed` with a long traceback.
+"""Errors of users past Dynamo, which wraps what a backend raises into a `BackendCompilerFailed` with a long traceback.
 
     torch.compile(model, backend="fp8", options={"recpie": "mixed"})(x)
     OptionError: unknown option 'recpie'. Did you mean 'recipe'? …
@@ -18,42 +18,49 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch._dynamo.exc import ShortenTraceback  # what Dynamo hands to the user as it is
 
-from fp8compile.errors import OptionError
+from fp8compile.errors import Fp8Error, FreedWeightError, OptionError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _OptionError(OptionError, ShortenTraceback):
-    """An `OptionError` for Dynamo to let through. first_useful_frame: where its traceback begins, Dynamo's cut away."""
+def _passing(kind: type[Fp8Error]) -> Any:
+    """Return a class of errors of this kind that Dynamo lets through."""
 
-    def __init__(self, message: str, first_useful_frame: FrameType | None) -> None:
-        OptionError.__init__(self, message)
-        self.message, self.first_useful_frame = message, first_useful_frame
+    class Passing(kind, ShortenTraceback):
+        """first_useful_frame: where its traceback begins, Dynamo's cut away."""
 
-    def __str__(self) -> str:
-        """Return the message without the advice for debugging that Dynamo appends to whatever is raised under it."""
-        return self.message
+        def __init__(self, message: str, first_useful_frame: FrameType | None) -> None:
+            kind.__init__(self, message)
+            self.message, self.first_useful_frame = message, first_useful_frame
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to make the plain error in another process: frames cannot be sent."""
-        return OptionError, (self.message,)
+        def __str__(self) -> str:
+            """Return the message without the advice for debugging that Dynamo appends to what is raised under it."""
+            return self.message
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Return how to make the plain error in another process: frames cannot be sent."""
+            return kind, (self.message,)
+
+    # Its name is what a traceback shows: users are told one name, which fp8compile exports.
+    Passing.__name__ = Passing.__qualname__ = kind.__name__
+    Passing.__module__ = kind.__module__
+    return Passing
 
 
-# Its name is what a traceback shows: users are told one name, which fp8compile exports.
-_OptionError.__name__ = _OptionError.__qualname__ = OptionError.__name__
-_OptionError.__module__ = OptionError.__module__
+PASSING = {kind: _passing(kind) for kind in (OptionError, FreedWeightError)}
 
 
 def unwrapped(backend: Callable[P, R]) -> Callable[P, R]:
-    """Return `backend` with bad options raised as `OptionError`, not wrapped by Dynamo."""
+    """Return `backend` with what users must change raised as it is, not wrapped by Dynamo."""
 
     @functools.wraps(backend)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return backend(*args, **kwargs)
-        except OptionError as error:
+        except tuple(PASSING) as error:
             below = error.__traceback__.tb_next if error.__traceback__ else None
-            raise _OptionError(str(error), inspect.currentframe()).with_traceback(below) from error.__cause__
+            kind = next(kind for kind in PASSING if isinstance(error, kind))
+            raise PASSING[kind](str(error), inspect.currentframe()).with_traceback(below) from error.__cause__
 
     return call

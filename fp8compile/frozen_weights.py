@@ -1,0 +1,90 @@
+"""Frozen weights: which of them graphs read as they are, which they cast alone, and whose memory was freed.
+
+A weight that is freed keeps its shape, and shows one NaN in all of its elements: what reads it nevertheless is seen to,
+and what writes into it raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext  # whose fake mode a graph is traced in
+
+from fp8compile.errors import FreedWeightError
+
+
+@dataclass
+class Use:
+    """What is known of a weight. cast: its writes and its address when it was last cast, None if it never was.
+
+    is_read: a graph reads it as it is. freed: how it lay before it was freed, and the address of its NaN.
+    """
+
+    cast: tuple[int, int] | None = None
+    is_read: bool = False
+    freed: tuple[tuple[Any, ...], int] | None = None
+
+
+_uses: dict[int, Use] = {}  # by the identity of each weight, as long as it lives
+
+
+def _use_of(weight: Tensor) -> Use:
+    if id(weight) not in _uses:
+        _uses[id(weight)] = Use()
+        weakref.finalize(weight, _uses.pop, id(weight), None)
+    return _uses[id(weight)]
+
+
+def note_casts(weights: Iterable[Tensor]) -> None:
+    """Note that weights were cast as they are now."""
+    for weight in weights:
+        _use_of(weight).cast = weight._version, weight.data_ptr()
+
+
+def note_reads(weights: Iterable[Tensor]) -> None:
+    """Note that a graph reads weights as they are."""
+    for weight in weights:
+        _use_of(weight).is_read = True
+
+
+def is_freed(x: Tensor) -> bool:
+    """Return True for a weight whose memory was freed, and that was given no other since."""
+    use = _uses.get(id(x))
+    return use is not None and use.freed is not None and use.freed[1] == x.data_ptr()
+
+
+def is_cast_alone(weight: Tensor) -> bool:
+    """Return True for a weight that graphs cast, and that none of those that have run reads as it is."""
+    use = _uses.get(id(weight))
+    return use is not None and use.cast is not None and not use.is_read and not is_freed(weight)
+
+
+def free(weight: Tensor) -> int:
+    """Free the memory of a weight, and return how many bytes. Raises if it was written since it was last cast."""
+    use = _use_of(weight)
+    if use.cast != (weight._version, weight.data_ptr()):
+        raise FreedWeightError("a weight was written since it was last cast: run the model once more before this")
+    layout = weight.shape, weight.stride(), weight.dtype, weight.device
+    nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device)
+    count = weight.untyped_storage().nbytes()
+    weight.data = nothing.expand(weight.shape)
+    use.freed = layout, weight.data_ptr()
+    return count
+
+
+def as_it_lay(x: Any) -> Any:
+    """Return an input of a graph for tracing: of a weight that was freed, one without data that lies as it did."""
+    if not isinstance(x, Tensor) or not is_freed(x):
+        return x
+    use, context = _use_of(x), TracingContext.try_get()
+    assert use.freed is not None
+    if context is None or context.fake_mode is None:
+        raise FreedWeightError("a weight was freed, and its graph is traced without Dynamo")
+    shape, strides, dtype, device = use.freed[0]
+    with context.fake_mode:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)

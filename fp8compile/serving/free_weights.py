@@ -1,0 +1,48 @@
+"""Free the weights of a frozen model that its compiled graphs read in FP8 alone: payloads are half as large.
+
+model = fp8compile.freeze(model)
+with torch.no_grad(): model.generate(…)        # every kind of call, once
+fp8compile.free_weights(model)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fp8compile import frozen_weights
+from fp8compile.errors import FreedWeightError
+
+
+def free_weights(model: nn.Module) -> int:
+    """Free the memory of weights that are only cast, and return how many bytes.
+
+    Call it when every kind of call has run once (prompts, tokens, batch sizes): what a graph reads in BF16 stays, and
+    a graph that needs a freed weight later raises. The next call of each kind is traced anew. A freed weight shows NaN,
+    and cannot be written, saved or loaded: load into a new model, and freeze that.
+
+    Raises `FreedWeightError` if no weight is only cast, or one was written since it was last cast.
+    """
+    owners = {
+        id(parameter): (module, parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None and frozen_weights.is_cast_alone(parameter)
+    }
+    if not owners:
+        raise FreedWeightError(
+            "no weight of this model is only cast: run it once after fp8compile.freeze; what graphs read in BF16 stays"
+        )
+    count = sum(frozen_weights.free(parameter) for _, parameter in owners.values())
+    for module in {id(module): module for module, _ in owners.values()}.values():
+        module.register_state_dict_pre_hook(_refuse)
+        module.register_load_state_dict_pre_hook(_refuse)
+    return count
+
+
+def _refuse(module: nn.Module, *_: Any) -> None:
+    raise FreedWeightError(
+        f"{type(module).__name__}: its weights were freed (fp8compile.free_weights), and cannot be saved or loaded: "
+        "save before that, or load into a new model and freeze that"
+    )

@@ -1,0 +1,224 @@
+"""Weights that are only cast are freed: bits stay, and what needs them as they were raises."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import ZOO, tokens
+from torch import Tensor, nn
+
+import fp8compile
+from fp8compile import frozen_weights
+from fp8compile.errors import CheckpointError, FreedWeightError
+from fp8compile.torch_hooks import kept_casts
+
+EAGER = {"select": "all", "executor": "eager", "strict": True}
+INDUCTOR = {"select": "all", "strict": True}
+
+
+class Layers(nn.Module):
+    """Two layers of one input, which become one, behind a third; an embedding, which is read as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 48)
+        self.up, self.a, self.b = nn.Linear(48, 64), nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu(self.up(self.table(x)))
+        return self.a(hidden) * self.b(hidden)
+
+
+CAST = ("up.weight", "a.weight", "b.weight")
+
+
+@pytest.fixture(autouse=True)
+def models_go() -> Iterator[None]:
+    """Values of freed weights stay as long as these."""
+    yield
+    torch.compiler.reset()
+    gc.collect()
+
+
+def frozen(model: Any = None, **options: Any) -> Any:
+    model = (Layers() if model is None else model).bfloat16()
+    return fp8compile.freeze(model, options={**EAGER, **options}, dynamic=False)
+
+
+def numbers(count: int = 16) -> Tensor:
+    return torch.arange(count) % 16
+
+
+@pytest.mark.parametrize("options", [EAGER, INDUCTOR])
+@torch.no_grad()
+def test_bits_stay(options: dict[str, Any]) -> None:
+    model = frozen(**options)
+    right = {count: model(numbers(count)) for count in (16, 32)}
+    bytes_of = sum(dict(model.named_parameters())[name].nbytes for name in CAST)
+    assert fp8compile.free_weights(model) == bytes_of
+    for name, parameter in model.named_parameters():
+        assert parameter.isnan().all() == (name in CAST)
+        assert parameter.untyped_storage().nbytes() == (2 if name in CAST else parameter.nbytes)
+    for _ in range(2):
+        for count, before in right.items():
+            assert torch.equal(model(numbers(count)), before)
+
+
+@torch.no_grad()
+def test_nothing_is_cast_again_and_each_call_is_traced_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = frozen()
+    model(numbers())
+    ran: list[int] = []
+    run = kept_casts.KeptCasts._renewed
+    monkeypatch.setattr(kept_casts.KeptCasts, "_renewed", lambda self, weights: ran.append(1) or run(self, weights))
+    fp8compile.free_weights(model)
+    plans = len(fp8compile.compiles())
+    for _ in range(3):
+        model(numbers())
+    assert len(ran) == 1
+    assert len(fp8compile.compiles()) == plans + 1
+
+
+@torch.no_grad()
+def test_llama_prompt_and_token_with_tied_weights() -> None:
+    model = frozen(ZOO["llama_tied"]().model if "llama_tied" in ZOO else ZOO["llama"]().model)
+    prompt = tokens()
+
+    def logits() -> list[Tensor]:
+        return [model(input_ids=prompt[:, :length]).logits for length in (16, 1)]
+
+    before = logits()
+    assert fp8compile.free_weights(model) > 0
+    assert not model.get_input_embeddings().weight.isnan().any()
+    assert all(map(torch.equal, logits(), before))
+
+
+@torch.no_grad()
+def test_a_new_kind_of_call_that_needs_casts_raises() -> None:
+    """Here, of a weight as it is."""
+
+    class Either(Layers):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) if len(x) > 8 else self.up(self.table(x))[:, :32] * self.a.weight.float().mean()
+
+    model = frozen(Either())
+    model(numbers())
+    fp8compile.free_weights(model)
+    with pytest.raises(FreedWeightError, match=r"a_parameters_weight.*once before fp8compile.free_weights"):
+        model(numbers(4))
+    assert model(numbers()).isfinite().all()
+
+
+@torch.no_grad()
+def test_what_another_call_reads_as_it_is_stays() -> None:
+    class Either(Layers):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) if len(x) > 8 else self.up(self.table(x))[:, :32] * self.a.weight.float().mean()
+
+    model = frozen(Either())
+    right = [model(numbers(count)) for count in (16, 4)]
+    fp8compile.free_weights(model)
+    assert not model.a.weight.isnan().any()
+    assert model.b.weight.isnan().all()
+    assert all(torch.equal(model(numbers(count)), x) for count, x in zip((16, 4), right, strict=True))
+    with torch.no_grad():
+        model.a.weight.mul_(2)  # cast together with b's, which is gone
+    with pytest.raises(FreedWeightError, match="change no weight afterwards"):
+        model(numbers())
+
+
+@torch.no_grad()
+def test_a_graph_without_casts_reads_too() -> None:
+    class Either(Layers):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) if len(x) > 8 else self.up.weight[:, 0] * 2
+
+    model = frozen(Either())
+    model(numbers())
+    model(numbers(4))
+    fp8compile.free_weights(model)
+    assert not model.up.weight.isnan().any()
+    assert model(numbers(4)).isfinite().all()
+
+
+@torch.no_grad()
+def test_before_anything_has_run() -> None:
+    model = frozen()
+    with pytest.raises(FreedWeightError, match="run it once"):
+        fp8compile.free_weights(model)
+    with pytest.raises(FreedWeightError, match="run it once"):
+        fp8compile.free_weights(Layers())
+
+
+@torch.no_grad()
+def test_a_weight_that_was_written_since() -> None:
+    model = frozen()
+    model(numbers())
+    model.up.weight.mul_(2)
+    with pytest.raises(FreedWeightError, match="written since"):
+        fp8compile.free_weights(model)
+    right = model(numbers())
+    fp8compile.free_weights(model)
+    assert torch.equal(model(numbers()), right)
+
+
+@torch.no_grad()
+def test_saving_loading_writing_exporting(tmp_path: Any) -> None:
+    model = frozen()
+    right = model(numbers())
+    saved = copy.deepcopy(model.state_dict())
+    fp8compile.free_weights(model)
+    with pytest.raises(FreedWeightError, match="Linear: its weights were freed"):
+        model.state_dict()
+    with pytest.raises(FreedWeightError, match="Linear: its weights were freed"):
+        model.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        model.up.weight.mul_(2)
+    with pytest.raises((CheckpointError, FreedWeightError)):
+        fp8compile.export(model, tmp_path / "folder", layers=["up"])
+    assert torch.equal(model(numbers()), right)
+    again = Layers().bfloat16()
+    again.load_state_dict(saved)
+    assert torch.equal(frozen(again)(numbers()), right)
+
+
+@torch.no_grad()
+def test_a_weight_that_is_given_memory_again() -> None:
+    model = frozen()
+    right, saved = model(numbers()), {name: x.clone() for name, x in model.named_parameters()}
+    fp8compile.free_weights(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = saved[name].clone()
+    assert torch.equal(model(numbers()), right)
+    model.up.weight.mul_(2)
+    assert not torch.equal(model(numbers()), right)
+
+
+@torch.no_grad()
+def test_a_reset_keeps_what_cannot_be_computed_again() -> None:
+    model, other = frozen(), frozen()
+    right = model(numbers())
+    other(numbers())
+    fp8compile.free_weights(model)
+    torch.compiler.reset()
+    assert all(value.is_of_freed for value in kept_casts._values.by_key.values())
+    assert torch.equal(model(numbers()), right)
+
+
+def test_nothing_is_known_of_a_weight_that_is_gone() -> None:
+    frozen_weights._uses.clear()
+    with torch.no_grad():
+        model = frozen()
+        model(numbers())
+        fp8compile.free_weights(model)
+    assert len(frozen_weights._uses) >= 3
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert not frozen_weights._uses
+    assert not kept_casts._values.by_key
