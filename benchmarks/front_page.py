@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.columns import MISSING, Row, baseline_of, markdown, ratio
-from benchmarks.harness.peers import BASELINE
+from benchmarks.harness.peers import BASELINE, MASKS_FOLDED
 from benchmarks.harness.picture import Point, scatter
-from benchmarks.training.train_step import EIGHT_BIT, MASKS_FOLDED
+from benchmarks.training.train_step import EIGHT_BIT
 
 MODELS = ("Llama 1.1B", "Llama-8B (8 layers)", "Qwen2 1.5B", "GPT-2 XL (16 layers)", "ViT-H", "Mixtral (8 layers)")
 OURS = EIGHT_BIT.name

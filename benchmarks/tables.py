@@ -33,6 +33,7 @@ from benchmarks.harness import runs
 from benchmarks.harness.columns import MISSING, Row, baseline_of, cells, markdown, ratio
 from benchmarks.harness.runs import Benchmark
 from benchmarks.micro import matmul
+from benchmarks.serving import inference
 from benchmarks.training import block, compile_time, paired_steps, short_steps, train_step
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,7 @@ BENCHMARKS = {
         compile_time.BENCHMARK,
         matmul.BENCHMARK,
         field.BENCHMARK,
+        inference.BENCHMARK,
     )
 }
 PLACE = re.compile(r"(<!-- figures: (\w+) ?(\w*) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -140,26 +142,26 @@ def line(benchmark: Benchmark, row: Row, baseline: Row | None) -> list[str]:
 
 
 def summary(benchmark: Benchmark, measured: Measured) -> str:
-    """A line a model: figures of the baseline; of others how much faster they are, and what share of its peak."""
+    """A line a model: figures of the baseline; of others how much faster they are, and what share of its peak, or of
+    its weights."""
     up = benchmark.axes[1][0]
-    faster, share = ratio("", up), ratio("", "peak_gib", inverse=True)
+    memory = "weights_gib" if benchmark.axes[0][0] == "weights_gib" else "peak_gib"
+    faster, share = ratio("", up), ratio("", memory, inverse=True)
     systems = list(dict.fromkeys(row.system for _, rows in measured.values() for row in rows if row.figures))
     lines = []
     for model, (_, rows) in measured.items():
         baseline = baseline_of(rows, model, benchmark.baseline)
         by_system = {row.system: row for row in rows if row.figures}
-        lines.append([model, *(short(by_system.get(s), baseline, faster.cell, share.cell) for s in systems)])
+        lines.append([model, *(short(by_system.get(s), baseline, memory, faster.cell, share.cell) for s in systems)])
     return "\n" + markdown(["", *systems], lines) + "\n" + origin(measured)
 
 
-def short(row: Row | None, baseline: Row | None, *parts: Callable[[Row, Row | None], str]) -> str:
+def short(row: Row | None, baseline: Row | None, memory: str, *parts: Callable[[Row, Row | None], str]) -> str:
     """A system in a few characters."""
     if row is None:
         return MISSING
     if row is baseline:
-        return " · ".join(
-            f"{row.get(key):.1f} {unit}" for key, unit in (("ms", "ms"), ("peak_gib", "GiB")) if row.get(key)
-        )
+        return " · ".join(f"{row.get(key):.1f} {unit}" for key, unit in (("ms", "ms"), (memory, "GiB")) if row.get(key))
     return " · ".join(text for cell in parts if (text := cell(row, baseline)) != MISSING)
 
 

@@ -55,6 +55,8 @@ def ours(name: str = "", eight_bit: bool = False, **options: Any) -> System:
 
 EAGER = System("BF16 eager", None)
 BASELINE = System("BF16 compile")
+NO_FP8 = {"skip": ["*"], "save": "bf16", "chunk_loss": False}  # leaves what is done for attention alone
+MASKS_FOLDED = System("BF16, masks folded", {"backend": "fp8", "options": NO_FP8})
 TORCHAO = tuple(torchao(recipe) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"))
 
 

@@ -27,15 +27,13 @@ from torch._dynamo.utils import counters  # graph breaks would make several grap
 from benchmarks.harness import peers, runs
 from benchmarks.harness.columns import Row, figure, ratio
 from benchmarks.harness.measuring import bytes_of, intervals, peak_gib
-from benchmarks.harness.peers import BASELINE, EAGER, TORCHAO, System, ours
+from benchmarks.harness.peers import BASELINE, EAGER, MASKS_FOLDED, TORCHAO, ours
 from benchmarks.harness.processes import Case
 from benchmarks.harness.runs import Benchmark
 from benchmarks.harness.workloads import MODULES, WORKLOADS
 
 EIGHT_BIT = ours("8-bit states", eight_bit=True)
 MASKS_MADE = ours("8-bit states, masks made", eight_bit=True, fold_masks=False)
-NO_FP8 = {"skip": ["*"], "save": "bf16", "chunk_loss": False}  # leaves what is done for attention alone
-MASKS_FOLDED = System("BF16, masks folded", {"backend": "fp8", "options": NO_FP8})
 SYSTEMS = (BASELINE, EAGER, MASKS_FOLDED, ours(), EIGHT_BIT, MASKS_MADE, *TORCHAO)
 WARMUP, STEPS, TINY_STEPS = 4, 20, 2
 COLUMNS = (

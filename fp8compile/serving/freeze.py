@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
@@ -24,6 +25,7 @@ def freeze(
 ) -> Model:
     """Compile `model` in place for inference with FP8 weights that are cast once, and return it, in eval mode.
 
+    A module of one of torch's own classes (`nn.Sequential`) is returned within a compiled one, as `torch.compile` does.
     No parameter needs a gradient then. options: of the backend, to which `frozen` is added; mode, dynamic: of
     `torch.compile`.
     A weight that is written afterwards (`load_state_dict`, `copy_`) is cast again at the next call. Writes through
@@ -44,5 +46,8 @@ def freeze(
     increment_version(list(model.parameters()))  # what is kept of them is out of date
     model.eval().requires_grad_(False)
     given = {**(options or {}), "frozen": True, **({"mode": mode} if mode else {})}  # torch takes one or the other
+    if type(model).__module__.partition(".")[0] == "torch":  # of these, module.compile() takes up none
+        wrapped: Any = torch.compile(model, backend="fp8", options=given, dynamic=dynamic)
+        return wrapped
     model.compile(backend="fp8", options=given, dynamic=dynamic)
     return model

@@ -68,7 +68,7 @@ def test_payloads_are_half_of_the_weights() -> None:
 def test_weights_are_freed(mode: str | None) -> None:
     """Of 64 MiB in BF16, 32 in FP8 remain, with the bits that there were."""
     model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(2))).cuda().bfloat16()
-    fp8compile.freeze(model, options=OPTIONS, mode=mode)
+    model = fp8compile.freeze(model, options=OPTIONS, mode=mode)
     x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
     for _ in range(3):

@@ -397,3 +397,17 @@ def test_what_fsdp_gathers_is_not_kept() -> None:
             assert refusal.startswith("FSDP gathers weights anew")
     finally:
         ranks.close()
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@torch.no_grad()
+def test_a_mode_and_modules_of_torch_s_own(mode: str | None, casts: list[int]) -> None:
+    plain = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16()
+    model = fp8compile.freeze(plain, options=EAGER, mode=mode)
+    assert torch.equal(model(rows()), pair(plain)[1](rows()))
+    assert fp8compile.last_compile().converted
+    model(rows())
+    assert casts == [2]
+    assert not model.training
+    assert fp8compile.free_weights(model) == plain[0].weight.numel() * 2 + plain[2].weight.numel() * 2
+    assert model(rows()).isfinite().all()
