@@ -71,7 +71,9 @@ def has_few_rows(node: fx.Node) -> bool:
     if not is_one_call(node) or mm.granularity_a == mm.granularity_b == "tensor":
         return False
     sizes = (*value(mm.a).shape, *value(mm.b).shape)
-    return all(isinstance(size, int) for size in sizes) and 0 < sizes[0] <= MOST_ROWS and min(sizes) > 0
+    if not all(isinstance(size, int) for size in sizes) or not 0 < sizes[0] <= MOST_ROWS or 0 in sizes:
+        return False
+    return value(mm.a).is_contiguous() and value(mm.b).is_contiguous()  # cuBLAS takes parts of wider rows as well
 
 
 def _launch(editor: GraphEditor, node: fx.Node, launch: Any, arrived: fx.Node) -> fx.Node:

@@ -111,6 +111,7 @@ OTHERS = {
         lambda *x: matmul(*x, of=(TENSOR, TENSOR)), codes(1, 64), scales(1, TENSOR), codes(32, 64), scales(2, TENSOR),
     ),
     "FP32": (lambda *x: matmul(*x, out_dtype=torch.float32), codes(1, 64), scales(1), codes(32, 64), scales(32)),
+    "parts of rows": (lambda a, *x: matmul(a[:, :64], *x), codes(2, 128), scales(2), codes(32, 64), scales(32)),
     "a batch": (
         lambda *x: matmul(*x), codes(4, 64)[None], scales(4)[None], codes(32, 64)[None], scales(32)[None],
     ),
