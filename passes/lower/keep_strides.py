@@ -23,6 +23,8 @@ from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.core.stride_demands import demanded
 from fp8compile.passes.lower.call_matmuls import CALLED
+from fp8compile.passes.regions.part_values import RefusedError
+from fp8compile.passes.regions.region_graph import GraphEditor
 
 KEPT = operators.SCALED_DOT_PRODUCT | {"aten::_grouped_mm"}  # operators that Inductor's layouts may not reach
 
@@ -34,9 +36,10 @@ def run(c: HalfGraph) -> None:
 
 def keep_strides(graph: fx.Graph) -> None:
     """Have Inductor keep the strides of what calls of matmuls and attentions of `graph` read."""
+    editor = GraphEditor(graph)
     for node in list(graph.nodes):
         for given in dict.fromkeys(_read_by_strides(node)):
-            _keep(graph, node, given)
+            _keep(editor, node, given)
 
 
 def _read_by_strides(node: fx.Node) -> list[fx.Node]:
@@ -51,15 +54,19 @@ def _read_by_strides(node: fx.Node) -> list[fx.Node]:
     return []
 
 
-def _keep(graph: fx.Graph, node: fx.Node, given: fx.Node) -> None:
+def _keep(editor: GraphEditor, node: fx.Node, given: fx.Node) -> None:
     """Have `node` read `given` with the strides that it has here; of what is expanded, what lies beneath keeps its own,
     as no memory can be written through a stride of 0."""
     x = value(given)
     if any(same(stride, 0) and not same(n, 1) for stride, n in zip(x.stride(), x.shape, strict=True)):
         if given.target is aten.expand.default and first_input(given).op == "call_function":
-            _keep(graph, given, first_input(given))
+            _keep(editor, given, first_input(given))
         return
-    with graph.inserting_before(node):
-        kept = graph.call_function(force_stride_order, (given, x.stride()))
+    try:
+        strides = [editor.size_node(stride, node) for stride in x.stride()]
+    except RefusedError:
+        strides = list(x.stride())
+    with editor.graph.inserting_before(node):
+        kept = editor.graph.call_function(force_stride_order, (given, strides))
     kept.meta = dict(given.meta)
     node.replace_input_with(given, kept)

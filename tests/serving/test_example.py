@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import export_model
+import generate
 from tests.serving.test_export import EAGER
 
 
@@ -37,3 +38,16 @@ def test_logits_of_another_process(
     assert found is not None
     assert float(found[1]) > 18
     assert float(found[2]) > 80
+
+
+def test_generated_text_is_that_of_bf16(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(export_model, "OPTIONS", EAGER)
+    monkeypatch.setattr(generate, "OPTIONS", EAGER)
+    monkeypatch.setattr(generate, "SIZES", {**export_model.SIZES, "num_hidden_layers": 1})
+    generate.main(["--tokens", "6", "--steps", "12"])
+    trained, bf16, kept, freed = capsys.readouterr().out.splitlines()
+    assert trained.startswith("trained 12 steps")
+    shares = [100.0 if "the same tokens" in line else float(line.split("%")[0].split()[-1]) for line in (kept, freed)]
+    assert shares[0] == shares[1] > 80
+    weights = [float(line.split()[-4]) for line in (bf16, kept, freed)]
+    assert weights[2] < weights[0] < weights[1]
