@@ -63,9 +63,9 @@ def _keep(editor: GraphEditor, node: fx.Node, given: fx.Node) -> None:
             _keep(editor, given, first_input(given))
         return
     try:
-        strides = [editor.size_node(stride, node) for stride in x.stride()]
+        strides = tuple(editor.size_node(stride, node) for stride in x.stride())
     except RefusedError:
-        strides = list(x.stride())
+        strides = x.stride()
     with editor.graph.inserting_before(node):
         kept = editor.graph.call_function(force_stride_order, (given, strides))
     kept.meta = dict(given.meta)
