@@ -21,7 +21,7 @@ from fp8compile import delayed, frozen_weights
 from fp8compile.adaptive.adaptive_graph import AdaptiveGraph
 from fp8compile.compile_graph import compile_graph
 from fp8compile.cuda_capture import is_to_be_captured
-from fp8compile.errors import OptionError
+from fp8compile.errors import FreedWeightError, OptionError
 from fp8compile.optimizer.shared_step import shared_step
 from fp8compile.optimizer.step_graph import prepare_step
 from fp8compile.optimizer.trace import traced_optimizer
@@ -125,7 +125,12 @@ def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], frozen: bool) -> 
         is_buffer = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
         for x in tree_leaves(given):
             is_frozen = frozen and type(x) is torch.nn.Parameter and not x.requires_grad and not _is_gathered(node)
-            freed = is_frozen and frozen_weights.is_freed(x)
+            freed = isinstance(x, torch.nn.Parameter) and frozen_weights.is_freed(x)
+            if freed and not is_frozen:
+                raise FreedWeightError(
+                    f"{node.name} was freed (fp8compile.free_weights), and this graph needs it as it was: for "
+                    "gradients, or in a model that is not frozen"
+                )
             inputs.append(Input(isinstance(x, torch.nn.Parameter), is_buffer, node.name, is_frozen, freed))
     return inputs
 

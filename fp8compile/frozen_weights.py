@@ -1,7 +1,6 @@
 """Frozen weights: which of them graphs read as they are, which they cast alone, and whose memory was freed.
 
-A weight that is freed keeps its shape, and shows one NaN in all of its elements: what reads it nevertheless is seen to,
-and what writes into it raises.
+A weight that is freed keeps its shape, and shows one NaN in all of its elements.
 """
 
 from __future__ import annotations
@@ -22,12 +21,24 @@ from fp8compile.errors import FreedWeightError
 class Use:
     """What is known of a weight. cast: its writes and its address when it was last cast, None if it never was.
 
-    is_read: a graph reads it as it is. freed: how it lay before it was freed, and the address of its NaN.
+    is_read: a graph reads it as it is. freed: what is known of one whose memory was freed.
     """
 
     cast: tuple[int, int] | None = None
     is_read: bool = False
-    freed: tuple[tuple[Any, ...], int] | None = None
+    freed: Freed | None = None
+
+
+@dataclass(frozen=True)
+class Freed:
+    """A weight whose memory was freed. layout: shape, strides, dtype and device before; writes: how many there were.
+
+    nothing: the NaN that it shows, which is kept so that nothing else comes to lie there.
+    """
+
+    layout: tuple[Any, ...]
+    writes: int
+    nothing: Tensor
 
 
 _uses: dict[int, Use] = {}  # by the identity of each weight, as long as it lives
@@ -55,7 +66,19 @@ def note_reads(weights: Iterable[Tensor]) -> None:
 def is_freed(x: Tensor) -> bool:
     """Return True for a weight whose memory was freed, and that was given no other since."""
     use = _uses.get(id(x))
-    return use is not None and use.freed is not None and use.freed[1] == x.data_ptr()
+    return use is not None and use.freed is not None and use.freed.nothing.data_ptr() == x.data_ptr()
+
+
+def is_unwritten(weight: Tensor) -> bool:
+    """Return True for a freed weight that nobody has written since: some operations take its one NaN for all of it."""
+    freed = _use_of(weight).freed
+    return freed is not None and weight._version == freed.writes
+
+
+def is_read(weight: Tensor) -> bool:
+    """Return True for a weight that a graph is known to read as it is."""
+    use = _uses.get(id(weight))
+    return use is not None and use.is_read
 
 
 def is_cast_alone(weight: Tensor) -> bool:
@@ -70,10 +93,12 @@ def free(weight: Tensor) -> int:
     if use.cast != (weight._version, weight.data_ptr()):
         raise FreedWeightError("a weight was written since it was last cast: run the model once more before this")
     layout = weight.shape, weight.stride(), weight.dtype, weight.device
-    nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device)
-    count = weight.untyped_storage().nbytes()
-    weight.data = nothing.expand(weight.shape)
-    use.freed = layout, weight.data_ptr()
+    with torch.inference_mode(False):
+        nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device)
+        whole = weight.untyped_storage().nbytes() == weight.nbytes  # and not a part of what others hold
+        count = weight.nbytes if whole else 0
+        weight.data = nothing.expand(weight.shape)
+    use.freed = Freed(layout, weight._version, nothing)
     return count
 
 
@@ -85,6 +110,6 @@ def as_it_lay(x: Any) -> Any:
     assert use.freed is not None
     if context is None or context.fake_mode is None:
         raise FreedWeightError("a weight was freed, and its graph is traced without Dynamo")
-    shape, strides, dtype, device = use.freed[0]
+    shape, strides, dtype, device = use.freed.layout
     with context.fake_mode:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)

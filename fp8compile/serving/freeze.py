@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fp8compile import frozen_weights
 from fp8compile.errors import OptionError, ShardingError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -43,7 +44,8 @@ def freeze(
             raise OptionError(
                 f"{name} was made in torch.inference_mode(), where torch does not count writes: make the model outside"
             )
-    increment_version(list(model.parameters()))  # what is kept of them is out of date
+    # What is kept of them is out of date, but of those whose memory was freed: there is nothing else of them.
+    increment_version([p for p in model.parameters() if not frozen_weights.is_freed(p)])
     model.eval().requires_grad_(False)
     given = {**(options or {}), "frozen": True, **({"mode": mode} if mode else {})}  # torch takes one or the other
     if type(model).__module__.partition(".")[0] == "torch":  # of these, module.compile() takes up none

@@ -17,7 +17,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.utils import BoxedBool  # the form of its setting for CUDA graphs
 
 from fp8compile.errors import FreedWeightError
-from fp8compile.frozen_weights import note_reads
+from fp8compile.frozen_weights import is_read, note_reads
 from fp8compile.passes.core.compilation import FREED, FROZEN, aten, has_markers
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.core.stages import HalfGraph
@@ -109,7 +109,8 @@ def compile_without_casts(
     kept = KeptCasts(casts, [replace(value, key=f"{by}{value.key}") for value in split.values])
 
     def run(args: list[Any]) -> Any:
-        given = [args[i] for i in staying] + kept([args[i] for i in split.inputs], args, read)
+        _note(args, read)
+        given = [args[i] for i in staying] + kept([args[i] for i in split.inputs])
         args.clear()
         return rest(given)
 
@@ -137,17 +138,21 @@ def _without_unread(gm: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[int]:
 
 
 def _noting(compiled: Compiled, read: Sequence[int]) -> Compiled:
-    """Return `compiled`, which notes once which frozen weights it reads as they are."""
-    seen: set[int] = set()
+    """Return `compiled`, which notes which frozen weights it reads as they are."""
 
     def run(args: list[Any]) -> Any:
-        if id(args[read[0]]) not in seen:  # layers may share a graph
-            seen.add(id(args[read[0]]))
-            note_reads(args[i] for i in read)
+        _note(args, read)
         return compiled(args)
 
     vars(run)["_boxed_call"] = True
     return run
+
+
+def _note(args: Sequence[Any], read: Sequence[int]) -> None:
+    """Note what of `args` is read as it is: which weights a graph is called with may change."""
+    new = [args[i] for i in read if not is_read(args[i])]
+    if new:
+        note_reads(new)
 
 
 def run_eagerly(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8compile.cuda_capture import is_capturing, keep
 from fp8compile.errors import CaptureError, FreedWeightError
-from fp8compile.frozen_weights import is_freed, note_casts, note_reads
+from fp8compile.frozen_weights import is_freed, is_unwritten, note_casts
 from fp8compile.passes.lower.split_weight_casts import KeptValue
 
 Key = tuple[str, tuple[int, ...]]  # how a value is computed, and the identities of the weights
@@ -40,11 +40,11 @@ class WeightState:
         return cls(weakref.ref(weight), weight._version, weight.data_ptr(), _layout(weight))
 
     def is_that_of(self, x: Tensor) -> bool:
-        """Return True if `x` is the weight, and is as it was, or was freed since."""
+        """Return True if `x` is the weight, and is as it was, or was freed since and not written."""
         if self.weight() is x and is_freed(x):
-            return True
-        is_unwritten = self.weight() is x and x._version == self.writes and x.data_ptr() == self.address
-        return is_unwritten and _layout(x) == self.layout
+            return is_unwritten(x)
+        lies_there = self.weight() is x and x._version == self.writes and x.data_ptr() == self.address
+        return lies_there and _layout(x) == self.layout
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
@@ -120,11 +120,12 @@ _values = Values()
 class Unchanged:
     """What was kept of some weights, and how to see that it is still right, for all of them at once.
 
-    As long as no value was computed or freed since, the weights live, and their values are those of this graph. Shapes,
-    strides and dtypes are not compared: Dynamo's guards have chosen the graph by them.
+    As long as no value was computed or freed since, the weights live, and their values are those of this graph. Strides
+    and dtypes are not compared: Dynamo's guards have chosen the graph by them; shapes may be symbolic.
     """
 
     weights: list[int]  # identities
+    shapes: list[torch.Size]
     writes: list[int]
     addresses: list[int]
     values: list[Value]
@@ -133,7 +134,7 @@ class Unchanged:
     def of(cls, weights: Sequence[Tensor], values: list[Value]) -> Unchanged:
         """Return what is true now."""
         writes, addresses = [w._version for w in weights], [w.data_ptr() for w in weights]
-        return cls(list(map(id, weights)), writes, addresses, values)
+        return cls(list(map(id, weights)), [w.shape for w in weights], writes, addresses, values)
 
     def holds_for(self, weights: Sequence[Tensor]) -> bool:
         """Return True if it was made of these weights, and nothing has changed."""
@@ -142,6 +143,7 @@ class Unchanged:
             and self.weights == list(map(id, weights))
             and self.writes == [w._version for w in weights]
             and self.addresses == [w.data_ptr() for w in weights]
+            and self.shapes == [w.shape for w in weights]
         )
 
 
@@ -156,17 +158,15 @@ class KeptCasts:
     values: Sequence[KeptValue]
     known: dict[int, Unchanged] = field(default_factory=dict)
 
-    def __call__(self, weights: Sequence[Tensor], args: Sequence[Any] = (), read: Sequence[int] = ()) -> list[Any]:
-        """Return what is kept of these weights, computing what is missing or out of date.
-
-        args, read: all that the graph is given, and which of that are frozen weights that it reads as they are.
-        """
+    def __call__(self, weights: Sequence[Tensor]) -> list[Any]:
+        """Return what is kept of these weights, computing what is missing or out of date."""
         known = self.known.get(id(weights[0]))
         if known is None or not known.holds_for(weights):
-            if any(weight.is_inference() for weight in weights):  # torch does not count writes to those
+            if any(
+                weight.is_inference() and not is_freed(weight) for weight in weights
+            ):  # torch does not count writes to those
                 return list(self.run(list(weights)))
             known = self._renewed(weights)
-            note_reads(args[i] for i in read)
         tensors: list[Any] = [value.tensor for value in known.values]
         keep(*tensors)
         return tensors

@@ -87,7 +87,8 @@ def _scaled_mm_2d(
 ) -> Tensor:
     tensorwise = granularity_a == granularity_b == "tensor"
     kernel_dtype = out_dtype if tensorwise or (granularity_a not in BLOCKWISE and _rows_in_cublas()) else torch.bfloat16
-    fused_bias = bias if bias is not None and kernel_dtype == bias.dtype == torch.bfloat16 else None
+    is_fused = bias is not None and kernel_dtype == bias.dtype == torch.bfloat16 and bias.is_contiguous()
+    fused_bias = bias if is_fused else None
     if granularity_a in BLOCKWISE:
         out = _blockwise(a, scale_a, granularity_a, b, scale_b, granularity_b, kernel_dtype)
         fused_bias = None

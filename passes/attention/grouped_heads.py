@@ -17,6 +17,7 @@ than they were copied: nothing in between may write (`_writes_nothing`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,12 +34,25 @@ from fp8compile.passes.core.stages import DynamoGraph
 
 KEY, VALUE = INPUTS.index("key"), INPUTS.index("value")
 HEADS = 1  # the dimension of heads, where attention reads them
-WRITES = {
-    "setitem",
-    "delitem",
-    *(f"i{name}" for name in ["add", "and", "concat", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow"]),
-}
-WRITES |= {f"i{name}" for name in ["rshift", "sub", "truediv", "xor"]}
+REPEATS = {  # functions by the methods that they are; a custom operator may have any name
+    torch.clone: "clone", torch.flatten: "flatten", torch.repeat_interleave: "repeat_interleave",
+    torch.reshape: "reshape", torch.transpose: "transpose",
+}  # fmt: skip
+PURE_METHODS = frozenset(
+    {
+        "add", "bfloat16", "chunk", "clone", "contiguous", "dim", "div", "expand", "expand_as", "flatten", "float",
+        "half", "masked_fill", "mul", "narrow", "neg", "permute", "repeat", "repeat_interleave", "reshape", "select",
+        "size", "split", "squeeze", "sub", "to", "transpose", "tril", "triu", "type_as", "unbind", "unflatten",
+        "unsqueeze", "view", "view_as",
+    }
+)  # fmt: skip
+PURE_FUNCTIONS = frozenset(
+    {
+        operator.add, operator.floordiv, operator.getitem, operator.mul, operator.neg, operator.sub, operator.truediv,
+        torch.arange, torch.cat, torch.chunk, torch.cos, torch.neg, torch.permute, torch.sin, torch.split,
+        torch.squeeze, torch.stack, torch.unbind, torch.unsqueeze, torch.where, *REPEATS,
+    }
+)  # fmt: skip
 
 
 def run(c: DynamoGraph) -> None:
@@ -46,8 +60,16 @@ def run(c: DynamoGraph) -> None:
     for module in c.gm.modules():
         if isinstance(module, fx.GraphModule):
             calls = [n for n in module.graph.nodes if n.target is scaled_dot_product_attention]
+            if any(map(_chooses_kernels, module.graph.nodes)):
+                continue
             if sum(_group(node) for node in calls):
                 module.recompile()  # AOTAutograd drops what nothing reads
+
+
+def _chooses_kernels(node: fx.Node) -> bool:
+    """Return True for what allows or forbids kernels of attention within a graph (`sdpa_kernel`)."""
+    is_attention = node.target is scaled_dot_product_attention
+    return node.op == "call_function" and not is_attention and "sdp" in getattr(node.target, "__name__", "")
 
 
 def _group(node: fx.Node) -> bool:
@@ -103,7 +125,7 @@ def _repeat_of(node: Any, heads: int) -> Repeat | None:
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     if source is None or not isinstance(before := _example(source), Tensor):
         return None
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name(node)
     if name in ("contiguous", "clone"):
         return _repeat_of(source, heads)
     if name == "transpose" and len(node.args) == 3:
@@ -116,6 +138,11 @@ def _repeat_of(node: Any, heads: int) -> Repeat | None:
     if name in ("reshape", "view", "flatten"):
         return _of_merged(source, before, x, heads)
     return None
+
+
+def _name(node: fx.Node) -> str:
+    """Return the method of torch's that a node calls, by itself or as a function; "" for anything else."""
+    return str(node.target) if node.op == "call_method" else REPEATS.get(node.target, "")  # type: ignore[call-overload]
 
 
 def _of_transposed(node: fx.Node, source: fx.Node, heads: int) -> Repeat | None:
@@ -136,9 +163,9 @@ def _dim_of(node: fx.Node) -> Any:
 
 def _of_merged(source: fx.Node, before: Tensor, x: Tensor, heads: int) -> Repeat | None:
     """Return the repeat of heads [.., h, n, ..] that have become [.., h·n, ..], and were [.., h, 1, ..]."""
-    while source.target in ("contiguous", "clone") or getattr(source.target, "__name__", "") == "clone":
+    while _name(source) in ("contiguous", "clone"):
         source = source.args[0]  # type: ignore[assignment]
-    wide = source.args[0] if source.target == "expand" else None
+    wide = source.args[0] if _name(source) == "expand" else None
     if not isinstance(wide, fx.Node) or not isinstance(narrow := _example(wide), Tensor):
         return None
     sizes = list(before.shape)
@@ -179,18 +206,12 @@ def _is_unwritten(first: fx.Node, last: fx.Node) -> bool:
 
 
 def _writes_nothing(node: fx.Node) -> bool:
-    """Return True for a method or function of torch, or an operator of Python, that only computes."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.op in ("placeholder", "get_attr"):
-        return True
-    if node.op not in ("call_method", "call_function") or name.endswith("_") or name in WRITES:
+    """Return True for what is known to compute and to write nothing: the rest may write into anything."""
+    if "out" in node.kwargs:
         return False
-    if any(x is True for x in node.args) or node.kwargs.get("inplace") or "out" in node.kwargs:  # inplace, by position
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace == "aten" and not node.target._schema.is_mutable
-    is_of_torch = torch.overrides.resolve_name(node.target) is not None
-    return node.op == "call_method" or is_of_torch or getattr(node.target, "__module__", "") == "_operator"
+    if node.op == "call_method":
+        return node.target in PURE_METHODS
+    return node.op in ("placeholder", "get_attr") or (node.op == "call_function" and node.target in PURE_FUNCTIONS)
 
 
 # ---- which kernel ----------------------------------------------------------------------------------------------------

@@ -97,7 +97,10 @@ def call(editor: GraphEditor, node: fx.Node) -> None:
         scale_a = of_rows(mm.scale_a, value(mm.a).shape[0])
         scale_b = emit(aten.permute.default, of_rows(mm.scale_b, value(mm.b).shape[0]), [1, 0])
     columns = emit(aten.permute.default, mm.b, [1, 0])
-    how = (mm.bias, None, mm.out_dtype, mm.fast_accumulation)
+    bias = mm.bias
+    if bias is not None and not value(bias).is_contiguous():  # cuBLAS reads it as if it were
+        bias = emit(aten.clone.default, bias)
+    how = (bias, None, mm.out_dtype, mm.fast_accumulation)
     product = emit(aten._scaled_mm.default, mm.a, columns, scale_a, scale_b, *how)
     product.meta[CALLED] = True
     node.replace_all_uses_with(product)

@@ -80,17 +80,18 @@ def _launch(editor: GraphEditor, node: fx.Node, launch: Any, arrived: fx.Node) -
     """Replace `node` by a launch, and return the counts that it leaves."""
     mm, graph, out = ScaledMM(node), editor.graph, value(node)
 
-    def flat(scale: fx.Node) -> fx.Node:
-        x = editor.emit(aten.reshape.default, scale, [-1], before=node, like=node)
+    def flat(given: fx.Node) -> fx.Node:
+        x = editor.emit(aten.reshape.default, given, [-1], before=node, like=node)
         as_it_lies = value(x).stride(0) == 1 or value(x).numel() == 1
         return x if as_it_lies else editor.emit(aten.clone.default, x, before=node, like=node)
 
     scales = flat(mm.scale_a), flat(mm.scale_b)
+    bias = None if mm.bias is None else flat(mm.bias)
     partial = new_empty(out, [launch.partial], torch.float32)
     counts = new_empty(out, list(value(arrived).shape), torch.int32)
     with graph.inserting_before(node):
         buffers = {"out": empty_node(graph, out, out.shape), "partial": empty_node(graph, partial, partial.shape)}
-        read = {"a": mm.a, "b": mm.b, "scale_a": scales[0], "scale_b": scales[1], "bias": mm.bias or scales[1]}
+        read = {"a": mm.a, "b": mm.b, "scale_a": scales[0], "scale_b": scales[1], "bias": bias or scales[1]}
         written = {"out": out, "partial": partial, "arrived": counts}
         given = {**read, **buffers, "arrived": arrived}
         call = launch_node(node, _kernel(), launch.grid, given, written, launch.constants)

@@ -173,10 +173,11 @@ def test_saving_loading_writing_exporting(tmp_path: Any) -> None:
     right = model(numbers())
     saved = copy.deepcopy(model.state_dict())
     fp8compile.free_weights(model)
-    with pytest.raises(FreedWeightError, match="Linear: its weights were freed"):
+    with pytest.raises(FreedWeightError, match=r"Layers: up.weight was freed.*saved or loaded"):
         model.state_dict()
-    with pytest.raises(FreedWeightError, match="Linear: its weights were freed"):
-        model.load_state_dict(saved)
+    with pytest.raises(FreedWeightError, match=r"Layers: up.weight was freed.*saved or loaded"):
+        model.load_state_dict({name: x + 1 for name, x in saved.items()})
+    assert torch.equal(model.table.weight, saved["table.weight"])  # nothing was loaded before it raised
     with pytest.raises(RuntimeError, match="single memory location"):
         model.up.weight.mul_(2)
     with pytest.raises((CheckpointError, FreedWeightError)):
@@ -195,6 +196,7 @@ def test_a_weight_that_is_given_memory_again() -> None:
     for name, parameter in model.named_parameters():
         parameter.data = saved[name].clone()
     assert torch.equal(model(numbers()), right)
+    model.load_state_dict(model.state_dict())
     model.up.weight.mul_(2)
     assert not torch.equal(model(numbers()), right)
 
@@ -222,3 +224,87 @@ def test_nothing_is_known_of_a_weight_that_is_gone() -> None:
     gc.collect()
     assert not frozen_weights._uses
     assert not kept_casts._values.by_key
+
+
+FILLS = {
+    "zero_": lambda w: w.zero_(),
+    "fill": lambda w: nn.init.constant_(w, 0.5),
+    "masked": lambda w: w.masked_fill_(w.isnan(), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", list(FILLS))
+@torch.no_grad()
+def test_writes_that_torch_allows_are_not_ignored(name: str) -> None:
+    """Of one element for all."""
+    model = frozen()
+    model(numbers())
+    fp8compile.free_weights(model)
+    FILLS[name](model.up.weight)
+    with pytest.raises(FreedWeightError, match="change no weight afterwards"):
+        model(numbers())
+
+
+@torch.no_grad()
+def test_calls_that_torch_does_not_compile_any_more_raise() -> None:
+    """Each kind of call was traced twice: beyond torch's limit they would run in Python, on NaN."""
+    model = frozen()
+    counts = (4, 8, 12, 16, 20, 24)
+    right = {count: model(numbers(count)) for count in counts}
+    fp8compile.free_weights(model)
+    raised = []
+    for count in counts:
+        try:
+            found = model(numbers(count))
+        except FreedWeightError as error:
+            raised.append(str(error))
+        else:
+            assert torch.equal(found, right[count])
+    assert raised
+    assert all("recompile_limit" in said for said in raised)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(FreedWeightError, match="this call is not compiled"):
+        model(numbers())
+
+
+def test_freed_in_inference_mode() -> None:
+    model = frozen()
+    with torch.inference_mode():
+        right = model(numbers())
+        fp8compile.free_weights(model)
+        assert torch.equal(model(numbers()), right)
+    with torch.no_grad():
+        assert torch.equal(model(numbers()), right)
+
+
+def test_who_needs_the_weight_otherwise_raises() -> None:
+    """For gradients; and a second model, which is not frozen."""
+    model, other = frozen(), Layers().bfloat16()
+    other.up.weight = model.up.weight
+    with torch.no_grad():
+        model(numbers())
+        fp8compile.free_weights(model)
+        with pytest.raises(FreedWeightError, match="weight_ was freed"):
+            torch.compile(other, backend="fp8", options=EAGER)(numbers())
+    model.up.weight.requires_grad_(True)
+    with pytest.raises(FreedWeightError, match="for gradients"):
+        model(numbers())
+
+
+@torch.no_grad()
+def test_reads_of_several_weights_by_one_graph_are_all_noted() -> None:
+    weights = [nn.Parameter(torch.randn(64, 64).bfloat16(), requires_grad=False) for _ in range(3)]
+    options = {**EAGER, "frozen": True}
+    table = nn.Parameter(torch.randn(4).bfloat16(), requires_grad=False)
+    cast = torch.compile(lambda x, w: nn.functional.linear(x, w).relu(), backend="fp8", options=options)
+    read = torch.compile(lambda x, t, w: x * t.sum() * w.float().mean(), backend="fp8", options=options)
+    both = torch.compile(
+        lambda x, c, w: nn.functional.linear(x, c).relu() * w.float().mean(), backend="fp8", options=options
+    )
+    x = torch.randn(16, 64).bfloat16()
+    for weight in weights:
+        cast(x, weight)
+    for weight in weights[:2]:
+        read(x, table, weight)
+    both(x, weights[2], weights[0])
+    both(x, weights[2], weights[1])
+    assert [frozen_weights.is_cast_alone(weight) for weight in weights] == [False, False, True]

@@ -411,3 +411,19 @@ def test_a_mode_and_modules_of_torch_s_own(mode: str | None, casts: list[int]) -
     assert not model.training
     assert fp8compile.free_weights(model) == plain[0].weight.numel() * 2 + plain[2].weight.numel() * 2
     assert model(rows()).isfinite().all()
+
+
+@torch.no_grad()
+def test_sizes_that_one_graph_takes_all_of() -> None:
+    with torch._dynamo.config.patch(force_parameter_static_shapes=False):
+        weight = nn.Parameter(torch.randn(64, 64).bfloat16(), requires_grad=False)
+        whole = weight.data
+        run = torch.compile(
+            lambda x, w: nn.functional.linear(x, w).relu(),
+            backend="fp8",
+            options={**EAGER, "frozen": True},
+            dynamic=True,
+        )
+        for count in (64, 32, 48, 32):
+            weight.data = whole[:count]
+            assert run(rows(16, 64), weight).shape == (16, count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -203,10 +202,69 @@ def test_what_is_written_before_the_copy_is_read(write: Callable[[Tensor], None]
     torch.testing.assert_close(found, right)
 
 
-def test_operators_that_write_are_known() -> None:
-    named = {name.strip("_") for name in dir(operator) if name.startswith("__i") and hasattr(operator, name[2:-2])}
-    written = {name for name in named if hasattr(operator, f"__{name[1:].rstrip('_')}__")}
-    assert written - {"index", "inv", "invert"} <= grouped_heads.WRITES
+@torch.library.custom_op("tests_grouped::write", mutates_args={"x"})
+def write_op(x: Tensor) -> None:
+    x.mul_(3)
+
+
+@write_op.register_fake
+def _(x: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("tests_grouped::repeat_interleave", mutates_args=())
+def repeat_interleave(x: Tensor, count: int) -> Tensor:
+    return x.repeat(1, count, 1, 1)
+
+
+@repeat_interleave.register_fake
+def _(x: Tensor, count: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] * count, *x.shape[2:])
+
+
+HIDDEN = {  # writes into k that no name tells of
+    "a custom operator": lambda k: torch.ops.tests_grouped.write(k),
+    "its overload": lambda k: torch.ops.tests_grouped.write.default(k),
+    "an embedding": lambda k: nn.functional.embedding(torch.arange(10), k.view(-1, WIDTH), max_norm=0.5),
+    "running statistics": lambda k: nn.functional.batch_norm(
+        torch.ones(8, k.numel()), k.view(-1), k.new_ones(k.numel()), training=True
+    ),
+    "a place by position": lambda k: nn.functional.normalize(k, 2.0, 1, 1e-12, k),
+    "a number for True": lambda k: nn.functional.relu(k, 1),
+}
+
+
+@pytest.mark.parametrize("name", list(HIDDEN))
+@torch.no_grad()
+def test_writes_that_no_name_tells_of(name: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        keys, values = heads_first(k), heads_first(v)
+        HIDDEN[name](k)
+        return scaled_dot_product_attention(q, keys, values, mask)
+
+    right = run(*inputs())
+    found, (call,) = compiled(run, *inputs())
+    assert not is_grouped(call)
+    torch.testing.assert_close(found, right)
+
+
+@torch.no_grad()
+def test_a_custom_operator_of_that_name() -> None:
+    model = Attention(lambda x: torch.ops.tests_grouped.repeat_interleave(x, COUNT))
+    found, (call,) = compiled(model, *inputs())
+    assert not is_grouped(call)
+    torch.testing.assert_close(found, model(*inputs()))
+
+
+@torch.no_grad()
+def test_kernels_that_the_graph_itself_chooses() -> None:
+    def run(*given: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return Attention(heads_first)(*given)
+
+    found, (call,) = compiled(run, *inputs())
+    assert not is_grouped(call)
+    torch.testing.assert_close(found, run(*inputs()))
 
 
 @torch.no_grad()

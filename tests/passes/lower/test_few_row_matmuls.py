@@ -84,6 +84,22 @@ def test_values_are_those_of_the_matmuls(rows: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7 * float(theirs.float().std()))
 
 
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs TRITON_INTERPRET=1, set before Triton's import")
+@pytest.mark.parametrize("lie", [lambda b: b[::2], lambda b: b[:1].expand(96), lambda b: b[:96]])
+def test_a_bias_that_lies_otherwise(lie: Any) -> None:
+    interpreter.prepare()
+
+    def run(a: Tensor, s: Tensor, b: Tensor, t: Tensor, bias: Tensor) -> Tensor:
+        return ops.scaled_mm(a, s, ROW, b, t, ROW, lie(bias), torch.bfloat16)
+
+    inputs = codes(3, 64), scales(3), codes(96, 64), scales(96), 4 * torch.arange(192).bfloat16()
+    gm = traced(run, *inputs)
+    launch_few_rows(gm.graph)
+    assert launches(gm)
+    found, right = Interpreted(gm).run(*inputs), run(*inputs)
+    torch.testing.assert_close(found, right, rtol=2**-7, atol=2**-7 * float(right.float().std()))
+
+
 def test_launches_share_their_counts_and_clone_nothing() -> None:
     gm = traced(two_layers, *given())
     launch_few_rows(gm.graph)
