@@ -67,7 +67,12 @@ STORES = (
     Store("optimizer.shared_step.shared_step", "_templates", "rules of updates, by kind", Until.TORCH_RESET),
     Store("optimizer.shared_step.replayed", "_pools", "memory of graphs of updates, by stream", Until.OWNER),
     Store("optimizer.shared_step.template", "_compiled", "functions of numbers, by their code", Until.TORCH_RESET),
-    Store("torch_hooks.kept_casts", "_values", "payloads and scales of frozen weights", Until.TORCH_RESET),
+    Store(
+        "torch_hooks.kept_casts",
+        "_values",
+        "payloads and scales of frozen weights; of freed ones they stay",
+        Until.TORCH_RESET,
+    ),
     Store("frozen_weights", "_uses", "how graphs read each frozen weight, and whether it was freed", Until.OWNER),
     Store("distributed.weight_cast", "_casts", "casts of sharded weights, by number", Until.OWNER),
     Store("kernels.optimizer.update_launch", "_tables", "addresses of parameters and states, by launch", Until.RESET),

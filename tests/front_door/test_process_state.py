@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib
 import itertools
 import weakref
@@ -107,7 +108,9 @@ def test_every_store_that_is_emptied_can_be():
 
 @pytest.fixture
 def filled() -> dict[tuple[str, str], Any]:
-    """Something in every store that a reset empties."""
+    """Something in every store that a reset empties, and nothing of models of other tests whose weights were freed."""
+    process_state.reset()
+    gc.collect()
     store._compiled.add([Plan()], None)
     plan_warnings._matched.add("skip head")
     compiled_calls._given_up[filled_code] = ["a reason"]
