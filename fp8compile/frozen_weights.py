@@ -87,11 +87,15 @@ def is_cast_alone(weight: Tensor) -> bool:
     return use is not None and use.cast is not None and not use.is_read and not is_freed(weight)
 
 
-def free(weight: Tensor) -> int:
-    """Free the memory of a weight, and return how many bytes. Raises if it was written since it was last cast."""
-    use = _use_of(weight)
-    if use.cast != (weight._version, weight.data_ptr()):
+def refuse_written(weight: Tensor) -> None:
+    """Raise if a weight was written since it was last cast."""
+    if _use_of(weight).cast != (weight._version, weight.data_ptr()):
         raise FreedWeightError("a weight was written since it was last cast: run the model once more before this")
+
+
+def free(weight: Tensor) -> int:
+    """Free the memory of a weight that is as it was cast, and return how many bytes."""
+    use = _use_of(weight)
     layout = weight.shape, weight.stride(), weight.dtype, weight.device
     with torch.inference_mode(False):
         nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device)

@@ -41,6 +41,8 @@ def free_weights(model: nn.Module) -> int:
         raise FreedWeightError(
             "no weight of this model is only cast: run it once after fp8compile.freeze; what graphs read in BF16 stays"
         )
+    for _, parameter in owners.values():
+        frozen_weights.refuse_written(parameter)
     count = sum(frozen_weights.free(parameter) for _, parameter in owners.values())
     for module in {id(module): module for module in (model, *(module for module, _ in owners.values()))}.values():
         if not getattr(module, GUARDED, False):
