@@ -19,7 +19,7 @@ from fp8compile.errors import FreedWeightError
 
 @dataclass
 class Use:
-    """What is known of a weight. cast: its writes and its address when it was last cast, None if it never was.
+    """Hold what is known of a weight. cast: its writes and its address when it was last cast, None if it never was.
 
     is_read: a graph reads it as it is. freed: what is known of one whose memory was freed.
     """
@@ -31,7 +31,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Freed:
-    """A weight whose memory was freed. layout: shape, strides, dtype and device before; writes: how many there were.
+    """Hold how a weight lay whose memory was freed. layout: shape, strides, dtype, device; writes: how many there were.
 
     nothing: the NaN that it shows, which is kept so that nothing else comes to lie there.
     """

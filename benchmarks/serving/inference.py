@@ -120,10 +120,8 @@ class Inference:
             quantize(self.model, self.system.name, case.device)
         if self.system.compile is not None:
             given = peers.compile_arguments(self.system, case.device)
-            options = dict(given.pop("options", {}))  # which torch takes in place of a mode
-            given |= (
-                {"options": {**options, **({"mode": mode} if mode else {})}} if self.system.ours else {"mode": mode}
-            )
+            options = {**given.pop("options", {}), **({"mode": mode} if mode else {})}
+            given |= {"options": options} if self.system.ours else {"mode": mode}  # torch takes one or the other
             self.run = torch.compile(self.model, **given)
 
     def logits(self) -> Tensor:

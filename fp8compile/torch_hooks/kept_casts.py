@@ -118,7 +118,7 @@ _values = Values()
 
 @dataclass(eq=False)
 class Unchanged:
-    """What was kept of some weights, and how to see that it is still right, for all of them at once.
+    """Hold what was kept of some weights, and compare all of them at once with what they were.
 
     As long as no value was computed or freed since, the weights live, and their values are those of this graph. Strides
     and dtypes are not compared: Dynamo's guards have chosen the graph by them; shapes may be symbolic.

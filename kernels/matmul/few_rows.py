@@ -4,14 +4,7 @@
 
 A tile of the weight's rows is the left operand of the matmul unit, and the few rows of `a` are its columns. Where the
 weight has few tiles, K is split: programs of a tile leave partial sums, and the last that arrives adds them in their
-order, so that results do not depend on who was last. Microseconds on an H100, with scales of rows, one row and 64:
-
-| K × N | this kernel | cuBLAS | `mm` in BF16 |
-|---|---|---|---|
-| 2048 × 2048 | 5.0, 6.8 | 8.6, 8.7 | 6.3, 6.5 |
-| 2048 × 16384 | 14.1, 16.6 | 16.4, 17.4 | 26.0, 28.1 |
-| 8192 × 2048 | 9.2, 11.1 | 22.4, 22.8 | 16.6, 18.0 |
-| 14336 × 4096 | 24.8, 27.5 | 49.4, 39.4 | 45.8, 48.7 |
+order, so that results do not depend on who was last. `benchmarks/serving/inference.py` has what tokens take with it.
 """
 
 from __future__ import annotations
@@ -40,7 +33,7 @@ def few_rows(
     ROWS_A: tl.constexpr, ROWS_B: tl.constexpr, HAS_BIAS: tl.constexpr,  # noqa: N803
     LANES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """One tile of columns of `out`, over one part of K. LANES: M rounded up to what the matmul unit takes."""
+    """Compute one tile of columns of `out`, over one part of K. LANES: M rounded up to what the matmul unit takes."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     n = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -78,7 +71,7 @@ def few_rows(
 
 @dataclass(frozen=True)
 class Launch:
-    """How a matmul of these sizes is launched: what the kernel knows when it is compiled."""
+    """Describe the launch of a matmul of these sizes: what the kernel knows when it is compiled."""
 
     M: int
     N: int
@@ -94,22 +87,22 @@ class Launch:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Programs: a tile of columns, a part of K."""
+        """Return the numbers of programs: tiles of columns, parts of K."""
         return self.tiles, self.PARTS, 1
 
     @property
     def tiles(self) -> int:
-        """How many counts `arrived` has, INT32, zero before and after."""
+        """Return how many counts `arrived` has: INT32, zero before and after."""
         return ceil_div(self.N, self.COLUMNS)
 
     @property
     def partial(self) -> int:
-        """How many FP32 numbers `partial` has, of any value before."""
+        """Return how many FP32 numbers `partial` has, of any value before."""
         return self.PARTS * self.LANES * self.tiles * self.COLUMNS if self.PARTS > 1 else 1
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Arguments that are constants of the kernel."""
+        """Return the arguments that are constants of the kernel."""
         return asdict(self)
 
 

@@ -5,8 +5,7 @@ Before      %e = expand(unsqueeze(%k, 2), [b, h, n, s, d])            After    %
             %o = attention(%q, %r, %r', %mask)
 
 A model whose attention has a mask repeats keys and values by itself. A token that is decoded with a static cache would
-copy all of that, n times as large, and read it again. On an H100, with a cache of 64 sequences of 1024 tokens,
-attention takes 56 µs a layer in place of 786.
+copy all of that, n times as large, and read it again: with many sequences that is most of its time.
 
 On Dynamo's graph, before AOTAutograd picks the kernel; only where torch picks the same kernel for both, as those that
 know nothing of groups are no faster, and only where no gradient is asked for.

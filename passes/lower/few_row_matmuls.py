@@ -5,8 +5,8 @@ After       %z = full([tiles], 0)                                               
             %k = triton_kernel_wrapper_functional(few_rows, grid, {a: %p, b: %q, …, out: %y0, arrived: %z})
             %y = %k["out"]                                  %z' = %k["arrived"], zero again, for the next launch
 
-cuBLAS takes as long for one row as for a tile of them, and with scales of rows up to twice as long as it takes to read
-the weight (`kernels/matmul/few_rows.py`). With a scale for each tensor it does not: those matmuls stay calls.
+With scales of rows cuBLAS takes much longer for few rows than their weight takes to be read, where it has few tiles;
+`kernels/matmul/few_rows.py` does not. With a scale for each tensor neither does cuBLAS: those matmuls stay calls.
 
 Sound because it is the same sum, in FP32; the order of its terms is another. Where Inductor is to tune matmuls, they
 stay as they are, like those of `call_matmuls`, as do those of symbolic sizes, which may be many rows.

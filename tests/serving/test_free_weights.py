@@ -34,6 +34,13 @@ class Layers(nn.Module):
         return self.a(hidden) * self.b(hidden)
 
 
+class Either(Layers):
+    """Reads a weight as it is where there are few numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) if len(x) > 8 else self.up(self.table(x))[:, :32] * self.a.weight.float().mean()
+
+
 CAST = ("up.weight", "a.weight", "b.weight")
 
 
@@ -102,10 +109,6 @@ def test_llama_prompt_and_token_with_tied_weights() -> None:
 def test_a_new_kind_of_call_that_needs_casts_raises() -> None:
     """Here, of a weight as it is."""
 
-    class Either(Layers):
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x) if len(x) > 8 else self.up(self.table(x))[:, :32] * self.a.weight.float().mean()
-
     model = frozen(Either())
     model(numbers())
     fp8compile.free_weights(model)
@@ -116,10 +119,6 @@ def test_a_new_kind_of_call_that_needs_casts_raises() -> None:
 
 @torch.no_grad()
 def test_what_another_call_reads_as_it_is_stays() -> None:
-    class Either(Layers):
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x) if len(x) > 8 else self.up(self.table(x))[:, :32] * self.a.weight.float().mean()
-
     model = frozen(Either())
     right = [model(numbers(count)) for count in (16, 4)]
     fp8compile.free_weights(model)
@@ -134,11 +133,11 @@ def test_what_another_call_reads_as_it_is_stays() -> None:
 
 @torch.no_grad()
 def test_a_graph_without_casts_reads_too() -> None:
-    class Either(Layers):
+    class Reading(Layers):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(x) if len(x) > 8 else self.up.weight[:, 0] * 2
 
-    model = frozen(Either())
+    model = frozen(Reading())
     model(numbers())
     model(numbers(4))
     fp8compile.free_weights(model)
