@@ -12,6 +12,8 @@ were laid out there and then, and, where those will do, leaves it open: what is 
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 from torch._inductor.inductor_prims import force_stride_order  # as its own passes keep strides
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
@@ -26,6 +28,9 @@ from fp8compile.passes.lower.call_matmuls import CALLED
 from fp8compile.passes.regions.part_values import RefusedError
 from fp8compile.passes.regions.region_graph import GraphEditor
 
+# Where a graph has this method, torch warns of symbols among a node's arguments, and orders strides that are nodes.
+# Older versions (2.11, 2.12) order symbols by their guards, and stop at a node that is a maximum ("Max(1, …) > 1").
+ARE_NODES = hasattr(fx.Graph, "materialize_symints")
 KEPT = operators.SCALED_DOT_PRODUCT | {"aten::_grouped_mm"}  # operators that Inductor's layouts may not reach
 
 
@@ -62,11 +67,16 @@ def _keep(editor: GraphEditor, node: fx.Node, given: fx.Node) -> None:
         if given.target is aten.expand.default and first_input(given).op == "call_function":
             _keep(editor, given, first_input(given))
         return
-    try:
-        strides = tuple(editor.size_node(stride, node) for stride in x.stride())
-    except RefusedError:
-        strides = x.stride()
+    strides = _named(editor, x.stride(), node) if ARE_NODES else x.stride()
     with editor.graph.inserting_before(node):
         kept = editor.graph.call_function(force_stride_order, (given, strides))
     kept.meta = dict(given.meta)
     node.replace_input_with(given, kept)
+
+
+def _named(editor: GraphEditor, strides: tuple[Any, ...], node: fx.Node) -> tuple[Any, ...]:
+    """Return strides with a node for each symbol; as they are, where the graph has nothing to compute it from."""
+    try:
+        return tuple(editor.size_node(stride, node) for stride in strides)
+    except RefusedError:
+        return strides
