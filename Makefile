@@ -22,7 +22,7 @@ TRITON ?= "triton>=3.6,<3.7"  # the one that this torch was built for
 train: $(STAMP)examples ## the main job: train a language model in BF16 and in FP8, and compare (ARGS="--size 120m")
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
-test: $(STAMP)dev lint ## everything that runs without a GPU: lint, then types beside the tests
+test: $(STAMP)dev lint ## what runs without a GPU: lint, then types beside the tests (ARGS="--all-cases" for every case)
 	@$(MAKE) --no-print-directory --jobs 2 types test-cpu
 
 lint: $(STAMP)dev ## style

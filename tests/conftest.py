@@ -1,6 +1,8 @@
 """Every test starts from the same state: one thread, a fixed seed, nothing compiled, no history, no plan; and memory
 that nobody has written is NaN.
 
+Cases that run no code of their own are left out, unless they are named or asked for (tests/cases.py).
+
 Each process of a run has an empty compile cache of its own, so that no test finds what an earlier run has compiled.
 """
 
@@ -22,9 +24,26 @@ _cache = tempfile.TemporaryDirectory(prefix="fp8compile-tests-")  # lives as lon
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
 
 from fp8compile import process_state  # noqa: E402
+from tests import cases  # noqa: E402
 
 quicken()
 poison()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that leaves nothing out."""
+    parser.addoption("--all-cases", action="store_true", help="run those of tests/left_out.json too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what tests/left_out.json names, where whole files run."""
+    if config.getoption("--all-cases") or config.option.keyword or any("::" in argument for argument in config.args):
+        return
+    known = {test: frozenset(parameters) for test, parameters in cases.left_out().items()}
+    left = [item for item in items if cases.is_left_out(item.nodeid, known)]
+    config.hook.pytest_deselected(items=left)
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(autouse=True)

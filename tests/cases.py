@@ -1,0 +1,133 @@
+"""Choose the cases of tests that `make test` leaves out, by what each of them was seen to run.
+
+    pip install coverage
+    OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal --all-cases -p arcs --arcs FOLDER      an hour, on two cores
+    python -m tests.cases FOLDER                                                          writes tests/left_out.json
+
+What stays: cases so short that leaving them out gains nothing; those that together run every branch that any test runs,
+first those that run most for their time; and the shortest case of each other test, unless it is long. Tests that start
+other processes keep at least one case, as what those run is not seen. So the branches that tests run stay the same;
+`python -m tests.mutate` says whether what stays notices what is broken. `make test ARGS="--all-cases"` runs all. A case
+that the list does not know always runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import pickle
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LIST = Path(__file__).with_name("left_out.json")
+SHORT, LONG = 0.1, 2.5  # seconds, while branches are noted
+OTHER_PROCESSES = re.compile(r"\branks\b|subprocess|multiprocessing|printed_by|import command")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One case of a test. name: as pytest has it; branches: numbers of those that it ran."""
+
+    name: str
+    seconds: float
+    branches: frozenset[int]
+
+    @property
+    def test(self) -> str:
+        """Its file and function, without its parameters."""
+        return self.name.partition("[")[0]
+
+    @property
+    def parameters(self) -> str:
+        """What stands in brackets."""
+        return self.name.partition("[")[2].removesuffix("]")
+
+
+def read(folder: Path) -> list[Case]:
+    """Return what the processes of a run have noted."""
+    numbers: dict[tuple[str, int, int], int] = {}
+    cases = []
+    for file in sorted(folder.glob("*.pickle")):
+        own, tests = pickle.loads(file.read_bytes())
+        known = {number: numbers.setdefault(branch, len(numbers)) for branch, number in own.items()}
+        for name, (seconds, met) in tests.items():
+            cases.append(Case(name, seconds, frozenset(known[number] for number in met)))
+    return cases
+
+
+@cache
+def starts_processes(file: str) -> bool:
+    """Return True if a test file names what starts other processes."""
+    return OTHER_PROCESSES.search((ROOT / file).read_text()) is not None
+
+
+def chosen(cases: Sequence[Case]) -> list[Case]:
+    """Return the cases that stay."""
+    shortest = {c.test: c for c in sorted(cases, key=lambda c: -c.seconds)}
+    unseen = {c for c in shortest.values() if starts_processes(c.name.partition("::")[0])}
+    stays = [c for c in cases if c.seconds < SHORT or c in unseen]
+    known = set(stays)
+    stays += _covering([c for c in cases if c not in known], set().union(*(c.branches for c in stays)))
+    tested = {c.test for c in stays}
+    return stays + [c for test, c in shortest.items() if test not in tested and c.seconds < LONG]
+
+
+def _covering(cases: Iterable[Case], run: set[int]) -> list[Case]:
+    """Return cases that run all branches that `cases` run and `run` has not, those first that run most for their time.
+
+    A branch that was run is never worth more later, so a case is looked at again only when it is the next one.
+    """
+    waiting = [(-len(c.branches - run) / c.seconds, i, c) for i, c in enumerate(cases)]
+    heapq.heapify(waiting)
+    taken: list[Case] = []
+    run = set(run)
+    while waiting:
+        _, i, case = heapq.heappop(waiting)
+        worth = -len(case.branches - run) / case.seconds
+        if not worth:
+            continue
+        if waiting and worth > waiting[0][0]:
+            heapq.heappush(waiting, (worth, i, case))
+            continue
+        taken.append(case)
+        run |= case.branches
+    return taken
+
+
+def left_out() -> dict[str, list[str]]:
+    """Return the parameters of the cases that are left out, by test."""
+    found: dict[str, list[str]] = json.loads(LIST.read_text())
+    return found
+
+
+def is_left_out(name: str, by_test: Mapping[str, Iterable[str]]) -> bool:
+    """Return True if the case of this name is one of those left out."""
+    test, _, parameters = name.partition("[")
+    return parameters.removesuffix("]") in by_test.get(test, ())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the list."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="what the processes of the run have written")
+    cases = [c for c in read(parser.parse_args(arguments).folder) if not c.name.startswith("tests/gpu/")]
+    stay = chosen(cases)
+    names = {c.name for c in stay}
+    by_test: dict[str, list[str]] = defaultdict(list)
+    for case in sorted((c for c in cases if c.name not in names), key=lambda c: c.name):
+        by_test[case.test].append(case.parameters)
+    lines = [json.dumps({test: left}, ensure_ascii=False)[1:-1] for test, left in by_test.items()]
+    LIST.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    of_all, of_those = (sum(c.seconds for c in x) for x in (cases, stay))
+    print(f"{len(stay)} of {len(cases)} cases stay: {of_those:.0f} of {of_all:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
