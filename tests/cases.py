@@ -4,11 +4,11 @@
     OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal --all-cases -p arcs --arcs FOLDER      an hour, on two cores
     python -m tests.cases FOLDER                                                          writes tests/left_out.json
 
-What stays: cases so short that leaving them out gains nothing; those that together run nearly every branch that any
-test runs, first those that run most for their time; and the shortest case of each other test, unless it is long. Of
-tests that start other processes, whose branches are not seen, the shortest case stays unless it takes very long. So the
-branches that tests run stay the same, within SHARE; `python -m tests.mutate` says whether what stays notices what is
-broken. `make test ARGS="--all-cases"` runs all. A case that the list does not know always runs.
+What stays: cases so short that leaving them out gains nothing; those that run nearly every branch that any test runs,
+twice where there are two, first those that run most for their time; the shortest case of each other test, unless it is
+long; and tests that tests/mutations.toml names. Of tests that start other processes, whose branches are not seen, the
+shortest case stays unless it takes very long. `python -m tests.mutate` says whether what stays notices what is broken.
+`make test ARGS="--all-cases"` runs all. A case that the list does not know always runs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ import json
 import pickle
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
+
+from tests import mutate
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("left_out.json")
-SHORT, LONG, VERY_LONG = 0.1, 2.0, 15.0  # seconds
-SHARE = 0.998  # of the branches that all cases run
+SHORT, LONG, VERY_LONG = 0.1, 1.5, 15.0  # seconds
+TIMES, SHARE = 2, 0.998  # how often each branch is run, where there are so many cases; of all that this asks for
 OTHER_PROCESSES = re.compile(r"\branks\b|subprocess|multiprocessing|printed_by|import command")
 
 
@@ -69,41 +72,47 @@ def starts_processes(file: str) -> bool:
     return OTHER_PROCESSES.search((ROOT / file).read_text()) is not None
 
 
-def chosen(cases: Sequence[Case]) -> list[Case]:
-    """Return the cases that stay."""
-    shortest = {c.test: c for c in sorted(cases, key=lambda c: -c.seconds)}
+def chosen(cases: Sequence[Case], named: Iterable[str] = ()) -> list[Case]:
+    """Return the cases that stay. named: tests, and cases, that stay in any case."""
+    must, shortest = frozenset(named), {c.test: c for c in sorted(cases, key=lambda c: -c.seconds)}
     unseen = {c for c in shortest.values() if starts_processes(c.name.partition("::")[0]) and c.seconds < VERY_LONG}
-    stays = [c for c in cases if c.seconds < SHORT or c in unseen]
-    known = set(stays)
-    stays += _covering([c for c in cases if c not in known], _branches(stays), SHARE * len(_branches(cases)))
+    stays = [c for c in cases if c.seconds < SHORT or c in unseen or c.name in must or c.test in must]
+    stays += _covering(cases, stays)
     tested = {c.test for c in stays}
     return stays + [c for test, c in shortest.items() if test not in tested and c.seconds < LONG]
 
 
-def _branches(cases: Iterable[Case]) -> set[int]:
-    return set().union(*(c.branches for c in cases))
+def _covering(cases: Sequence[Case], taken: Iterable[Case]) -> list[Case]:
+    """Return the cases which, with those that are taken, run nearly every branch as often as is asked for.
 
-
-def _covering(cases: Iterable[Case], run: set[int], enough: float) -> list[Case]:
-    """Return cases that run branches which are not in `run`, until there are enough, most for their time first.
-
-    A branch that was run is never worth more later, so a case is looked at again only when it is the next one.
+    Those come first that run most for their time. What a case is worth only falls, so it is looked at again when it is
+    the next one.
     """
-    waiting = [(-len(c.branches - run) / c.seconds, i, c) for i, c in enumerate(cases)]
+    asked = {branch: min(count, TIMES) for branch, count in _runs(cases).items()}
+    runs, known = _runs(taken), set(taken)
+    missing = SHARE * sum(asked.values()) - sum(min(runs[branch], count) for branch, count in asked.items())
+
+    def worth(case: Case) -> float:
+        return sum(runs[branch] < asked[branch] for branch in case.branches) / case.seconds
+
+    waiting = [(-worth(c), i, c) for i, c in enumerate(cases) if c not in known]
     heapq.heapify(waiting)
-    taken: list[Case] = []
-    run = set(run)
-    while waiting and len(run) < enough:
+    found: list[Case] = []
+    while waiting and missing > 0:
         _, i, case = heapq.heappop(waiting)
-        worth = -len(case.branches - run) / case.seconds
-        if not worth:
-            continue
-        if waiting and worth > waiting[0][0]:
-            heapq.heappush(waiting, (worth, i, case))
-            continue
-        taken.append(case)
-        run |= case.branches
-    return taken
+        now = worth(case)
+        if now and waiting and now < -waiting[0][0]:
+            heapq.heappush(waiting, (-now, i, case))
+        elif now:
+            found.append(case)
+            missing -= now * case.seconds
+            runs.update(case.branches)
+    return found
+
+
+def _runs(cases: Iterable[Case]) -> Counter[int]:
+    """Return how many cases run each branch."""
+    return Counter(chain.from_iterable(c.branches for c in cases))
 
 
 def left_out() -> dict[str, list[str]]:
@@ -123,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what the processes of the run have written")
     cases = [c for c in read(parser.parse_args(arguments).folder) if not c.name.startswith("tests/gpu/")]
-    stay = chosen(cases)
+    stay = chosen(cases, [test for m in mutate.mutations() for test in m.tests.split() if "::" in test])
     names = {c.name for c in stay}
     by_test: dict[str, list[str]] = defaultdict(list)
     for case in sorted((c for c in cases if c.name not in names), key=lambda c: c.name):
@@ -131,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = [json.dumps({test: left}, ensure_ascii=False)[1:-1] for test, left in by_test.items()]
     LIST.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     of_all, of_those = (sum(c.seconds for c in x) for x in (cases, stay))
-    branches = len(_branches(stay)) / len(_branches(cases))
+    branches = len(_runs(stay)) / len(_runs(cases))
     print(f"{len(stay)} of {len(cases)} cases stay: {of_those:.0f} of {of_all:.0f} s, {branches:.2%} of the branches")
 
 

@@ -87,7 +87,7 @@ def test_matmuls_that_become_one_are_launched_once() -> None:
         assert len(chosen) == 3 * count
         return host_costs.times_in_fp8(Times(0.0, 0.0), chosen, Costs(H100, c.matmuls.converted)).host
 
-    assert added(3) == added(1) == 3 * host_costs.ADDED * 1e-3
+    assert added(3) == added(1) == 3 * host_costs.ADDED * 1e-3 > 0  # FP8 launches more than BF16
 
 
 def test_fused_kernels_are_counted() -> None:
