@@ -1,7 +1,7 @@
 """Every test starts from the same state: one thread, a fixed seed, nothing compiled, no history, no plan; and memory
 that nobody has written is NaN.
 
-Cases that run no code of their own are left out, unless they are named or asked for (tests/cases.py).
+Longer cases whose code others run too are left out, unless they are named or asked for (tests/cases.py).
 
 Each process of a run has an empty compile cache of its own, so that no test finds what an earlier run has compiled.
 """

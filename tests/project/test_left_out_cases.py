@@ -1,4 +1,4 @@
-"""Cases that are left out run no branch of their own, and are run where they are named or asked for."""
+"""Cases are left out whose branches others run too, and are run where they are named or asked for."""
 
 from __future__ import annotations
 
