@@ -87,7 +87,18 @@ def run(version: str, arguments: Sequence[str]) -> Row:
     log, report = LOGS / f"torch-{version}.txt", LOGS / f"torch-{version}.xml"
     log.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
-    command = [python, "-m", "pytest", "-n", "2", "--dist", "worksteal", f"--junitxml={report}", *arguments]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "--all-cases",
+        f"--junitxml={report}",
+        *arguments,
+    ]
     with log.open("w") as out:
         subprocess.run(
             command, cwd=ROOT, stdout=out, stderr=out, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -53,8 +53,10 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def restore_graph(graph: fx.Graph, backup: fx.Graph) -> None:
-    """Make `graph` what it was; it must stay the same object."""
-    for node in reversed(list(graph.nodes)):
+    """Make `graph` what it was; it must stay the same object. What failed may have left nodes behind their users."""
+    for node in graph.nodes:
+        node.args, node.kwargs = (), {}
+    for node in list(graph.nodes):
         graph.erase_node(node)
     graph.output(graph.graph_copy(backup, {}))
     graph.output_node().meta = dict(backup.output_node().meta)

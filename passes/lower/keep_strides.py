@@ -75,8 +75,9 @@ def _keep(editor: GraphEditor, node: fx.Node, given: fx.Node) -> None:
 
 
 def _named(editor: GraphEditor, strides: tuple[Any, ...], node: fx.Node) -> tuple[Any, ...]:
-    """Return strides with a node for each symbol; as they are, where the graph has nothing to compute it from."""
+    """Return strides with a node for each symbol; as they are, where the graph computes one behind `node` or never."""
     try:
-        return tuple(editor.size_node(stride, node) for stride in strides)
+        named = tuple(editor.size_node(stride, node) for stride in strides)
     except RefusedError:
         return strides
+    return named if all(x < node for x in named if isinstance(x, fx.Node)) else strides

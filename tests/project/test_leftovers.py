@@ -118,7 +118,7 @@ def test_types_are_the_same_with_leftovers(littered: tuple[Path, list[str]]):
 
 def test_tests_are_the_same_with_leftovers(littered: tuple[Path, list[str]]):
     tree, _ = littered
-    collect = (sys.executable, *"-m pytest --collect-only --all-cases -q -p no:cacheprovider -n 0".split())
+    collect = (sys.executable, "-m", "pytest", "--collect-only", "--all-cases", "-q", "-p", "no:cacheprovider", "-n0")
     files = ("tests/benchmarks/test_runs.py", "tests/benchmarks/test_tables.py")
     there = run(tree, *collect, *files)
     here = {f"{file}::{name}" for file in files for name in TEST.findall((ROOT / file).read_text())}

@@ -48,6 +48,19 @@ def test_symbolic_strides_are_nodes() -> None:
     torch.testing.assert_close(gm(x), attention(x))
 
 
+def test_what_is_computed_behind_attention_is_not_read_before_it() -> None:
+    """A graph may compute a stride for something else, later."""
+
+    def late(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = attention(x)
+        return y, x.new_zeros(x.shape[1] * 64)
+
+    gm = make_fx(late, tracing_mode="symbolic")(torch.randn(3, 24, 64))
+    keep_strides(gm.graph)
+    gm.graph.lint()
+    assert len(gm.graph.find_nodes(op="call_function", target=force_stride_order)) == 3
+
+
 class Filled(nn.Module):
     """Attention over all tokens, filled up to a multiple of 16: of a symbolic length, strides are a maximum."""
 
