@@ -56,10 +56,8 @@ def is_tuned() -> bool:
 
 
 def is_one_call(node: fx.Node) -> bool:
-    """Return True if aten._scaled_mm does it all: two matrices, their scales, an addition at most, and BF16.
-
-    It takes no sizes that only the data knows, nor symbolic numbers of rows where a scale is repeated for each.
-    """
+    """Return True if aten._scaled_mm does it all: two matrices, their scales, an addition at most, and BF16; it takes
+    no sizes that only the data knows."""
     mm = ScaledMM(node)
     return (
         mm.granularity_a in IN_ONE_CALL
@@ -69,12 +67,7 @@ def is_one_call(node: fx.Node) -> bool:
         and mm.out_dtype == torch.bfloat16
         and (mm.bias is None or value(mm.bias).dtype == torch.bfloat16)
         and mm.offs is None
-        and (mm.granularity_a == mm.granularity_b or all(_has_known_rows(x) for x in (mm.a, mm.b)))
     )
-
-
-def _has_known_rows(node: fx.Node) -> bool:
-    return isinstance(value(node).shape[0], int)
 
 
 def call(editor: GraphEditor, node: fx.Node) -> None:
@@ -84,18 +77,20 @@ def call(editor: GraphEditor, node: fx.Node) -> None:
     def emit(target: Any, *args: Any) -> fx.Node:
         return editor.emit(target, *args, before=node, like=node)
 
-    def of_rows(scale: fx.Node, rows: int) -> fx.Node:
+    def of_rows(scale: fx.Node, matrix: fx.Node) -> fx.Node:
+        rows = value(matrix).shape[0]
         flat = emit(aten.view.default, scale, [-1, 1])
         if same(value(flat).shape[0], rows):
             as_it_lies = same(value(flat).stride(0), 1) and not _is_part(scale)
             return flat if as_it_lies else emit(aten.clone.default, flat)
-        return emit(aten.clone.default, emit(aten.expand.default, flat, [rows, 1]))
+        count = rows if isinstance(rows, int) else emit(aten.sym_size.int, matrix, 0)
+        return emit(aten.clone.default, emit(aten.expand.default, flat, [count, 1]))
 
     if mm.granularity_a == mm.granularity_b == "tensor":
         scale_a, scale_b = (emit(aten.clone.default, s) if _is_part(s) else s for s in (mm.scale_a, mm.scale_b))
     else:
-        scale_a = of_rows(mm.scale_a, value(mm.a).shape[0])
-        scale_b = emit(aten.permute.default, of_rows(mm.scale_b, value(mm.b).shape[0]), [1, 0])
+        scale_a = of_rows(mm.scale_a, mm.a)
+        scale_b = emit(aten.permute.default, of_rows(mm.scale_b, mm.b), [1, 0])
     columns = emit(aten.permute.default, mm.b, [1, 0])
     bias = mm.bias
     if bias is not None and not value(bias).is_contiguous():  # cuBLAS reads it as if it were
