@@ -1,12 +1,12 @@
 """Compare short steps of BF16 and of ours in one process, by turns: a noisy host slows both alike.
 
     python -m benchmarks.training.paired_steps --jobs 11 --json FILE
-    python -m benchmarks.training.paired_steps --only "ViT-B*,DINOv2*"
+    python -m benchmarks.training.paired_steps --only "ViT-B*,DINOv2*,MLP*"
     python -m benchmarks.training.paired_steps --tiny                      small models on a CPU: that it runs, no times
 
-Models of short_steps.py, where each system has a process of its own: two processes of the same system then differ by up
-to a half on a host that others use as well. Here all train in one process, a few steps each by turns, each as often the
-first one; medians of all.
+Rows of the field suite, where each system has a process of its own: two processes of the same system then differ by up
+to a half on a host that others use as well, also where they have the GPU by turns. Here all train in one process, a few
+steps each by turns, each as often the first one; medians of all.
 
 BF16           milliseconds of a step of `torch.compile` with torch's fused AdamW
 ours, 8-bit    the same of ours, with torch's AdamW and with 8-bit states, and how often it is faster
@@ -17,19 +17,21 @@ host …         milliseconds of each until a step has been launched: forward, b
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from benchmarks.field.models import MODELS
 from benchmarks.harness import peers, runs
 from benchmarks.harness.columns import MISSING, Column, Row, figure
 from benchmarks.harness.measuring import intervals
 from benchmarks.harness.peers import BASELINE, System, ours
 from benchmarks.harness.processes import Case
 from benchmarks.harness.runs import Benchmark
-from benchmarks.training.short_steps import NAMES, Training, waited_for
+from benchmarks.training.short_steps import Training, waited_for
 
 SYSTEMS: dict[str, System] = {"bf16": BASELINE, "plain": ours("plain states"), "8_bits": ours("8-bit", eight_bit=True)}
 TOGETHER = "by turns"
@@ -64,7 +66,7 @@ def measure(case: Case) -> dict[str, Any]:
     turns, warmup = (1, 1) if case.tiny else (TURNS, WARMUP)
     for name, system in SYSTEMS.items():
         training = trained[name] = Training(case, system)
-        for _ in range(warmup):
+        for _ in range(max(warmup, len(training.task.batches))):
             training.step()
         if system.ours:  # what the first of them has compiled: the other compiles as much
             found.setdefault("in_fp8", peers.in_fp8(system, training.task.model))
@@ -77,7 +79,8 @@ def measure(case: Case) -> dict[str, Any]:
             for name in _from(turn, list(trained)):
                 training = trained[name]
                 training.step()
-                ms[name] += intervals(training.step, STEPS, case.device)
+                count = len(training.task.batches)
+                ms[name] += intervals(training.step, count * math.ceil(STEPS / count), case.device)
                 host[name] += [waited_for(training) for _ in range(WAITED)]
     found |= {f"{name}_ms": statistics.median(times) for name, times in ms.items()}
     for name, steps in host.items():
@@ -94,7 +97,7 @@ def _from(turn: int, names: list[str]) -> list[str]:
 
 BENCHMARK = Benchmark(
     "paired_steps",
-    {name: [TOGETHER] for name in NAMES},
+    {row.name: [TOGETHER] for row in MODELS},
     measure,
     COLUMNS,
     TOGETHER,
