@@ -12,6 +12,9 @@ others need. What lies on a lower level is recomputed where that moves fewer byt
 Statistics of rows need a program per row, transposed stores need square tiles: where a transposed payload depends on
 statistics, another region computes these, and this one loads them.
 
+Random numbers are drawn once, as drawing keeps a GPU busy longer than loading a mask: a region stores the mask that
+backward reads too; where others outside of it drop the same elements, it loads what they have drawn.
+
 Regions without an FP8 payload or amax are left to Inductor, but for column sums next to row reductions (the backward
 of a norm), which it would read twice for.
 """
@@ -19,6 +22,7 @@ of a norm), which it would read twice for.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +37,7 @@ from fp8compile.passes.core.compilation import is_tensor, remove_dead, value
 from fp8compile.passes.core.iteration import NoAccessError
 from fp8compile.passes.core.origin import source_line
 from fp8compile.passes.core.stages import HalfGraph
+from fp8compile.passes.core.walk import users_of, walk
 from fp8compile.passes.regions.build_region import Builder
 from fp8compile.passes.regions.cluster_loads import delayed, leaves_of
 from fp8compile.passes.regions.clusters import Cluster, find_clusters, reduces_rows
@@ -57,35 +62,27 @@ def form_regions(graph: fx.Graph) -> list[str]:
     clusters = delayed(graph, find_clusters(graph, levels, reasons), levels)
     order = sorted(clusters, key=lambda k: (-k.level, not k.transposed))
     sinks = {sink for cluster in clusters for sink in cluster.sinks}
+    drawn = find_drawn(graph)
     for cluster in order:
-        reasons += _replace(editor, cluster, levels, sinks)
+        reasons += _replace(editor, cluster, levels, sinks, drawn)
     put_in_order(graph)
     remove_dead(graph)
     return reasons
 
 
-def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], others: set[fx.Node]) -> list[str]:
-    """Write the cluster's region into the graph; returns why a sink was left. `others`: the sinks of all clusters."""
-    reasons = []
-    builder = Builder(cluster.rows, cluster.cols, leaves_of(cluster, levels))
-    for sink in cluster.sinks:
-        try:
-            builder.sinks.append(sink_of(builder, sink))
-        except (RefusedError, NoAccessError) as why:
-            if sink.target in ops.CASTS:
-                reasons.append(f"%{sink.name}: {why}")
+def _replace(
+    editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], others: set[fx.Node], drawn: set[fx.Node]
+) -> list[str]:
+    """Write the cluster's region into the graph; returns why a sink was left. others: the sinks of all clusters; drawn:
+    what is made of random numbers alone."""
+    is_leaf = leaves_of(cluster, levels)
+    builder, reasons = _computed(cluster, is_leaf, levels, others, drawn)
+    loaded = {node for node in builder.interior & drawn if _is_drawn_elsewhere(node, builder, drawn)}
+    if loaded:
+        builder, reasons = _computed(cluster, lambda node: node in loaded or is_leaf(node), levels, others, drawn)
     if not builder.sinks:
         return reasons
-    statistics_elsewhere = cluster.transposed and reduces_rows(cluster, levels)
-    own_sinks = len(builder.sinks)
-    for node in sorted(builder.interior, reverse=True):
-        if statistics_elsewhere and node.target not in ops.CASTS:
-            continue  # who computes the statistics computes this as well
-        if levels[node] == cluster.level and _is_needed(node, builder, others):
-            try:
-                builder.sinks.append(store_value(builder, node))
-            except (RefusedError, NoAccessError):  # then it stays where it is, and Inductor computes it
-                continue
+    own_sinks = sum(s.node in cluster.sinks for s in builder.sinks)
     part, tensors = builder.part()
     if editor.waits_for_itself(tensors, [s.node for s in builder.sinks]):  # through a value stored on the way
         stored = builder.sinks[own_sinks:]
@@ -105,7 +102,7 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
         if not (late and early):
             return [*reasons, f"%{builder.sinks[0].node.name}: needs what is made of it"]
         halves = [replace(cluster, sinks=late), replace(cluster, sinks=early)]
-        return [why for half in halves for why in _replace(editor, half, levels, others)]
+        return [why for half in halves for why in _replace(editor, half, levels, others, drawn)]
     own = set(cluster.sinks)
     users = [
         list(s.node.users) if s.node in own else _outside(s.node, builder.interior | others) for s in builder.sinks
@@ -117,6 +114,68 @@ def _replace(editor: GraphEditor, cluster: Cluster, levels: dict[fx.Node, int], 
     except RefusedError as why:
         reasons.append(f"%{builder.sinks[0].node.name}: {why}")
     return reasons
+
+
+def _computed(
+    cluster: Cluster,
+    is_leaf: Callable[[fx.Node], bool],
+    levels: dict[fx.Node, int],
+    others: set[fx.Node],
+    drawn: set[fx.Node],
+) -> tuple[Builder, list[str]]:
+    """Return what computes the cluster's sinks, and behind them what others need of it; and why sinks were left."""
+    builder, reasons = Builder(cluster.rows, cluster.cols, is_leaf), []
+    for sink in cluster.sinks:
+        try:
+            builder.sinks.append(sink_of(builder, sink))
+        except (RefusedError, NoAccessError) as why:
+            if sink.target in ops.CASTS:
+                reasons.append(f"%{sink.name}: {why}")
+    if not builder.sinks:
+        return builder, reasons
+    statistics_elsewhere = cluster.transposed and reduces_rows(cluster, levels)
+    for node in sorted(builder.interior, reverse=True):
+        if statistics_elsewhere and node.target not in ops.CASTS:
+            continue  # who computes the statistics computes this as well
+        stands_here = levels[node] == cluster.level or (node in drawn and _is_returned(node, builder.interior))
+        if stands_here and _is_needed(node, builder, others):
+            try:
+                builder.sinks.append(store_value(builder, node))
+            except (RefusedError, NoAccessError):  # then it stays where it is, and Inductor computes it
+                continue
+    return builder, reasons
+
+
+def find_drawn(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that are made of random numbers alone: which elements a dropout drops."""
+    drawn: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = [i for i in node.all_input_nodes if is_tensor(i) and i.target not in fusible.CONSTANTS]
+        computed = fusible.is_fusible(node) and bool(inputs) and drawn.issuperset(inputs)
+        if node.target in fusible.RANDOM or (computed and is_tensor(node)):
+            drawn.add(node)
+    return drawn
+
+
+def _is_drawn_elsewhere(node: fx.Node, builder: Builder, drawn: set[fx.Node]) -> bool:
+    """Return True if the region reads what is made of random numbers alone for something that others compute as well.
+
+    They draw the numbers then, and the region loads what they have made of them.
+    """
+    stored = {s.node for s in builder.sinks}
+    readers = [user for user in node.users if user not in drawn]
+    if node in stored or not readers:
+        return False
+    reached = walk(readers, users_of, through=lambda n: n in builder.interior and n not in stored)
+    return any(n not in builder.interior and n not in stored and n.op != "output" for n in reached)
+
+
+def _is_returned(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Return True if nobody but the graph's output reads a node from outside, through views or not."""
+    return all(
+        user.op == "output" or user in inside or (user.target in fusible.LAYOUTS and _is_returned(user, inside))
+        for user in node.users
+    )
 
 
 def _waits(editor: GraphEditor, sink: fx.Node, cluster: Cluster, levels: dict[fx.Node, int]) -> bool:
