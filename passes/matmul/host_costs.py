@@ -1,20 +1,22 @@
-"""Host costs: how long a graph keeps its host, beside its GPU. A short step waits for the host.
+"""Host costs: how long a step keeps its host, beside its GPU. A short step waits for the host.
 
     step    the longer of both: the host launches ahead while the GPU works
-    GPU     matmuls, convolutions and attention by their FLOPs, the rest by what fused kernels read and write
+    GPU     matmuls, convolutions and attention by their FLOPs, the rest by what fused kernels read and write; of
+            training, what AdamW reads and writes of the parameters
     host    `HOST` microseconds a launch, with the buffer that it writes, and `HALF` for forward and for backward,
-            whatever they launch; FP8 adds `ADDED` for a matmul: casts, amaxes, transposed copies, scales, and what is
-            unpacked for backward
+            whatever they launch; of training, `OUTSIDE` for the loss and the optimizer; FP8 adds `ADDED` for a matmul:
+            casts, amaxes, transposed copies, scales, and what is unpacked for backward
 
 Fused kernels are counted as Inductor makes them, roughly: what is computed element by element or along rows, connected,
 with no library's kernel and no sum over rows in between, is one; so is each sum over rows, with what it sums.
 
 From fifteen models on an H100 with torch 2.11 (`benchmarks/training/paired_steps.py`): forward and backward of
 `torch.compile` took the host 0.74 to 1.29 of this estimate in BF16, before it had `HALF`, which is what an MLP of
-four layers on one row needed beside its launches (1.4 ms, where launches are 0.8). Ours took 0.79 to 0.91 of that
-with nothing in FP8, and in FP8 between -37 and 27 microseconds a matmul more, so `ADDED` is no less than what was
-seen. The host had sixteen cores a GPU, of a server that others use as well. On a faster one gains are left in steps
-that stay in BF16 (ViT-B, MLP-Mixer); priced for a fast one, a step was 0.8 times as fast as in BF16. A host that
+four layers on one row needed beside its launches (1.4 ms, where launches are 0.8). `OUTSIDE` is what steps of two
+MLPs took besides (0.7 to 1.0 ms), with a loss outside of the graph and torch's fused AdamW. Ours took 0.79 to 0.91 of
+the estimate with nothing in FP8, and in FP8 between -37 and 27 microseconds a matmul more, so `ADDED` is no less than
+what was seen. The host had sixteen cores a GPU, of a server that others use as well. On a faster one gains are left in
+steps that stay in BF16 (ViT-B, MLP-Mixer); priced for a fast one, a step was 0.8 times as fast as in BF16. A host that
 falls behind becomes slower still, as a launch onto an idle GPU takes it longer. So a gain of less than `LEAST_GAIN`
 is left where a slow host would be later than the GPU. A CUDA graph leaves the host out: then times on the GPU are
 compared, and in such short steps a gain of less than `LEAST_GAIN` is no more than their error.
@@ -33,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from fp8compile.devices import Device
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import VIEWS, base, hint, is_tangent, is_tensor, value
+from fp8compile.passes.core.compilation import VIEWS, Compilation, base, hint, is_tangent, is_tensor, value
 from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode
 from fp8compile.passes.core.node_views import Getitem, argument
 from fp8compile.passes.matmul.matmul_costs import Costs, Timed, alone_in_bf16, merged_as
@@ -41,6 +43,8 @@ from fp8compile.passes.matmul.matmul_costs import Costs, Timed, alone_in_bf16, m
 # microseconds of a host: a launch of each kind, a gradient that autograd takes, and what FP8 adds for a matmul
 HOST = {"matmul": 40.0, "convolution": 60.0, "attention": 120.0, "other": 50.0, "fused": 22.0, "gradient": 8.0}
 HALF = 350.0  # guards, wrappers, autograd's own node
+OUTSIDE = 700.0  # a loss that is not compiled, the optimizer, gradients that are given back
+UPDATES = 7  # AdamW: a parameter, its gradient and two states are read, and all but the gradient are written
 ADDED = 30.0
 LEAST_GAIN = 0.015  # of a step
 SLOW_HOST = 1.5  # times slower than that of these figures
@@ -68,12 +72,16 @@ class Times:
 
 
 def times_in_bf16(
-    graph: fx.Graph, matmuls: Iterable[MatmulNode], device: Device, kept: Collection[fx.Node] = ()
+    graph: fx.Graph, matmuls: Iterable[MatmulNode], device: Device, kept: Collection[fx.Node] = (), updated: int = 0
 ) -> Times:
-    """Return the times of a graph without FP8. matmuls: all of it, convolutions among them, which are counted for
-    their nodes; kept: as of `Costs`."""
+    """Return the times without FP8 of a step with this graph.
+
+    matmuls: all of it, convolutions among them, which are counted for their nodes; kept: as of `Costs`; updated: bytes
+    of the parameters that it computes gradients of.
+    """
     gpu = sum(alone_in_bf16(m, device, kept) for m in matmuls if m.kind != CONVOLUTION)
-    host = HALF * (2 if any(map(is_tangent, graph.nodes)) else 1)
+    gpu += UPDATES * updated / (device.casts * 1e9)
+    host = 2 * HALF + OUTSIDE if any(map(is_tangent, graph.nodes)) else HALF
     for node in graph.nodes:
         kind = _kind(node)
         if kind in SHARE_OF_RATE:
@@ -87,6 +95,14 @@ def times_in_bf16(
     gpu += sum(max(moved / (device.casts * 1e9), device.launch * 1e-3) for moved in kernels)
     host += HOST["fused"] * len(kernels) + HOST["gradient"] * _gradients(graph)
     return Times(gpu, host * 1e-3)
+
+
+def updated_bytes(c: Compilation) -> int:
+    """Return how many bytes the parameters take that a joint graph computes gradients of."""
+    inputs = [node for node in c.graph.find_nodes(op="placeholder") if node.name in c.inputs]
+    outputs = pytree.tree_leaves(c.graph.output_node().args)  # a gradient of each input, or None, comes last
+    pairs = zip(reversed(inputs), reversed(outputs), strict=False)
+    return sum(_bytes(node) for node, gradient in pairs if gradient is not None and c.inputs[node.name].is_parameter)
 
 
 def times_in_fp8(bf16: Times, chosen: Iterable[Timed], costs: Costs) -> Times:

@@ -121,7 +121,8 @@ def _leave_to_bf16_if_no_step_is_shorter(candidates: Sequence[Candidate], costs:
     asked_for = c.options.select == "all" or any(_is_gathered(x.matmul) for x in chosen)
     if not chosen or asked_for or not c.device.has_fp8:
         return
-    bf16 = host_costs.times_in_bf16(c.graph, (x.matmul for x in candidates), c.device, costs.kept)
+    updated = host_costs.updated_bytes(c) if c.is_training else 0
+    bf16 = host_costs.times_in_bf16(c.graph, (x.matmul for x in candidates), c.device, costs.kept, updated)
     fp8 = host_costs.times_in_fp8(bf16, [(x.matmul, x.casts) for x in chosen if x.casts is not None], costs)
     by_host = host_costs.host_launches() and not c.options.captured
     if host_costs.is_shorter(fp8, bf16, by_host):
