@@ -5,9 +5,9 @@
     python -m tests.cases FOLDER                                                          writes tests/left_out.json
 
 What stays: cases so short that leaving them out gains nothing; those that run nearly every branch that any test runs,
-twice where there are two, first those that run most for their time; the shortest case of each other test, unless it is
-long; and tests that tests/mutations.toml names. Of tests that start other processes, whose branches are not seen, the
-shortest case stays unless it takes very long. `python -m tests.mutate` says whether what stays notices what is broken.
+first those that run most for their time; the shortest case of each other test, unless it is long; and tests that
+tests/mutations.toml names. Of tests that start other processes, whose branches are not seen, the shortest case stays
+unless it takes very long. `python -m tests.mutate` says whether what stays notices what is broken.
 `make test ARGS="--all-cases"` runs all. A case that the list does not know always runs.
 """
 
@@ -19,7 +19,7 @@ import json
 import pickle
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,8 +30,8 @@ from tests import mutate
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("left_out.json")
-SHORT, LONG, VERY_LONG = 0.1, 1.5, 15.0  # seconds
-TIMES, SHARE = 2, 0.998  # how often each branch is run, where there are so many cases; of all that this asks for
+SHORT, LONG, VERY_LONG = 0.1, 1.0, 15.0  # seconds
+SHARE = 0.998  # of the branches that any test runs
 OTHER_PROCESSES = re.compile(r"\branks\b|subprocess|multiprocessing|printed_by|import command")
 
 
@@ -83,36 +83,35 @@ def chosen(cases: Sequence[Case], named: Iterable[str] = ()) -> list[Case]:
 
 
 def _covering(cases: Sequence[Case], taken: Iterable[Case]) -> list[Case]:
-    """Return the cases which, with those that are taken, run nearly every branch as often as is asked for.
+    """Return the cases which, with those that are taken, run nearly every branch.
 
     Those come first that run most for their time. What a case is worth only falls, so it is looked at again when it is
     the next one.
     """
-    asked = {branch: min(count, TIMES) for branch, count in _runs(cases).items()}
-    runs, known = _runs(taken), set(taken)
-    missing = SHARE * sum(asked.values()) - sum(min(runs[branch], count) for branch, count in asked.items())
+    known = set(taken)
+    missing = _run_by(cases) - _run_by(known)
+    allowed = (1 - SHARE) * len(_run_by(cases))
 
     def worth(case: Case) -> float:
-        return sum(runs[branch] < asked[branch] for branch in case.branches) / case.seconds
+        return len(missing & case.branches) / case.seconds
 
     waiting = [(-worth(c), i, c) for i, c in enumerate(cases) if c not in known]
     heapq.heapify(waiting)
     found: list[Case] = []
-    while waiting and missing > 0:
+    while waiting and len(missing) > allowed:
         _, i, case = heapq.heappop(waiting)
         now = worth(case)
         if now and waiting and now < -waiting[0][0]:
             heapq.heappush(waiting, (-now, i, case))
         elif now:
             found.append(case)
-            missing -= now * case.seconds
-            runs.update(case.branches)
+            missing -= case.branches
     return found
 
 
-def _runs(cases: Iterable[Case]) -> Counter[int]:
-    """Return how many cases run each branch."""
-    return Counter(chain.from_iterable(c.branches for c in cases))
+def _run_by(cases: Iterable[Case]) -> set[int]:
+    """Return the branches that any of the cases runs."""
+    return set(chain.from_iterable(c.branches for c in cases))
 
 
 def left_out() -> dict[str, list[str]]:
@@ -140,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = [json.dumps({test: left}, ensure_ascii=False)[1:-1] for test, left in by_test.items()]
     LIST.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     of_all, of_those = (sum(c.seconds for c in x) for x in (cases, stay))
-    branches = len(_runs(stay)) / len(_runs(cases))
+    branches = len(_run_by(stay)) / len(_run_by(cases))
     print(f"{len(stay)} of {len(cases)} cases stay: {of_those:.0f} of {of_all:.0f} s, {branches:.2%} of the branches")
 
 
