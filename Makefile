@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-
+PIP_INSTALL := $(BIN)/pip install --quiet --no-compile  # modules are compiled when they are imported, and few are
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint types test-cpu test-matrix test-gpu field fuzz accept format clean
@@ -12,8 +13,8 @@ help: ## show this list
 $(STAMP)%: pyproject.toml
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed'"
-	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "torch==$(TORCH)" $(TRITON)
-	$(BIN)/pip install --quiet --editable ".[$*]"
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP_INSTALL) "torch==$(TORCH)" $(TRITON)
+	$(PIP_INSTALL) --editable ".[$*]"
 	@touch $@
 
 TORCH ?= 2.13.0

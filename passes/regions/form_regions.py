@@ -158,22 +158,28 @@ def find_drawn(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_drawn_elsewhere(node: fx.Node, builder: Builder, drawn: set[fx.Node]) -> bool:
-    """Return True if the region reads what is made of random numbers alone for something that others compute as well.
+    """Return True if others draw the random numbers that alone make up what the region reads: for something that they
+    compute as well, or as the graph returns it and no region can store it so (a batch that is not its first dimension).
 
-    They draw the numbers then, and the region loads what they have made of them.
+    The region then loads what they have made of them.
     """
     stored = {s.node for s in builder.sinks}
-    readers = [user for user in node.users if user not in drawn]
+    readers = [user for user in node.users if user not in drawn and user.target is not ops.region]  # which loads it
     if node in stored or not readers:
         return False
+    if any(user.op == "output" for user in readers):
+        return True
     reached = walk(readers, users_of, through=lambda n: n in builder.interior and n not in stored)
     return any(n not in builder.interior and n not in stored and n.op != "output" for n in reached)
 
 
 def _is_returned(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Return True if nobody but the graph's output reads a node from outside, through views or not."""
+    """Return True if nobody reads a node from outside but the graph's output, through views or not, and regions."""
     return all(
-        user.op == "output" or user in inside or (user.target in fusible.LAYOUTS and _is_returned(user, inside))
+        user.op == "output"
+        or user in inside
+        or user.target is ops.region
+        or (user.target in fusible.LAYOUTS and _is_returned(user, inside))
         for user in node.users
     )
 

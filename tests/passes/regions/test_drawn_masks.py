@@ -71,6 +71,13 @@ def read_by_others_too(a: Tensor, b: Tensor) -> Any:
     return *cast(h * keep), keep, torch.cumsum(keep, 0)
 
 
+def transposed(a: Tensor, b: Tensor) -> Any:
+    """The mask lies as its numbers were drawn: a sequence before its batch, say."""
+    h = computed(a, b)
+    keep = mask(h.t()).t()
+    return *cast(h * keep), keep
+
+
 def two() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     return torch.randn(32, 64, generator=generator).bfloat16(), torch.randn(64, 128, generator=generator).bfloat16()
@@ -85,7 +92,14 @@ def draws(graph: fx.Graph) -> int:
 
 @pytest.mark.parametrize(
     ("function", "outside"),
-    [(saved, 0), (saved_as_a_view, 0), (with_a_residual, 0), (dropped_by_others_too, 1), (read_by_others_too, 1)],
+    [
+        (saved, 0),
+        (saved_as_a_view, 0),
+        (with_a_residual, 0),
+        (dropped_by_others_too, 1),
+        (read_by_others_too, 1),
+        (transposed, 1),
+    ],
 )
 def test_numbers_are_drawn_once(function: Callable[..., Any], outside: int) -> None:
     graph = formed(function, *two()).graph
