@@ -21,9 +21,6 @@ class Halves:
     def has(self, model: str, system: str) -> bool:
         return (model, system) in self.rows
 
-    def has_any(self, model: str) -> bool:
-        return any(self.has(model, system) for system in self.systems)
-
     def add(self, row: Row) -> list[Row]:
         """Return the rows of all systems on this model, in their order, once all are there; until then none."""
         self.rows[row.model, row.system] = row

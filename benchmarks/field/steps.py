@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
-import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,8 +32,7 @@ from tests.fuzz.rounded import rounding
 OURS = ours("8-bit states", eight_bit=True)
 SYSTEMS = (BASELINE, OURS)
 T = TypeVar("T")
-TIMES, STEPS, QUEUED = 4, 5, 2  # how often it is timed, and of how many steps; what was run before is warm
-PATIENCE = 150.0  # seconds that one system may wait for the other, which takes longer to compile
+STEPS, QUEUED = 5, 2  # few, as others wait meanwhile; what was run before is warm
 WAITS, WAIT = 12, 5.0  # for memory that others hold
 
 
@@ -159,20 +157,13 @@ class Training:
         self.opt.zero_grad(set_to_none=True)
 
 
-def measure(case: Case, turns: Turns, gpu: str, alone: Collection[str] = ()) -> dict[str, Any]:
-    """Return all figures of a system on a row, in a process of its own that has GPU number `gpu`.
-
-    alone: rows of which no other system is measured in this run; of others it is timed beside this one.
-    """
+def measure(case: Case, turns: Turns, gpu: str) -> dict[str, Any]:
+    """All figures of a system on a row, in a process of its own that has GPU number `gpu`."""
     prepare_process(case, gpu)
     turns.join()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", fp8compile.Fp8Warning)
-        try:
-            figures = trained(BY_NAME[case.model], system_of(case), case, turns, case.model in alone)
-        except BaseException:
-            turns.miss(case.model)
-            raise
+        figures = trained(BY_NAME[case.model], system_of(case), case, turns)
     said = [str(w.message).splitlines()[0] for w in told if issubclass(w.category, fp8compile.Fp8Warning)]
     return {
         **figures,
@@ -185,14 +176,14 @@ def system_of(case: Case) -> System:
     return next(s for s in SYSTEMS if s.name == case.system)
 
 
-def trained(row: FieldModel, system: System, case: Case, turns: Turns, alone: bool) -> dict[str, Any]:
-    """Return the figures; gradients are compared in the first step, or with dropout left out after all else."""
+def trained(row: FieldModel, system: System, case: Case, turns: Turns) -> dict[str, Any]:
+    """The figures; gradients are compared in the first step, or with dropout left out after all else."""
     figures: dict[str, Any] = {}
     task = row.built(case.device, case.tiny)
     wanted = None if row.dropout else eager(row, task, system, case, figures)
     training, found = first_step(row, task, system, wanted, case, turns, figures)
     figures |= plan_figures()
-    steady(training, case, turns, alone, figures)
+    steady(training, case, turns, figures)
     figures["parameters"] = sum(p.numel() for p in task.model.parameters())
     if row.dropout:
         del training, task
@@ -321,20 +312,16 @@ def plan_figures() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def steady(training: Training, case: Case, turns: Turns, alone: bool, figures: dict[str, Any]) -> None:
-    """Note peaks of the next steps and of later ones, and times with the GPU alone: the systems of a row by turns."""
+def steady(training: Training, case: Case, turns: Turns, figures: dict[str, Any]) -> None:
+    """Peaks of the next steps and of later ones; times with the GPU alone."""
     free(case.device)
     second, _ = peak_gib(training.step, 2 * len(training.task.batches), case.device)
     figures["first_peak_gib"] = max(second, figures["backward_peak_gib"], figures["update_peak_gib"])
-    figures["by_turns"] = not alone and turns.meet(case.model, len(SYSTEMS), PATIENCE)
-    count = len(training.task.batches) * math.ceil(STEPS / len(training.task.batches))
-    times: list[float] = []
-    of_host: list[float] = []
-    for _ in turns.by_turns(TIMES):
+    with turns.alone():
+        count = max(STEPS, 2 * len(training.task.batches))
         training.step()
-        times += intervals(training.step, count, case.device)
-        of_host.append(queueing(training.step, QUEUED, case.device))
-    figures["ms"], figures["host_ms"] = statistics.median(times), statistics.median(of_host)
+        figures["ms"] = statistics.median(intervals(training.step, count, case.device))
+        figures["host_ms"] = queueing(training.step, QUEUED, case.device)
     figures["peak_gib"], _ = peak_gib(training.step, len(training.task.batches), case.device)
     free(case.device)
 

@@ -8,8 +8,7 @@ A row is a model (benchmarks/field/models/) and is trained twice, each time in a
 compile cache: by `torch.compile(model)` with torch's fused AdamW, and by `torch.compile(model, backend="fp8")` with
 `torch.compile(opt.step, backend="fp8")`. Default options, no skips, nothing chosen for a model.
 
-ms          median time of a step; for that the process has its GPU alone (turns.py), whatever compiles beside it, and
-            by turns with the row's other system, if that is measured in the same run ("by_turns")
+ms          median time of a step; for that the process has its GPU alone (turns.py), whatever compiles beside it
 first, peak GiB allocated at most during the first steps, optimizer included, and during later ones
 cold        seconds of compiling and running the first step, optimizer included
 in FP8      share of the FLOPs of matmuls that the plan has in FP8
@@ -32,7 +31,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +124,7 @@ def run(names: Sequence[str], given: argparse.Namespace) -> list[Row]:
             log.add(each)
 
     with folder() as shared:
-        alone = [name for name in names if given.jobs < len(SYSTEMS) or halves.has_any(name)]
-        jobs = Jobs(partial(measure, alone=alone), given, start, Path(shared), clock, done)
+        jobs = Jobs(measure, given, start, Path(shared), clock, done)
         jobs.run(_cases(names, halves))
     print(f"{clock.spent:.0f} s, {len(log.rows) // 2} rows", flush=True)
     for baseline, ours in zip(log.rows[::2], log.rows[1::2], strict=True):
@@ -150,7 +147,7 @@ def _cases(names: Sequence[str], halves: Halves) -> list[tuple[FieldModel, str]]
     """What is to be measured: first what is missing beside a half, then rows of which nothing is there."""
     left = [(model, system.name) for model in interleaved([BY_NAME[name] for name in names]) for system in SYSTEMS]
     left = [(model, system) for model, system in left if not halves.has(model.name, system)]
-    return sorted(left, key=lambda case: not halves.has_any(case[0].name))
+    return sorted(left, key=lambda case: not any(halves.has(case[0].name, system.name) for system in SYSTEMS))
 
 
 def settled(rows: list[Row]) -> list[Row]:

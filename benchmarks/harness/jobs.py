@@ -63,8 +63,7 @@ def interleaved(models: Sequence[T]) -> list[T]:
 class Jobs:
     """Begins systems where there is memory, until the time is over; hands the row of each to `done`.
 
-    A job begins on the GPU where another system is on its model, else on the one that has least to do, unless those on
-    it and this one may need more than `given.gib`. One
+    A job begins on the GPU that has least to do, unless those on it and this one may need more than `given.gib`. One
     that runs out of memory beside others begins once more, and is then reckoned to need three times as much.
     """
 
@@ -96,18 +95,14 @@ class Jobs:
             self._begin(job)
 
     def _next(self) -> Job | None:
-        """Return the first job for which a GPU has memory, with its GPU."""
+        """The first job for which a GPU has memory, and in it the GPU that has least to do."""
         used = [sum(job.gib for job in self.running if job.gpu == gpu) for gpu in range(self.given.gpus)]
         for job in self.waiting:
             free = [gpu for gpu, gib in enumerate(used) if gib == 0 or gib + job.gib <= self.given.gib]
             if free:
-                job.gpu = min(free, key=lambda gpu: (not self._has(gpu, job.model), len(self._on(gpu))))
+                job.gpu = min(free, key=lambda gpu: len(self._on(gpu)))
                 return job
         return None
-
-    def _has(self, gpu: int, model: Sized) -> bool:
-        """Return True if a system is on this model on a GPU."""
-        return any(job.model.name == model.name for job in self._on(gpu))
 
     def _on(self, gpu: int) -> list[Job]:
         return [job for job in self.running if job.gpu == gpu]

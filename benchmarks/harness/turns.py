@@ -4,9 +4,6 @@ A process that joins leaves its number in a folder. Who wants the GPU alone take
 (SIGSTOP) with the processes that they have started, and lets them go on afterwards: compilers' workers do not use the
 GPU, but the cores that tell it what to do. How long that was is written down, so that the others can leave it out of
 what they measure meanwhile.
-
-Processes whose times are compared meet first, and then have the GPU by turns: a host that somebody else makes slow for
-a while is slow for all of them.
 """
 
 from __future__ import annotations
@@ -19,11 +16,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 LOCK, TURNS = "lock", "turns"
-HERE, MISSING = "here", "missing"
-GIVES_WAY = 0.02  # seconds after a turn, in which others who wait take theirs
 
 
 @dataclass(frozen=True)
@@ -53,36 +47,6 @@ class Turns:
                 self.let_all_go()
                 with (self.folder / TURNS).open("a") as file:
                     file.write(f"{os.getpid()} {start} {time.monotonic()}\n")
-
-    def by_turns(self, count: int) -> Iterator[None]:
-        """Have the GPU alone several times, and let others have it in between."""
-        for _ in range(count):
-            with self.alone():
-                yield
-            time.sleep(GIVES_WAY)
-
-    def meet(self, name: str, count: int, seconds: float) -> bool:
-        """Wait until so many processes are at the meeting of this name, and return True; return False after so many
-        seconds, or when one of them says that it will not come."""
-        self._mark(name, HERE)
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            came = [file.suffix[1:] for file in self._meeting(name).iterdir()]
-            if MISSING in came or came.count(HERE) >= count:
-                return MISSING not in came
-            time.sleep(0.05)
-        return False
-
-    def miss(self, name: str) -> None:
-        """Let those who wait at a meeting know that this process will not come."""
-        self._mark(name, MISSING)
-
-    def _mark(self, name: str, how: str) -> None:
-        self._meeting(name).mkdir(parents=True, exist_ok=True)
-        (self._meeting(name) / f"{os.getpid()}.{how}").touch()
-
-    def _meeting(self, name: str) -> Path:
-        return self.folder / f"{quote(name, safe='')}.meeting"
 
     def let_all_go(self) -> None:
         """Continue all: after a turn, or in place of a process that died in one."""

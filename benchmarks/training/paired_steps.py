@@ -5,8 +5,8 @@
     python -m benchmarks.training.paired_steps --tiny                      small models on a CPU: that it runs, no times
 
 Rows of the field suite, where each system has a process of its own: two processes of the same system then differ by up
-to a half on a host that others use as well, also where they have the GPU by turns. Here all train in one process, a few
-steps each by turns, each as often the first one; medians of all.
+to a half on a host that others use as well. Here all train in one process, a few steps each by turns, each as often the
+first one; medians of all.
 
 BF16           milliseconds of a step of `torch.compile` with torch's fused AdamW
 ours, 8-bit    the same of ours, with torch's AdamW and with 8-bit states, and how often it is faster

@@ -12,8 +12,8 @@ others need. What lies on a lower level is recomputed where that moves fewer byt
 Statistics of rows need a program per row, transposed stores need square tiles: where a transposed payload depends on
 statistics, another region computes these, and this one loads them.
 
-Random numbers are drawn once, as drawing keeps a GPU busy longer than loading a mask: a region stores the mask that
-backward reads too; where others outside of it drop the same elements, it loads what they have drawn.
+Drawing random numbers takes a GPU longer than loading a mask of them. A region that draws them stores the mask that
+backward reads; where Inductor draws them in any case, it loads that mask. Several regions may draw the same ones.
 
 Regions without an FP8 payload or amax are left to Inductor, but for column sums next to row reductions (the backward
 of a norm), which it would read twice for.
@@ -62,7 +62,7 @@ def form_regions(graph: fx.Graph) -> list[str]:
     clusters = delayed(graph, find_clusters(graph, levels, reasons), levels)
     order = sorted(clusters, key=lambda k: (-k.level, not k.transposed))
     sinks = {sink for cluster in clusters for sink in cluster.sinks}
-    drawn = find_drawn(graph)
+    drawn = _find_drawn(graph)
     for cluster in order:
         reasons += _replace(editor, cluster, levels, sinks, drawn)
     put_in_order(graph)
@@ -146,7 +146,7 @@ def _computed(
     return builder, reasons
 
 
-def find_drawn(graph: fx.Graph) -> set[fx.Node]:
+def _find_drawn(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that are made of random numbers alone: which elements a dropout drops."""
     drawn: set[fx.Node] = set()
     for node in graph.nodes:
@@ -158,10 +158,10 @@ def find_drawn(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_drawn_elsewhere(node: fx.Node, builder: Builder, drawn: set[fx.Node]) -> bool:
-    """Return True if others draw the random numbers that alone make up what the region reads: for something that they
-    compute as well, or as the graph returns it and no region can store it so (a batch that is not its first dimension).
+    """Return True if Inductor draws a node's random numbers in any case, so that the region can load the node.
 
-    The region then loads what they have made of them.
+    It does where it computes what is made of the node as well, and where the graph returns the node and the region does
+    not store it: strides that are not row-major, say.
     """
     stored = {s.node for s in builder.sinks}
     readers = [user for user in node.users if user not in drawn and user.target is not ops.region]  # which loads it
@@ -174,7 +174,7 @@ def _is_drawn_elsewhere(node: fx.Node, builder: Builder, drawn: set[fx.Node]) ->
 
 
 def _is_returned(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Return True if nobody reads a node from outside but the graph's output, through views or not, and regions."""
+    """Return True if outside of `inside` the graph's output alone reads a node, or a view of it, and regions."""
     return all(
         user.op == "output"
         or user in inside

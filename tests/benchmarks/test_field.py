@@ -287,7 +287,7 @@ def test_rows_that_a_file_has_are_not_measured_again(tmp_path: Path, capsys: pyt
 
 def test_a_whole_training_has_all_figures(tmp_path: Path) -> None:
     baseline, ours = (
-        Row("GAN", system, "", measure(Case("GAN", system, tiny=True), Turns(tmp_path), "0", alone=["GAN"]))
+        Row("GAN", system, "", measure(Case("GAN", system, tiny=True), Turns(tmp_path), "0"))
         for system in (BASELINE.name, OURS.name)
     )
     baseline, ours = field.settled([baseline, ours])

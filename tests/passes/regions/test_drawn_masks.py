@@ -1,4 +1,4 @@
-"""Random numbers are drawn once: by the region that needs them, which stores their mask, or by those outside of it."""
+"""A mask for backward is stored by the region that draws it, or drawn outside of regions and loaded."""
 
 from __future__ import annotations
 
