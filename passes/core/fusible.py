@@ -164,6 +164,11 @@ def constant_of(node: fx.Node) -> float | bool:
     return bool(fill) if value(node).dtype == torch.bool else float(fill)
 
 
+def is_zero(node: Any) -> bool:
+    """Return True if `node` is a constant full of zeros."""
+    return isinstance(node, fx.Node) and node.target in CONSTANTS and bool(fill_of(node) == 0)
+
+
 def reduced_dims(node: fx.Node) -> list[int]:
     """Return the dimensions of its source that a reduction removes, in order."""
     n = value(first_input(node)).dim()

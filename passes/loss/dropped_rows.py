@@ -38,7 +38,7 @@ def find_cut(logits: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
 
 def undoes(node: fx.Node, cut: fx.Node) -> bool:
     """Return True if `node` puts a gradient of `cut`'s result back among rows of zeros."""
-    if node.target is not aten.slice_scatter.default or not is_zero(first_input(node)):
+    if node.target is not aten.slice_scatter.default or not fusible.is_zero(first_input(node)):
         return False
     x = value(first_input(cut))
     same_rows = _along(node.args[2:], x.dim()) == _along(cut.args[1:], x.dim())
@@ -49,13 +49,6 @@ def _along(args: tuple[Any, ...], dims: int) -> list[Any]:
     """Return the arguments of a slice, its dimension counted from the first."""
     dim, *rest = args or (0,)
     return [dim % dims, *rest]
-
-
-def is_zero(node: Any) -> bool:
-    """Return True if `node` is a constant full of zeros."""
-    if not isinstance(node, fx.Node) or node.target not in fusible.CONSTANTS:
-        return False
-    return bool(fusible.fill_of(node) == 0)
 
 
 def constant(c: Compilation, shape: list[int], x: float, dtype: torch.dtype, like: fx.Node) -> fx.Node:

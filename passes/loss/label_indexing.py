@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import Compilation, aten, value
 from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
-from fp8compile.passes.loss.dropped_rows import is_zero
 
 prims = torch.ops.prims
 
@@ -31,7 +31,11 @@ def gather_labels(c: Compilation, classes: Any) -> None:
         if node.target is aten.index.Tensor and _is_of_labels(node, classes):
             chosen = c.emit(aten.gather.default, first_input(node), 1, _index(c, node, classes), like=node)
             replace_value(c, node, c.emit(aten.squeeze.dim, chosen, 1, like=node))
-        elif node.target is aten.index_put.default and _is_of_labels(node, classes) and is_zero(first_input(node)):
+        elif (
+            node.target is aten.index_put.default
+            and _is_of_labels(node, classes)
+            and fusible.is_zero(first_input(node))
+        ):
             zeros, index = first_input(node), _index(c, node, classes)
             given = c.emit(aten.unsqueeze.default, argument(node, "values"), 1, like=node)
             replace_value(c, node, c.emit(aten.scatter_add.default, zeros, 1, index, given, like=node))

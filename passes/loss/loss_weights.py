@@ -23,7 +23,7 @@ from fp8compile.kernels.loss.softmax_step import TERMS
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import Compilation, aten, dependents, is_tensor, reshape, value
 from fp8compile.passes.core.node_views import call_of
-from fp8compile.passes.loss.dropped_rows import constant, is_zero, with_dropped
+from fp8compile.passes.loss.dropped_rows import constant, with_dropped
 from fp8compile.passes.loss.find_loss import Found
 from fp8compile.passes.loss.loss_parts import NotFoundError
 
@@ -128,7 +128,7 @@ def _source(node: fx.Node, backward: set[fx.Node]) -> fx.Node | None:
         return source
     if node.target in QUOTIENTS:
         return source if node.args[0] is source else None
-    if node.target is aten.where.self and any(is_zero(a) for a in node.args[1:] if a is not source):
+    if node.target is aten.where.self and any(fusible.is_zero(a) for a in node.args[1:] if a is not source):
         return source
     return None
 

@@ -10,6 +10,7 @@ Before                                               After
     %g  = sum(bmm(%xᵀ [8, 32, 64], %dy [8, 64, 16]), 0)  mm(view(x)ᵀ, view(dy))
     %y  = baddbmm(%b, %x, %w)                            add(%b, bmm(%x, %w))
     %z  = _efficientzerotensor([64, 32])                 full([64, 32], 0)
+    %g  = add(slice_scatter(%zeros, %a, …), …)           cat([%a, %b])                (`scattered_slices.py`)
 
 Sound because two views of one base with equal sizes, strides and offset are the same tensor, a batch of one is a
 matrix, and a broadcast weight multiplies all batches alike (its gradient sums over them). Forward-mode differentiation
@@ -36,13 +37,14 @@ from fp8compile.passes.core.compilation import (
 )
 from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
-from fp8compile.passes.matmul import gathered_weights
+from fp8compile.passes.matmul import gathered_weights, scattered_slices
 
 
 def run(c: Compilation) -> None:
     """Bring the graph into the form above."""
     gathered_weights.normalize(c)
     _give_zeros_memory(c)
+    scattered_slices.concatenate(c)
     _merge_equal_views(c)
     for node in list(c.graph.nodes):
         if node.target is aten.baddbmm.default and not node.kwargs:

@@ -266,12 +266,13 @@ def _is_gradient(matmul: MatmulNode, node: fx.Node) -> bool:
 def _is_read_in_pieces(node: fx.Node, granularity: Granularity) -> bool:
     """Return True for a concatenation that casts do without: of matrices, whose payloads are concatenated, or of a few
     tensors that lie side by side as columns (`passes/regions/side_by_side.py`)."""
-    cat = Concatenation.of(node)
-    if cat is None or value(node).dim() == 2:
+    cat = Concatenation.of(fusible.laid_out(node))
+    if cat is None or (cat.node is node and value(node).dim() == 2):
         return cat is not None
     shapes = {tuple(value(piece).shape) for piece in cat.pieces}
     computed = any(fusible.is_fusible(base(fusible.laid_out(piece))) for piece in cat.pieces)
-    alike = len(shapes) == 1 and len(cat.pieces) <= MOST_BESIDE and cat.dim == value(node).dim() - 1
+    columns = cat.dim == value(cat.node).dim() - 1 or cat.node is not node  # or became columns with the copy
+    alike = len(shapes) == 1 and len(cat.pieces) <= MOST_BESIDE and columns
     return alike and not computed and granularity.kind == "tensor"
 
 

@@ -299,3 +299,135 @@ def test_a_bmm_that_is_used_beside_its_sum_stays():
         return product.sum([0]), product
 
     assert "bmm" in targets(canonical(call, (4, 16, 32), (4, 16, 48)))
+
+
+# --- sums of slices among zeros
+
+
+def among_zeros(x, shape, dim, at):
+    """`x` at index `at` of dimension `dim`, or in that slice; zeros elsewhere."""
+    zeros = torch.full(shape, 0.0)
+    if isinstance(at, int):
+        return torch.select_scatter(zeros, x, dim, at)
+    return torch.slice_scatter(zeros, x, dim, at.start, at.stop, at.step or 1)
+
+
+# name -> (shape of the whole, dimension, places in the order in which they are added)
+COVERED = {
+    "indices": ((3, 8, 16), 0, (2, 1, 0)),
+    "indices from the end": ((3, 8, 16), -2, (*range(-1, -6, -1), 0, 1, 2)),
+    "halves": ((4, 8, 16), 2, (slice(8, 2**63 - 1), slice(0, 8))),
+    "halves without bounds": ((4, 8, 16), -1, (slice(None, -8), slice(-8, None))),
+    "an index and a slice": ((4, 9, 16), 1, (slice(1, 9), 0)),
+    "unequal slices": ((4, 9, 16), 1, (slice(0, 2), slice(5, 9), slice(2, 5))),
+    "a thousand indices": ((1100, 4), 0, tuple(range(1100))),
+}
+NOT_COVERED = {
+    "a gap": ((3, 8, 16), 0, (2, 0)),
+    "overlapping": ((4, 8, 16), 2, (slice(0, 9), slice(8, 16))),
+    "overlapping, as long as the whole": ((4, 8, 16), 2, (slice(0, 12), slice(8, 12))),
+    "one twice, another missing": ((2, 8), 0, (1, 1)),
+    "every other": ((4, 8), 1, (slice(0, 8, 2), slice(1, 8, 2))),
+}
+
+
+def sizes_at(shape, dim, places):
+    """The shape of what lies at each place."""
+    x = torch.empty(shape)
+    return [
+        x.select(dim, p).shape if isinstance(p, int) else x.movedim(dim, 0)[p].movedim(0, dim).shape for p in places
+    ]
+
+
+def added(shape, dim, places, *given):
+    total = among_zeros(given[0], shape, dim, places[0])
+    for x, place in zip(given[1:], places[1:], strict=True):
+        total = total + among_zeros(x, shape, dim, place)
+    return total
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_slices_that_cover_a_tensor_are_concatenated(name):
+    shape, dim, places = COVERED[name]
+    graph = canonical(lambda *given: added(shape, dim, places, *given), *sizes_at(shape, dim, places))
+    assert set(targets(graph)) <= {"unsqueeze", "cat"}
+    assert targets(graph).count("cat") == 1
+
+
+@pytest.mark.parametrize("name", NOT_COVERED)
+def test_slices_that_do_not_cover_a_tensor_are_added(name):
+    shape, dim, places = NOT_COVERED[name]
+    graph = canonical(lambda *given: added(shape, dim, places, *given), *sizes_at(shape, dim, places))
+    assert targets(graph).count("add") == len(places) - 1
+    assert "cat" not in targets(graph)
+
+
+def test_slices_added_from_both_sides_are_concatenated():
+    def call(a, b, x, d):
+        left = among_zeros(a, (4, 8), 0, 0) + among_zeros(b, (4, 8), 0, 2)
+        return left + (among_zeros(x, (4, 8), 0, 1) + among_zeros(d, (4, 8), 0, 3))
+
+    assert set(targets(canonical(call, *[(8,)] * 4))) == {"unsqueeze", "cat"}
+
+
+def test_slices_of_two_dimensions_are_added():
+    def call(row, columns):
+        return among_zeros(row, (2, 2), 0, 0) + among_zeros(columns, (2, 2), 1, 1)
+
+    assert "cat" not in targets(canonical(call, (2,), (2,)))
+
+
+def test_slices_among_ones_are_added():
+    def call(a, b):
+        ones = torch.full((2, 8), 1.0)
+        return torch.select_scatter(ones, a, 0, 0) + torch.select_scatter(ones, b, 0, 1)
+
+    assert "cat" not in targets(canonical(call, (8,), (8,)))
+
+
+def test_a_slice_that_is_read_elsewhere_is_added():
+    def call(a, b):
+        first = among_zeros(a, (2, 8), 0, 0)
+        return first + among_zeros(b, (2, 8), 0, 1), first.sin()
+
+    assert "cat" not in targets(canonical(call, (8,), (8,)))
+
+
+def test_slices_that_are_subtracted_or_spread_stay():
+    def subtracted(a, b):
+        return torch.sub(among_zeros(a, (2, 8), 0, 0), among_zeros(b, (2, 8), 0, 1))
+
+    def weighted(a, b):
+        return torch.add(among_zeros(a, (2, 8), 0, 0), among_zeros(b, (2, 8), 0, 1), alpha=2)
+
+    def broadcast(a, b):
+        return among_zeros(a, (2, 8), 0, 0) + among_zeros(b, (4, 2, 8), 1, 1)
+
+    assert "cat" not in targets(canonical(subtracted, (8,), (8,)))
+    assert "cat" not in targets(canonical(weighted, (8,), (8,)))
+    assert "cat" not in targets(canonical(broadcast, (8,), (4, 8)))
+
+
+class Packed(nn.Module):
+    """One projection whose parts are read by index, by slices, or by an index and a slice."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.project, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        y = self.project(x)
+        if self.how == "by index":
+            q, k, v = (y.unflatten(-1, (3, 32)).movedim(-2, 0)[i] for i in range(3))
+        elif self.how == "by slices":
+            q, k, v = y[..., :32], y[..., 32:64], y[..., 64:]
+        else:
+            y = y[..., :32]
+            q, k, v = y[:, :1], y[:, 1:], y[:, :1] * 2
+        return self.out(torch.tanh(q) * k + v)
+
+
+@pytest.mark.parametrize("how", ["by index", "by slices", "by index and slice"])
+def test_parts_of_a_projection_have_the_right_gradients(how):
+    compare(Packed(how), torch.randn(4, 16, 32))
