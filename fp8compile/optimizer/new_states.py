@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from fp8compile.optimizer.torch_methods import is_torchs
 from fp8compile.torch_hooks.local_parts import local_part, set_local_part, sharded_like
 
-LARGE = 1 << 20  # elements, below which a tensor for a while does not matter
+LARGE = 4096  # elements, below which no state becomes one of 8 bits by default
 
 
 def as_numbers(opt: Optimizer, parameter: Tensor) -> AbstractContextManager[Any]:

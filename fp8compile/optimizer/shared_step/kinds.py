@@ -67,11 +67,10 @@ def kind_of(opt: Optimizer, group: Mapping[str, Any], parameter: Tensor, moving:
     """
     gradient = parameter.grad
     assert gradient is not None
-    if parameter.dim() == 0:
-        raise NotAlikeError("a parameter is a single number")
     if parameter.dtype not in FLOATS or gradient.layout is not torch.strided:
         raise NotAlikeError(f"a parameter is {parameter.dtype}, its gradient {gradient.layout}")
-    states = tuple((name, _state(name, parameter, value)) for name, value in opt.state.get(parameter, {}).items())
+    numbers = numbers_of(opt, parameter)
+    states = tuple((n, _state(n, parameter, value, n in numbers)) for n, value in opt.state.get(parameter, {}).items())
     local = local_part(parameter)
     how = local.dtype, local.device, local.is_contiguous(), _placements(parameter)
     if _placements(gradient) != how[-1] or type(local_part(gradient)) is not Tensor:
@@ -94,13 +93,31 @@ def _setting(name: str, value: Any, moving: set[str]) -> Any:
     return type(value), value
 
 
-def _state(name: str, parameter: Tensor, value: Any) -> Any:
+def numbers_of(opt: Optimizer, parameter: Tensor) -> set[str]:
+    """Return the names of the states of a parameter that are one number, whatever the shape of the parameter.
+
+    Of a parameter that is a single number itself its shape does not tell; other parameters of the optimizer do. Raises
+    `NotAlikeError` where none does.
+    """
+    states = opt.state.get(parameter, {})
+    if parameter.dim():
+        return {name for name, x in states.items() if isinstance(x, Tensor) and x.shape != parameter.shape}
+    missing, found = set(states), set[str]()
+    for other in opt.state:
+        if other.dim() and (told := missing & opt.state[other].keys()):
+            missing, found = missing - told, found | told & numbers_of(opt, other)
+        if not missing:
+            return found
+    raise NotAlikeError(f"a parameter is a single number, and no other one tells what its {min(missing)!r} is")
+
+
+def _state(name: str, parameter: Tensor, value: Any, is_number: bool) -> Any:
     if value is None:
         return None
     if not isinstance(value, Tensor):
         raise NotAlikeError(f"the state {name!r} is a {type(value).__name__}")
     local = local_part(value)
-    if value.shape != parameter.shape:
+    if is_number:
         if value.dim() or isinstance(value, DTensor):
             raise NotAlikeError(f"the state {name!r} has neither the shape of its parameter nor none")
         return "number", value.dtype, value.device

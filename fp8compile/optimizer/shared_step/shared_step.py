@@ -96,7 +96,9 @@ class SharedStep:
 
     def _sorted(self, opt: Optimizer, index: int) -> GroupStep:
         group = opt.param_groups[index]
-        ensure_states(opt, group)
+        is_told_by_others = any(p.dim() == 0 for p in group["params"])  # what its states are (`kinds.numbers_of`)
+        for each in opt.param_groups if is_told_by_others else [group]:
+            ensure_states(opt, each)
         _move_counts(opt)
         unscaling = unscaled_by(opt)
         numbers = unscaling.numbers if unscaling is not None else None

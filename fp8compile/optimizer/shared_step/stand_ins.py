@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fp8compile.optimizer.shared_step.kinds import numbers_of
 from fp8compile.optimizer.state_parts import INNER
 from fp8compile.optimizer.states import FP8State
 from fp8compile.state_formats import parse_state_format
@@ -30,9 +31,9 @@ def stand_in(opt: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Opt
     kept = {k: v for k, v in vars(opt).items() if not callable(v) and "hook" not in k}
     hooks = {k: type(v)() for k, v in vars(opt).items() if "hook" in k and isinstance(v, dict)}
     parameters = [_parameter_like(parameter, shape) for shape in SHAPES]
-    states = collections.defaultdict(dict)
+    states, numbers = collections.defaultdict(dict), numbers_of(opt, parameter)
     for p in parameters:
-        own = {name: _state_like(x, parameter, p) for name, x in opt.state.get(parameter, {}).items()}
+        own = {name: _state_like(x, name in numbers, p) for name, x in opt.state.get(parameter, {}).items()}
         if parameter in opt.state:
             states[p] = own
     new.__dict__.update({**kept, **hooks, "state": states, "param_groups": [{**group, "params": parameters}]})
@@ -56,11 +57,11 @@ def _parameter_like(x: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
     return made
 
 
-def _state_like(state: Any, parameter: Tensor, made: Tensor) -> Any:
-    """Return a state of `made` as `state` is one of `parameter`."""
+def _state_like(state: Any, is_number: bool, made: Tensor) -> Any:
+    """Return a state of `made` as `state` is one of another parameter."""
     if not isinstance(state, Tensor):
         return state
-    if state.shape != parameter.shape:
+    if is_number:
         return torch.zeros_like(state)
     local = local_part(state)
     if not isinstance(local, FP8State):
