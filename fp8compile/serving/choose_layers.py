@@ -1,13 +1,12 @@
 """Choose which layers of a model are exported in FP8: those whose output matmul ran in FP8, by this process's plans.
 
 A plan's paths begin at what was compiled, which may be a module around the exported one, or a part of it. `layers` of
-the user takes the place of plans. What is no plain `nn.Linear`, shares its weight, or belongs to layers that servers
-fuse and of which another is not FP8, stays as it is, with that reason.
+the user takes the place of plans. What is no plain `nn.Linear` and no module of stacked experts, shares its weight, or
+belongs to layers that servers fuse and of which another is not FP8, stays as it is, with that reason.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,41 +18,56 @@ from fp8compile.errors import CheckpointError, unknown_name
 from fp8compile.options import matching
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.rows import FP8
-from fp8compile.serving.tensors import names_by_tensor
+from fp8compile.serving.layouts import Layout
+from fp8compile.serving.stacked_experts import stacked_experts
+from fp8compile.serving.tensors import WRAPPERS, names_by_tensor
 
 T = TypeVar("T")
 # Servers make one matmul of these, with one format (vLLM's packed_modules_mapping).
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 @dataclass
 class Choice:
-    """The names of layers that become FP8; and of linear layers that do not, with the reason."""
+    """The names of linear layers that become FP8, and of modules with stacked experts; of those that do not, with the
+    reason."""
 
     quantized: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
 
 
-def choose(model: nn.Module, plans: Sequence[Plan], layers: Sequence[str] | None, skip: Sequence[str]) -> Choice:
-    """Return the layers of `model` that become FP8. Raises `CheckpointError` if there is none, and says why."""
+def choose(
+    model: nn.Module,
+    plans: Sequence[Plan],
+    layers: Sequence[str] | None,
+    skip: Sequence[str],
+    layout: Layout,
+    experts: Mapping[str, str],
+) -> Choice:
+    """Return the layers of `model` that become FP8. Raises `CheckpointError` if there is none, and says why.
+
+    experts: why stacked experts cannot be, or "" (`stacked_experts.refusals`).
+    """
     linear = {WRAPPERS.sub("", name): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for given, what in ((layers, "layers"), (skip, "skip")):
-        if unknown := [p for p in given or () if not any(matching([p], name) for name in linear)]:
-            raise unknown_name(f"layer in {what}", unknown[0], linear)
-    wanted = _named(linear, layers) if layers is not None else _of_plans(model, plans)
+        if unknown := [p for p in given or () if not any(matching([p], name) for name in (*linear, *experts))]:
+            raise unknown_name(f"layer in {what}", unknown[0], [*linear, *experts])
+    wanted = _named((*linear, *experts), layers) if layers is not None else _of_plans(model, plans)
     choice, names = Choice(), names_by_tensor(model)
     for name, module in linear.items():
-        reason = _reason(name, module, names, wanted, skip)
+        reason = _unwanted(name, wanted, skip) or _reason(name, module, names, layout)
         if reason:
             choice.kept[name] = reason
         else:
             choice.quantized.append(name)
-    for name, module in model.named_modules():
-        if any(p.dim() > 2 for p in module._parameters.values() if p is not None) and name.endswith("experts"):
-            choice.kept[WRAPPERS.sub("", name)] = "the weights of all its experts are one tensor"
+    for name, refusal in experts.items():
+        if reason := _unwanted(name, wanted, skip) or refusal:
+            choice.kept[name] = reason
+        else:
+            choice.experts.append(name)
     _keep_fused_together(choice)
-    if not choice.quantized:
+    if not choice.quantized and not choice.experts:
         counts = Counter(choice.kept.values()).most_common(3)
         why = "; ".join(f"{n}× {reason}" for reason, n in counts) or "it has no nn.Linear"
         raise CheckpointError(f"no layer of this {type(model).__name__} can be exported in FP8: {why}")
@@ -66,12 +80,17 @@ def _named(linear: Iterable[str], layers: Sequence[str]) -> dict[str, str]:
 
 
 def _of_plans(model: nn.Module, plans: Sequence[Plan]) -> dict[str, str]:
-    """Return "" for layers whose output matmul ran in FP8 in a plan, and for the others why it did not."""
+    """Return "" for layers whose output matmul ran in FP8 in a plan, and for the others why it did not. Of stacked
+    experts all matmuls must have, in one plan."""
     found: dict[str, str] = {}
-    for m in (m for plan in plans for m in plan.matmuls if m.role == "output"):
-        for path in m.merged or (m.path,):
-            if found.get(path) != "":  # a graph for other sizes may have left it in BF16
-                found[path] = "" if m.decision == FP8 else f"in training: {m.reason}"
+    for plan in plans:
+        rows = [m for m in plan.matmuls if m.role == "output"]
+        in_bf16 = {m.path: m for m in rows if m.decision != FP8 and m.kind != "mm"}
+        for m in rows:
+            exact = in_bf16.get(m.path, m)
+            for path in m.merged or (m.path,):
+                if found.get(path) != "":  # a graph for other sizes may have left it in BF16
+                    found[path] = "" if exact.decision == FP8 else f"in training: {exact.reason}"
     if not found:
         raise CheckpointError(
             "nothing says which layers trained in FP8: this process has compiled no model; train a step first, or name "
@@ -87,8 +106,9 @@ def _of_plans(model: nn.Module, plans: Sequence[Plan]) -> dict[str, str]:
 
 
 def by_name(model: nn.Module, by_path: Mapping[str, T]) -> dict[str, T]:
-    """Return, by names of linear layers of `model`, what is known by paths of plans. Other paths are left out."""
+    """Return, by names of layers of `model`, what is known by paths of plans. Other paths are left out."""
     names = {WRAPPERS.sub("", name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    names |= stacked_experts(model).keys()
     paths = {path: x for given, x in by_path.items() for path in _each(WRAPPERS.sub("", given))}
     before, inside = _prefixes(paths, names)
     moved = {inside + path.removeprefix(before): x for path, x in paths.items() if path.startswith(before)}
@@ -116,21 +136,23 @@ def _prefixes(paths: Iterable[str], names: Iterable[str]) -> tuple[str, str]:
     return votes.most_common(1)[0][0] if votes else ("", "")
 
 
-def _reason(
-    name: str, module: nn.Module, names: Mapping[int, Sequence[str]], wanted: Mapping[str, str], skip: Sequence[str]
-) -> str:
-    """Return why a linear layer is not exported in FP8; "" if it is. names: of all parameters (`names_by_tensor`)."""
+def _unwanted(name: str, wanted: Mapping[str, str], skip: Sequence[str]) -> str:
+    """Return why a layer is not to be exported in FP8; "" if it is."""
     if reason := wanted.get(name, "no compiled graph has a matmul of this name"):
         return reason
-    if pattern := matching(skip, name):
-        return f"skip={pattern!r}"
+    pattern = matching(skip, name)
+    return f"skip={pattern!r}" if pattern else ""
+
+
+def _reason(name: str, module: nn.Module, names: Mapping[int, Sequence[str]], layout: Layout) -> str:
+    """Return why a linear layer cannot be exported in FP8; "" if it can. names: `names_by_tensor` of the model."""
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from other parameters"
     if type(module) is not nn.Linear and type(module).forward is not nn.Linear.forward:
         return f"a {type(module).__name__} does not compute what an nn.Linear does"
     shared = [n for n in (WRAPPERS.sub("", n) for n in names[id(weight)]) if n != f"{name}.weight"]
-    return f"its weight is {shared[0]} as well" if shared else ""
+    return f"its weight is {shared[0]} as well" if shared else layout.refusal(weight.shape)
 
 
 def _keep_fused_together(choice: Choice) -> None:

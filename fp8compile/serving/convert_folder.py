@@ -48,7 +48,7 @@ def load_folder(source: Path, target: Path, dtype: torch.dtype, overwrite: bool)
         config = json.loads((source / CONFIG).read_text())
         del config["quantization_config"]
         with whole_folder(target, overwrite, ALONE) as partial:
-            write_tensors(partial, _plain(found, scales, dtype), lambda tensors: tensors, ALONE)
+            write_tensors(partial, _plain(found, scales, dtype), ALONE)
             (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
             _copy_others(source, partial)
     return len(layers)

@@ -22,6 +22,7 @@ from fp8compile.plan.cast_statistics import Statistics
 from fp8compile.plan.plan import Plan
 from fp8compile.serving.choose_layers import by_name, choose
 from fp8compile.serving.layouts import FINE_GRAINED, Layout, layout_called
+from fp8compile.serving.stacked_experts import refusals
 from fp8compile.serving.tensors import ranks_of, unwrapped, written
 from fp8compile.serving.write_folder import names_in_files, reverting, whole_folder, write_config, write_tensors
 
@@ -30,7 +31,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Exported:
-    """Say what was written. quantized: names of layers; kept: linear layers that are not FP8, with the reason.
+    """Say what was written. quantized: names of layers, and of modules with stacked experts; kept: those that are not
+    FP8, with the reason.
 
     bytes: of all tensors in files; before: of the same as the model has them.
     """
@@ -75,17 +77,18 @@ def export(
     """
     layout = layout_called(format)
     model = unwrapped(model)
-    choice = choose(model, _plans(), layers, skip)
+    revert = reverting(model)
+    choice = choose(model, _plans(), layers, skip, layout, refusals(model, layout, revert))
     scales = _input_scales(statistics, layout, choice.quantized, model) if statistics is not None else {}
     ranks, path = ranks_of(model), Path(folder)
     with whole_folder(path, overwrite, ranks) as partial:
-        revert = reverting(model)
-        total = write_tensors(partial, written(model, layout, set(choice.quantized), scales, ranks), revert, ranks)
+        tensors = written(model, layout, choice.quantized, choice.experts, scales, revert, ranks)
+        total = write_tensors(partial, tensors, ranks)
         if ranks.rank == 0:
             kept = names_in_files(model, choice.kept, revert)
             write_config(partial, model, layout.config(kept, bool(scales)))
     before = sum(p.numel() * p.itemsize for p in (*model.parameters(), *model.buffers()))
-    return Exported(path, format, tuple(choice.quantized), choice.kept, total, before)
+    return Exported(path, format, (*choice.quantized, *choice.experts), choice.kept, total, before)
 
 
 def _plans() -> list[Plan]:

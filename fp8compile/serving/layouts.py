@@ -53,6 +53,19 @@ class Layout:
         """Return the shape in which the scale of a weight with this shape is written."""
         return self.granularity.scale_shape(shape) or [1]
 
+    def refusal(self, shape: Sequence[int]) -> str:
+        """Return why a weight of this shape is not written in FP8; "" if it is.
+
+        Where Transformers' loader makes weights of blocks, it takes all of them to be equally large.
+        """
+        block = self.granularity.size
+        if not block or all(size <= block or size % block == 0 for size in shape):
+            return ""
+        return (
+            f"a weight of {' × '.join(map(str, shape))}, no multiples of {block}: loaders read its last block wrongly "
+            '(format="channel" has it in FP8)'
+        )
+
     def config(self, kept: Sequence[str], is_static: bool) -> dict[str, Any]:
         """Return the config's `quantization_config`. kept: layers not in FP8; is_static: scales of activations are."""
         if self.method == FINE_GRAINED:

@@ -7,7 +7,7 @@ fp8compile.load(model, "my-model-fp8")
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fp8compile.errors import CheckpointError
 from fp8compile.formats import E4M3
 from fp8compile.serving.layouts import COMPRESSED, FINE_GRAINED, LAYOUTS, Layout
-from fp8compile.serving.tensors import tied_names, unwrapped
-from fp8compile.serving.write_folder import CONFIG, INDEX
+from fp8compile.serving.tensors import Revert, tied_names, unwrapped
+from fp8compile.serving.write_folder import CONFIG, INDEX, reverting
 
 LIMIT = 5  # names in an error
 
@@ -63,20 +63,22 @@ class Folder:
 def load(model: nn.Module, folder: str | PathLike[str]) -> None:
     """Give `model` the weights of an FP8 checkpoint, in the precision of its own parameters.
 
-    folder: one that `export` wrote, or another in the same formats, with the names that this model has (models of
-    Transformers whose loader renames or stacks weights are loaded by that: `from_pretrained`). A sharded model takes
-    on each rank what belongs there.
+    folder: one that `export` wrote, or another in the same formats, with the names that this model has, or that
+    Transformers gives them in files (one tensor of each expert, say). A sharded model takes on each rank what belongs
+    there.
 
     Raises `CheckpointError` before anything is changed: for a tensor that is missing, not expected, of another shape,
     or without its scale; for a file that was not written to its end; for a format that is none of `export`'s.
     """
     model = unwrapped(model)
     with ExitStack() as stack:
-        found = Folder(Path(folder), stack)
+        found, revert = Folder(Path(folder), stack), reverting(model)
         tied = tied_names(model)
         state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+        forms = {name: _in_files(found, name, x, revert) for name, x in state.items()}
         wanted = [name for name in state if name not in tied or name in found.files]
-        _check(found, {name: state[name] for name in wanted}, set(state))
+        known = {key for keys in forms.values() for key in keys}
+        _check(found, {key: x for name in wanted for key, x in forms[name].items()}, known)
         for name, kept in tied.items():
             if name in found.files and not torch.equal(*(found.read(n, torch.float32) for n in (name, kept))):
                 raise CheckpointError(
@@ -84,7 +86,29 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> None:
                 )
         with torch.no_grad():
             for name in wanted:
-                _copy(state[name], found.read(name, state[name].dtype))
+                _copy(state[name], _read(found, name, state[name], list(forms[name]), revert))
+
+
+def _in_files(found: Folder, name: str, x: Tensor, revert: Revert) -> Mapping[str, Tensor]:
+    """Return the tensors in files that `x` is made of, on the meta device, by their names there."""
+    shape = torch.empty(x.shape, device="meta")
+    return {name: shape} if name in found.files else revert({name: shape})
+
+
+def _read(found: Folder, name: str, x: Tensor, keys: Sequence[str], revert: Revert) -> Tensor:
+    """Return what a tensor of the model becomes: one of the files, or made of several."""
+    if keys == [name]:
+        return found.read(name, x.dtype)
+    whole = torch.empty(x.shape, dtype=x.dtype)
+    parts = revert({name: whole})
+    if all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts.values()):
+        for key, part in parts.items():
+            part.copy_(found.read(key, x.dtype))
+        return whole
+    places = revert({name: torch.arange(x.numel()).view(x.shape)})  # where each element of a file goes
+    for key, place in places.items():
+        whole.view(-1)[place.reshape(-1)] = found.read(key, x.dtype).reshape(-1)
+    return whole
 
 
 def _check(found: Folder, wanted: dict[str, Tensor], known: set[str]) -> None:

@@ -6,7 +6,8 @@ What several names share is written once, under the name that a loader looks for
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8compile.errors import CheckpointError
 from fp8compile.serving.layouts import Layout
+
+Revert = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # in names of modules, not of the state_dict
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -60,11 +64,14 @@ def written(
     model: nn.Module,
     layout: Layout,
     quantized: Collection[str],
+    experts: Collection[str],
     input_scales: Mapping[str, Tensor],
+    revert: Revert,
     ranks: Ranks,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor on the CPU) of all that this rank writes. Every rank must take all that comes.
+    """Yield (name in files, tensor on the CPU) of all that this rank writes. Every rank must take all that comes.
 
+    quantized: names of linear layers; experts: of modules whose tensors are layers in files; revert: to names of files.
     Raises `CheckpointError` after the last one, for a weight that is not finite: other ranks wait for each tensor.
     """
     tied = tied_names(model)
@@ -79,13 +86,18 @@ def written(
         full = x.full_tensor() if isinstance(x, DTensor) else x
         if i % ranks.world != ranks.rank:
             continue
-        layer = name.removesuffix(".weight")
-        if layer == name or layer not in quantized:
-            yield name, _own(full)
-        elif bool(full.isfinite().all()):
-            yield from _layer(layer, full, layout, input_scales.get(layer))
-        else:
+        layer, module = name.removesuffix(".weight"), name.rpartition(".")[0]
+        is_layer = layer != name and layer in quantized
+        if (is_layer or module in experts) and not bool(full.isfinite().all()):
             bad.append(name)
+        elif is_layer:
+            for key, part in _layer(layer, full, layout, input_scales.get(layer)):
+                yield from revert({key: part}).items()
+        elif module in experts:
+            for key, weight in revert({name: full}).items():
+                yield from _layer(key.removesuffix(".weight"), weight, layout, None)
+        else:
+            yield from revert({name: _own(full)}).items()
     if bad:
         raise CheckpointError(f"{bad[0]} has numbers that are not finite, as {len(bad)} of this rank's weights have")
 

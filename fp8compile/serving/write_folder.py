@@ -10,7 +10,7 @@ import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile.errors import CheckpointError
-from fp8compile.serving.tensors import Ranks, is_of_transformers
+from fp8compile.serving.tensors import Ranks, Revert, is_of_transformers
 
 LARGEST = 4 << 30  # bytes of a file, or one tensor
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
-Revert = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 @contextlib.contextmanager
@@ -52,14 +51,13 @@ def whole_folder(folder: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
     ranks.meet()
 
 
-def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], revert: Revert, ranks: Ranks) -> int:
-    """Write (name, tensor) as they come, and the index; return their bytes, of all ranks. revert: to names of files."""
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], ranks: Ranks) -> int:
+    """Write (name, tensor) as they come, and the index; return their bytes, of all ranks."""
     mine, failure = _Files(folder, ranks.rank), ""
     coming = iter(tensors)
     try:
         for name, x in coming:
-            for key, value in revert({name: x}).items():
-                mine.add(key, value)
+            mine.add(name, x)
         mine.flush()
     except (OSError, CheckpointError) as error:
         failure = str(error)

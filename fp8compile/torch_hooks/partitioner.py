@@ -153,7 +153,7 @@ def _partition(
     sizes = [n for n in choice.saved if p.is_sym_node(n)]
     objects = [n for n in choice.saved if n not in sizes and is_object(n)]
     tensors = [n for n in choice.saved if n not in sizes and n not in objects]
-    saved = _save(gm, tensors, halves, options, record)
+    saved = _save(gm, tensors, sizes, halves, options, record)
     forward, backward = _extract(gm, saved, sizes, objects, halves, count)
     if has_checkpointed_random:
         forward, backward = p.functionalize_rng_ops(gm, forward, backward, len(sizes))
@@ -300,15 +300,20 @@ def _but_for_places(is_recomputable: Callable[[fx.Node], bool]) -> Callable[[fx.
 
 
 def _save(
-    gm: fx.GraphModule, nodes: list[fx.Node], halves: Halves, options: Options, record: Record | None
+    gm: fx.GraphModule,
+    nodes: list[fx.Node],
+    sizes: list[fx.Node],
+    halves: Halves,
+    options: Options,
+    record: Record | None,
 ) -> list[fx.Node]:
-    """Return the nodes that are saved, payloads in place of values, and tell the plan."""
+    """Return the nodes that are saved, payloads in place of values, and tell the plan; `sizes` gets what they need."""
     again = run_again(gm.graph, nodes, halves)
     restored = recomputed_rows(again, halves)  # before nodes are doubled
     saved = saved_values(nodes, halves.forms, halves.static)
     override_saved(saved, options.plan)
     device = devices.describe(device_of(gm.graph))
-    pipeline.run_stage(c := Cut(gm.graph, options, device, Plan(), halves=halves, saved=saved))
+    pipeline.run_stage(c := Cut(gm.graph, options, device, Plan(), halves=halves, saved=saved, sizes=sizes))
     if record is not None:
         record.add_saved(saved_rows(saved, halves.static), count_recomputed(again, halves), restored)
     return c.kept

@@ -35,6 +35,7 @@ from fp8compile.passes.core.replace import copied, restride
 from fp8compile.passes.core.scale_groups import dense_order
 from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.core.stride_demands import is_demanded
+from fp8compile.passes.core.walk import inputs_of, walk
 from fp8compile.passes.save.min_cut import Halves, run_again
 from fp8compile.passes.save.saved_forms import Form, bytes_of, is_random, memory_of
 from fp8compile.passes.save.saved_value import SavedValue
@@ -48,11 +49,13 @@ READ_BY_RANDOM = Why(Reason.RANDOM, "a random operator that runs again is comput
 class Cut(Compilation):
     """A joint graph of which it is decided what the forward half keeps for the backward half.
 
-    saved: the values that are kept; halves: what is known of both halves.
+    saved: the values that are kept; halves: what is known of both halves; sizes: the symbolic ones that are kept, with
+    those that values need which are kept as FP8.
     """
 
     halves: Halves = field(kw_only=True)
     saved: Sequence[SavedValue] = field(kw_only=True)
+    sizes: list[fx.Node] = field(default_factory=list, kw_only=True)
     stage: Stage = field(default=Stage.CUT, kw_only=True)
 
     @property
@@ -66,7 +69,7 @@ def run(c: Cut) -> None:
     save_as_fp8(c, c.saved, c.halves)
 
 
-def save_as_fp8(c: Compilation, saved: Sequence[SavedValue], halves: Halves) -> None:
+def save_as_fp8(c: Cut, saved: Sequence[SavedValue], halves: Halves) -> None:
     """Edit the joint graph, and fill in the nodes that are saved for each value: itself, or a payload and its scales.
 
     Casts are measured with option `watch`.
@@ -107,7 +110,7 @@ def _wasteful_slices(kept: list[fx.Node], least: int) -> set[fx.Node]:
     return found
 
 
-def _round(c: Compilation, node: fx.Node, form: Form, key: SavedKey | None) -> tuple[fx.Node, fx.Node, fx.Node]:
+def _round(c: Cut, node: fx.Node, form: Form, key: SavedKey | None) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Return payload and scales of `node`, and its value made of them; `key`: they are measured, under this key."""
     assert form.granularity is not None
     x, order = value(node), dense_order(value(node))
@@ -150,7 +153,7 @@ def _watched(
     return emit(ops.observe, scale, [source], cast, False, c.options.watch, json.dumps([cast, [operand]]))
 
 
-def _undone(c: Compilation, view: fx.Node, of: fx.Node, back: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
+def _undone(c: Cut, view: fx.Node, of: fx.Node, back: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
     """Return a node with the value of `of`; `back` has that of `view`, which is a view or a copy of `of`."""
     if view.target is aten.permute.default:
         dims = Permutation(view).dims
@@ -166,11 +169,15 @@ def _undone(c: Compilation, view: fx.Node, of: fx.Node, back: fx.Node, emit: Cal
         return emit(aten.reshape.default, back, shape)
 
 
-def _size(c: Compilation, size: Any) -> Any:
-    """Return a size as an argument: a number, or the node that computes it."""
+def _size(c: Cut, size: Any) -> Any:
+    """Return a size as an argument: a number, or the node that computes it, of sizes that backward is given."""
     if isinstance(size, int):
         return size
-    return next(n for n in c.graph.nodes if str(n.meta.get("val")) == str(size))
+    nodes = [n for n in c.graph.nodes if str(n.meta.get("val")) == str(size)]
+    found = next((n for n in nodes if n in c.sizes), nodes[0])  # several inputs may have one size
+    computed_from = (n for n in walk([found], inputs_of) if isinstance(n.meta.get("val"), torch.SymInt))
+    c.sizes += [n for n in computed_from if n.op == "placeholder" and n not in c.sizes]
+    return found
 
 
 def _compute_from(c: Compilation, rounded: dict[fx.Node, fx.Node], again: set[fx.Node], halves: Halves) -> None:

@@ -15,7 +15,7 @@ BATCHES = (1, 1, 1, 2, 3, 7, 17)
 ROWS = (1, 1, 1, 2, 3, 7, 16, 17, 31, 32, 33, 64, 100, 127, 128, 129, 200, 256, 257, 300)
 LENGTHS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 49, 64, 65, 100, 129)
 MOST_ROWS, MOST_STEPS = 400, 6
-LAYERS = ("linear", "gate", "mixture", "mlp", "lora", "low_rank_weight", "attention", "tokens")
+LAYERS = ("linear", "gate", "mixture", "mlp", "packed", "lora", "low_rank_weight", "attention", "tokens")
 RECIPES = ("mixed", "mixed", "mixed", "rowwise", "tensorwise", "rowwise_with_gw_hp", "blockwise")
 LOSSES = (
     "square",

@@ -81,6 +81,38 @@ def mlp(w: Writer, p: Params, x: list[Value]) -> tuple[str, int]:
     return f"{down}({act}({a}) * {b})", p["out"]
 
 
+PARTS = {  # how part `i` of a packed projection [..., count·width] is read
+    "index": ".unflatten(-1, ({count}, {width})).movedim(-2, 0)[{i}]",
+    "last": ".unflatten(-1, ({width}, {count}))[..., {i}]",
+    "slice": "[..., {start}:{end}]",
+    "narrow": ".narrow(-1, {start}, {width})",
+    "stride": "[..., {i}::{count}]",
+}
+
+
+def _draw_packed(r: random.Random, spec: Spec) -> Params:
+    return {
+        "out": any_width(r, spec),
+        "count": r.choice((2, 3, 4)),
+        "how": r.choice(list(PARTS)),
+        "bias": r.random() < 0.5,
+        "unread": r.random() < 0.15,
+        "whole": r.random() < 0.2,
+    }
+
+
+@kind(_draw_packed, weight=2)
+def packed(w: Writer, p: Params, x: list[Value]) -> tuple[str, int]:
+    """One projection whose parts are read one by one; of some the last is not read, of others the whole as well."""
+    n, count, y = p["out"], p["count"], f"y{w.number}"
+    w.line(f"{y} = {w.linear(x[0].width, n * count, p['bias'])}({x[0].name})")
+    how = PARTS[p["how"]]
+    parts = [y + how.format(i=i, count=count, width=n, start=i * n, end=i * n + n) for i in range(count)]
+    first, *others = parts[:-1] if p["unread"] else parts
+    mixed = " + ".join([f"torch.tanh({first})", *others[:-1]]) + "".join(f" * torch.sigmoid({x})" for x in others[-1:])
+    return (f"({mixed}) * {y}.square().mean(-1, keepdim=True)" if p["whole"] else mixed), n
+
+
 def _draw_norm(r: random.Random, spec: Spec) -> Params:
     hows = ("layer", "layer", "plain", "rms", "own", "own", "group", "batch")
     return {"how": r.choice(hows), "groups": r.choice((1, 2, 4, 8))}

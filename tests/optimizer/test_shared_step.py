@@ -504,6 +504,23 @@ WITH_A_NUMBER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_number_without_states(alone: bool) -> None:
+    """Of SGD without momentum; gradients come from a closure."""
+    number = nn.Parameter(torch.tensor(2.0))
+    parameters = [number, *([] if alone else make_parameters())]
+    step = compiled(torch.optim.SGD(parameters, lr=0.5))
+
+    def closure() -> Tensor:
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        return number.detach()
+
+    for value in (1.5, 1.0, 0.5):
+        step(closure)
+        assert number.item() == value
+
+
 def test_a_number_of_which_no_other_parameter_tells() -> None:
     """The one of a group with momentum: it might be a count."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,12 @@ def assert_files(model: Any, exported: fp8compile.Exported, out: Path, format: s
     """Names, dtypes, shapes and values of all tensors; the config is one that its library validates."""
     files = load_file(out / "model.safetensors")
     layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)} - {"lm_head"}
+    if format == "block":  # of which the last block would be smaller than the others
+        layers -= {name for name in layers if ".mlp." in name}
     assert set(exported.quantized) == layers
-    assert exported.kept == {"lm_head": "in training: the output head (lm_head=True converts it)"}
+    assert exported.kept.pop("lm_head") == "in training: the output head (lm_head=True converts it)"
+    assert all("200, no multiples of 128" in why or "200 × " in why for why in exported.kept.values())
+    assert bool(exported.kept) == (format == "block")
     suffix = "weight_scale_inv" if format == "block" else "weight_scale"
     assert files.keys() == model.state_dict().keys() | {f"{name}.{suffix}" for name in layers}
     for name, x in model.state_dict().items():
@@ -125,22 +130,113 @@ def assert_loads(model: Any, exported: fp8compile.Exported, mine: Any, out: Path
     assert sqnr(*logits) > 15  # compressed-tensors rounds activations as well
 
 
-def test_experts_stay_and_are_read_back(tmp_path: Path) -> None:
-    """Transformers stores experts one by one, and stacks them as it loads."""
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "use_cache": False}
+EXPERTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 4}),
+    "qwen3": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, {"num_experts": 4, "head_dim": 32}),
+    "deepseek": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {
+            "n_routed_experts": 4,
+            "num_key_value_heads": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 32,
+        }
+        | {"q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32},
+    ),
+}
+
+
+def with_experts(family: str, inner: int = 128) -> Any:
+    """A model of Transformers whose experts are `inner` wide."""
+    make_config, make, sizes = EXPERTS[family]
+    common = {"hidden_size": 128, "num_experts_per_tok": 2, "num_key_value_heads": 2, "use_cache": False}
+    common |= {"moe_intermediate_size": inner, "intermediate_size": inner, "num_hidden_layers": 2}
     torch.manual_seed(0)
-    model = unsettled(transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **sizes)))
-    for format in ("block", "channel"):
-        exported = fp8compile.export(model, tmp_path / format, format, layers=["self_attn"])
-        assert exported.kept["model.layers.0.mlp.experts"] == "the weights of all its experts are one tensor"
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / format)
+    return unsettled(make(make_config(**{**SIZES, **common, **sizes})))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_fp8_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers stores experts one by one, and stacks them as it loads: payloads and scales, or weights."""
+    model = trained(with_experts(family), kernels="generated")
+    exported = fp8compile.export(model, tmp_path)
+    names = [name for name in exported.quantized if name.endswith("experts")]
+    assert names
+    assert not any(name.endswith("experts") for name in exported.kept)
+    files, state = load_file(tmp_path / "model.safetensors"), model.state_dict()
+    for name in names:
+        last = state[f"{name}.down_proj"]
+        ends = [key for key in files if key.endswith(("down_proj.weight", "w2.weight")) and ".experts." in key]
+        assert len(ends) == len(names) * last.shape[0]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    fp8compile.load(mine := with_experts(family), tmp_path)
+    for name, x in mine.state_dict().items():
+        assert torch.equal(x, loaded.state_dict()[name]), name
+        owner = name.rpartition(".")[0]
+        if owner in names:
+            wanted = [torch.cat([as_read(half) for half in each.split(128)]) for each in state[name]]
+            assert torch.equal(x, torch.stack(wanted)), name
+        elif owner not in exported.quantized:
+            assert torch.equal(x, state[name]), name
+    # With a GPU it keeps them in FP8: that its modules find all they need is seen without one
+    quantizer = transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
+    monkeypatch.setattr(quantizer, "validate_environment", lambda *args, **kwargs: None)
+    kept, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    for name in names:
+        payload, scale = (kept.state_dict()[f"{name}.down_proj{end}"] for end in ("", "_scale_inv"))
+        for got, of, weight in zip(payload, scale, state[f"{name}.down_proj"], strict=True):
+            wanted_payload, wanted_scale = expected(weight, "block")
+            assert torch.equal(got.view(torch.uint8), wanted_payload.view(torch.uint8))
+            assert torch.equal(of, wanted_scale.view_as(of))
+
+
+def as_read(weight: Tensor) -> Tensor:
+    """A weight [≤ 128, K] as it is read back from blocks."""
+    payload, scale = expected(weight, "block")
+    return (payload.float() * scale.repeat_interleave(128)[: weight.shape[1]]).to(weight.dtype)
+
+
+def test_experts_that_stay_are_read_back(tmp_path: Path) -> None:
+    for format, inner, how in (("block", 128, "not in layers"), ("channel", 128, 'format="block" alone'),
+                               ("block", 192, "no multiples of 128")):  # fmt: skip
+        layers = ["self_attn"] if how == "not in layers" else ["self_attn", "experts"]
+        out = tmp_path / f"{format}{inner}"
+        model = with_experts("mixtral", inner)
+        exported = fp8compile.export(model, out, format, layers=layers)
+        assert how in exported.kept["model.layers.0.mlp.experts"]
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
         loaded(tokens())
-        config = json.loads((tmp_path / format / "config.json").read_text())["quantization_config"]
+        fp8compile.load(mine := with_experts("mixtral", inner), out)
+        config = json.loads((out / "config.json").read_text())["quantization_config"]
         kept = config.get("modules_to_not_convert") or config["ignore"]
         assert {"model.layers.0.block_sparse_moe.experts", "model.layers.0.mlp.experts", "lm_head"} <= set(kept)
         for name, x in model.state_dict().items():
             near = sqnr(x, loaded.state_dict()[name])
             assert (LEAST < near < 60) if ".self_attn." in name else near > 100, name
+            assert torch.equal(mine.state_dict()[name], loaded.state_dict()[name])
+
+
+def test_experts_of_which_a_matmul_was_not_fp8_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained(with_experts("mixtral"), kernels="generated")
+    (plan,) = fp8compile.last_compile().plans
+    rows = [m for m in plan.matmuls if m.path.endswith("0.mlp.experts") and m.role == "output"]
+    assert [m.decision for m in rows] == ["fp8", "fp8"]
+    plan.matmuls[plan.matmuls.index(rows[1])] = replace(rows[1], decision="bf16", reason="of my choice")
+    exported = fp8compile.export(model, tmp_path)
+    assert exported.kept["model.layers.0.mlp.experts"] == "in training: of my choice"
+    assert "model.layers.1.mlp.experts" in exported.quantized
+
+
+def test_experts_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model = with_experts("qwen3")
+    model.model.layers[1].mlp.experts.down_proj.data[2, 3, 4] = torch.nan
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.experts.down_proj has numbers that are not finite"):
+        fp8compile.export(model, tmp_path / "out", layers=["experts"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_of_ones_own(tmp_path: Path) -> None:

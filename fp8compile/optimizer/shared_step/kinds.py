@@ -104,11 +104,13 @@ def numbers_of(opt: Optimizer, parameter: Tensor) -> set[str]:
         return {name for name, x in states.items() if isinstance(x, Tensor) and x.shape != parameter.shape}
     missing, found = set(states), set[str]()
     for other in opt.state:
+        if not missing:
+            break
         if other.dim() and (told := missing & opt.state[other].keys()):
             missing, found = missing - told, found | told & numbers_of(opt, other)
-        if not missing:
-            return found
-    raise NotAlikeError(f"a parameter is a single number, and no other one tells what its {min(missing)!r} is")
+    if missing:
+        raise NotAlikeError(f"a parameter is a single number, and no other one tells what its {min(missing)!r} is")
+    return found
 
 
 def _state(name: str, parameter: Tensor, value: Any, is_number: bool) -> Any:
