@@ -65,6 +65,7 @@ def form_regions(graph: fx.Graph) -> list[str]:
     drawn = _find_drawn(graph)
     for cluster in order:
         reasons += _replace(editor, cluster, levels, sinks, drawn)
+    _share_stored(editor)
     put_in_order(graph)
     remove_dead(graph)
     return reasons
@@ -114,6 +115,17 @@ def _replace(
     except RefusedError as why:
         reasons.append(f"%{builder.sinks[0].node.name}: {why}")
     return reasons
+
+
+def _share_stored(editor: GraphEditor) -> None:
+    """Let casts that are left to Inductor read what a region stores, as others do: the scale of a concatenation, say.
+
+    They were to be regions, which compute that again.
+    """
+    for node, stored in editor.replaced.items():
+        for user in list(node.users):
+            if user.target in ops.CASTS and not editor.waits_for_itself([stored], [user]):
+                user.replace_input_with(node, stored)
 
 
 def _computed(

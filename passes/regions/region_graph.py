@@ -58,6 +58,7 @@ class GraphEditor:
         self.graph = graph
         self._sizes: dict[str, fx.Node] | None = None
         self.order: dict[fx.Node, float] = {}
+        self.replaced: dict[fx.Node, fx.Node] = {}  # nodes, by what regions store in their place
         self.number()
 
     def number(self) -> None:
@@ -120,7 +121,7 @@ class GraphEditor:
             ops.region, list(tensors), named, region.to_json(), schedule.to_json(), before=place, like=like
         )
         for n, (node, some) in enumerate(zip(nodes, readers, strict=True)):
-            result = self._result(call, n, node, place, pieces)
+            result = self.replaced[node] = self._result(call, n, node, place, pieces)
             node.replace_all_uses_with(result, delete_user_cb=lambda user, some=some: user in some)
         for node in nodes:
             self._erase_dead(node)

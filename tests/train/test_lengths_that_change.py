@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from fake_quantized import sqnr
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -47,3 +49,28 @@ def test_bits_are_those_of_a_graph_for_one_length() -> None:
         torch.compiler.reset()
         for a, b in zip(got, step(False, x), strict=True):
             assert torch.equal(a, b)
+
+
+class Cross(nn.Module):
+    """torch's attention of one sequence to another: two inputs have one batch, and q, k, v one projection."""
+
+    def __init__(self, need_weights: bool) -> None:
+        super().__init__()
+        self.attention, self.need_weights = nn.MultiheadAttention(32, HEADS, batch_first=True), need_weights
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.attention(x, memory, memory, need_weights=self.need_weights)[0]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_cross_attention_of_torch(need_weights: bool, dynamic: bool | None) -> None:
+    """Batch, queries and keys change; with `dynamic=None` the second batch makes the sizes symbolic."""
+    model = Cross(need_weights)
+    options = {**OPTIONS, "save": "auto", "save_min_bytes": 0}
+    run = torch.compile(model, backend="fp8", dynamic=dynamic, options=options)
+    for batch, queries, keys in ((4, 16, 7), (3, 17, 17), (8, 5, 2), (1, 9, 30)):
+        inputs = [torch.randn(batch, n, 32, requires_grad=True) for n in (queries, keys)]
+        of = [*inputs, *model.parameters()]
+        want, got = (torch.autograd.grad(f(*inputs).square().sum(), of) for f in (model, run))
+        assert all(sqnr(w, g) > 12 for w, g in zip(want, got, strict=True) if w.dim() > 1)
