@@ -161,8 +161,10 @@ def with_experts(family: str, inner: int = 128) -> Any:
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_fp8_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers stores experts one by one, and stacks them as it loads: payloads and scales, or weights."""
-    model = trained(with_experts(family), kernels="generated")
-    exported = fp8compile.export(model, tmp_path)
+    model = with_experts(family)
+    if family == "qwen3":  # of others all layers are named
+        trained(model, kernels="generated")
+    exported = fp8compile.export(model, tmp_path, layers=None if family == "qwen3" else ["*"])
     names = [name for name in exported.quantized if name.endswith("experts")]
     assert names
     assert not any(name.endswith("experts") for name in exported.kept)

@@ -62,14 +62,13 @@ class Cross(nn.Module):
         return self.attention(x, memory, memory, need_weights=self.need_weights)[0]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(("need_weights", "dynamic"), [(True, None), (False, None), (False, True)])
 def test_cross_attention_of_torch(need_weights: bool, dynamic: bool | None) -> None:
     """Batch, queries and keys change; with `dynamic=None` the second batch makes the sizes symbolic."""
     model = Cross(need_weights)
     options = {**OPTIONS, "save": "auto", "save_min_bytes": 0}
     run = torch.compile(model, backend="fp8", dynamic=dynamic, options=options)
-    for batch, queries, keys in ((4, 16, 7), (3, 17, 17), (8, 5, 2), (1, 9, 30)):
+    for batch, queries, keys in ((4, 16, 7), (3, 17, 17), (1, 9, 30)):
         inputs = [torch.randn(batch, n, 32, requires_grad=True) for n in (queries, keys)]
         of = [*inputs, *model.parameters()]
         want, got = (torch.autograd.grad(f(*inputs).square().sum(), of) for f in (model, run))
