@@ -1,4 +1,4 @@
-"""New states of one large parameter, without the memory of a tensor of its size.
+"""New states of one parameter, without the memory of a tensor of its size, and without a kernel that encodes it.
 
     with as_numbers(opt, parameter):  opt._init_group(…)       state["exp_avg"] = torch.zeros_like(parameter)
                                                               is one number, expanded to the parameter's shape

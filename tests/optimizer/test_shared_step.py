@@ -530,7 +530,7 @@ def test_a_number_without_states(alone: bool) -> None:
 
 
 def test_a_number_of_which_no_other_parameter_tells() -> None:
-    """The one of a group with momentum: it might be a count."""
+    """It alone has a third state, which might be a count."""
 
     def make(parameters: list[Any]) -> torch.optim.Optimizer:
         groups = [{"params": parameters, "amsgrad": False}, {"params": [nn.Parameter(torch.tensor(2.0))]}]
