@@ -25,14 +25,20 @@ from fp8compile.torch_hooks.local_parts import local_part, sharded_like
 def plain_state_dict(opt: Optimizer, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Return `opt.state_dict()` with plain tensors of `dtype` instead of 8-bit states: a checkpoint for any optimizer.
 
-    The missing bits of split parameters are not in it: they are the parameter's, in FP8 checkpoints only.
+    All tensors are copies, those of plain states too: they stay as they are while `opt` goes on. The missing bits of
+    split parameters are not in it: they are the parameter's, in FP8 checkpoints only.
     """
     whole, given = opt.state_dict(), record_of(opt)
     groups = [_as_made(group, index, given) for index, group in enumerate(whole["param_groups"])]
     states = {
-        key: {name: _plain(value, dtype) for name, value in state.items()} for key, state in whole["state"].items()
+        key: {name: _copied(_plain(value, dtype), value) for name, value in state.items()}
+        for key, state in whole["state"].items()
     }
     return {**whole, "state": states, "param_groups": groups}
+
+
+def _copied(plain: Any, value: Any) -> Any:
+    return value.clone() if plain is value and isinstance(value, Tensor) else plain
 
 
 def _as_made(group: dict[str, Any], index: int, given: Record) -> dict[str, Any]:

@@ -193,4 +193,5 @@ def _become(state: Tensor, new: Tensor) -> Tensor:
         setattr(state, part, other)
         setattr(new, part, mine)
     torch._C._swap_tensor_impl(state, new)  # type: ignore[attr-defined]
+    FP8State.moves += 1
     return state

@@ -94,6 +94,8 @@ class StateRecipe:
         elements = parameter.numel()  # of a DTensor: of all shards
         if state.shape != parameter.shape or not state.is_floating_point():
             return Decision(None, "not one number an element")
+        if state.layout is not torch.strided:
+            return Decision(None, "a sparse tensor")
         if parameter.dim() == 0:
             return Decision(None, "a single number")
         if parameter.dtype not in (torch.float32, *ROUNDED) or state.dtype not in (torch.float32, *ROUNDED):

@@ -14,7 +14,7 @@ one by one: hence `never_compiled`. In a graph nothing of this is traced by Dyna
 from __future__ import annotations
 
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class FP8State(Tensor):
     low: Tensor | None
     stored_checksum: int | None = None  # of the file that it is from, where its values have not been seen yet
     from_file: bool = False  # not in use yet: what a tool copies it into is a checkpoint, too
+    moves: ClassVar[int] = 0  # how often a state has got other memory, of all states: so steps need not ask each part
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -141,11 +142,13 @@ class FP8State(Tensor):
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape and device
         for mine, other in zip(self.parts(), value.parts(), strict=True):
             mine.data = other.data  # compiled steps hold the parts
+        FP8State.moves += 1
 
     def share_memory_(self) -> FP8State:
         """Move all parts to shared memory, as `Tensor.share_memory_` does."""
         for x in self.parts():
             x.share_memory_()
+        FP8State.moves += 1
         return self
 
     def is_shared(self) -> bool:

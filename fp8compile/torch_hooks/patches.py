@@ -18,7 +18,7 @@ import torch
 
 from fp8compile import torch_versions
 from fp8compile.passes.lower import known_accesses
-from fp8compile.torch_hooks.calls import compiled_calls
+from fp8compile.torch_hooks.calls import compiled_calls, steps_as_python
 from fp8compile.torch_hooks.calls.user_frame import warn_user
 from fp8compile.torch_hooks.inductor import (
     buffer_reuse,
@@ -66,6 +66,13 @@ PERMANENT = (
         "torch's wrapper of a backend hands on its `reset` and not its `backend_ctx_ctor`",
         "torch_hooks.calls.compiled_calls:hand_on_contexts",
         apply=lambda is_ours: compiled_calls.hand_on_contexts(),
+    ),
+    Patch(
+        "steps_as_python",
+        "torch._dynamo.eval_frame._callback_from_stance; _warned_capturable_if_run_uncaptured of an optimizer",
+        "Dynamo traces and guards all parameters of a step, of which one of each kind is all that there is to know",
+        "torch_hooks.calls.steps_as_python:ask_us",
+        apply=lambda is_ours: steps_as_python.ask_us(),
     ),
     Patch(
         "known_accesses",
@@ -187,13 +194,6 @@ TEMPORARY = (
         "a step of an optimizer that reads a number from a tensor breaks into two graphs",
         "torch_hooks.calls.compiled_calls:reading_numbers",
         "one call of an optimizer's step",
-    ),
-    Patch(
-        "steps_as_python",
-        "torch.compiler.set_stance is force_eager, a hook of the step undoes it; _warned_capturable_if_run_uncaptured",
-        "Dynamo traces and guards all parameters of a step, of which one of each kind is all that there is to know",
-        "torch_hooks.calls.compiled_calls:_switch_off",
-        "one step, up to its hooks",
     ),
     Patch(
         "changing_rates",

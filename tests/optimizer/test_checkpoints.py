@@ -136,6 +136,17 @@ def test_plain_checkpoints_load_into_eight_bit_states_and_back(dtype):
     again.step()
 
 
+@pytest.mark.parametrize("recipe", [None, "float32"])
+def test_a_plain_checkpoint_is_a_copy_of_all_states(recipe):
+    opt, mine, step = fresh(torch.bfloat16, recipe)
+    advance(mine, step, 0, 2)
+    kept = fp8compile.plain_state_dict(opt)
+    before = copy.deepcopy(kept)
+    advance(mine, step, 2, 4)
+    for key, state in kept["state"].items():
+        assert all(torch.equal(x, before["state"][key][name]) for name, x in state.items())
+
+
 def test_plain_fp32_states_reach_a_bf16_parameter_unrounded():
     """torch casts loaded states to the parameter's dtype; what is stored must come from the FP32 values."""
     opt, mine, _ = fresh(recipe="float32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -344,6 +345,10 @@ def test_states_and_parameters_that_become_other_tensors() -> None:
         parameters[0].data = parameters[0].data + 1
         opt.state[parameters[1]]["exp_avg"] = torch.full((7,), 0.5)  # type: ignore[attr-defined]
     run(*made, steps=2)
+    for opt in made[::2]:
+        parameter = opt.param_groups[0]["params"][1]  # type: ignore[attr-defined]
+        opt.state[parameter] = {**opt.state[parameter], "exp_avg": torch.full((7,), 0.25)}  # type: ignore[attr-defined]
+    run(*made, steps=2)
     assert_shared(made[0])
 
 
@@ -363,8 +368,8 @@ def has_another_side(state: dict[str, Any]) -> None:
 
 
 def lies_elsewhere(state: dict[str, Any]) -> None:
-    payload = state["exp_avg"].payload
-    payload.set_(payload.clone().flip(0))
+    x = state["exp_avg"]
+    x.data = x.like(lambda part: part.clone().flip(0) if part is x.payload else part.clone())
 
 
 def test_states_that_get_other_memory() -> None:
@@ -386,14 +391,69 @@ def test_every_part_that_moves_is_seen(part: str) -> None:
         set_gradients(opt.param_groups[0]["params"], i)
         step()
     known = shared_step._shared[opt].groups[0]
-    assert known.is_current(opt, opt.param_groups[0])
+    assert known.is_current(opt.state, opt.param_groups[0])
     parameter = opt.param_groups[0]["params"][0]
     state = opt.state[parameter]
-    parts = [getattr(x, part, None) for x in (state["exp_avg"], state["exp_avg_sq"])]
-    found = {"parameter": parameter, "step": state["step"]}.get(part) if part not in INNER else None
-    moved = found if found is not None else next(x for x in parts if x is not None)
-    moved.data = moved.data.clone()
-    assert not known.is_current(opt, opt.param_groups[0])
+    if part in INNER:
+        owner = next(x for x in (state["exp_avg"], state["exp_avg_sq"]) if getattr(x, part) is not None)
+        moved = getattr(owner, part)
+        owner.data = owner.like(lambda x: x.clone() if x is moved else x)
+    else:
+        moved = {"parameter": parameter, "step": state["step"]}[part]
+        moved.data = moved.data.clone()
+    assert not known.is_current(opt.state, opt.param_groups[0])
+
+
+@pytest.mark.parametrize("change", [lambda x: x.t(), lambda x: x[:16], lambda x: x.t().contiguous().t()])
+def test_a_parameter_that_lies_otherwise_is_seen(change: Any) -> None:
+    """At the same address: a launch would go by the order and the size that it had."""
+    parameter = nn.Parameter(torch.randn(64, 64))
+    opt = torch.optim.AdamW([parameter, nn.Parameter(torch.randn(64, 64))])
+    step = compiled(opt)
+    for i in range(2):
+        set_gradients(opt.param_groups[0]["params"], i)
+        step()
+    known = shared_step._shared[opt].groups[0]
+    assert known.is_current(opt.state, opt.param_groups[0])
+    parameter.data = change(parameter.data)
+    assert not known.is_current(opt.state, opt.param_groups[0])
+
+
+def test_sparse_gradients_leave_states_as_they_are() -> None:
+    """Nothing of such a step is compiled: the warning says so, and it is torch's."""
+    results = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        embedding, linear = nn.Embedding(128, 64, sparse=True), nn.Linear(64, 64)
+        opt = torch.optim.SGD([*embedding.parameters(), *linear.parameters()], lr=1e-4, momentum=0.9)
+        step = compiled(opt) if compile_it else opt.step
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                opt.zero_grad()
+                linear(embedding(torch.arange(64))).square().sum().backward()
+                step()
+        said = [str(w.message) for w in found if issubclass(w.category, fp8compile.Fp8Warning)]
+        assert len(said) == compile_it
+        assert all("its states stay as they are" in message for message in said)
+        buffers = [state["momentum_buffer"] for state in opt.state.values()]
+        assert [type(x) for x in buffers] == [Tensor] * 3
+        results.append([p.detach().clone() for p in opt.param_groups[0]["params"]])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_a_state_that_moves_elsewhere_binds_nothing_anew() -> None:
+    opt = torch.optim.AdamW(make_parameters((torch.bfloat16,)))
+    step = compiled(opt)
+    for i in range(2):
+        set_gradients(opt.param_groups[0]["params"], i)
+        step()
+    known = shared_step._shared[opt].groups[0]
+    other = fp8compile.FP8State.of(torch.randn(256), format="log")
+    other.data = other.like(torch.clone)
+    assert known.is_current(opt.state, opt.param_groups[0])
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(opt.state[opt.param_groups[0]["params"][0]]["exp_avg"], other)
 
 
 def test_hooks_and_closures_run_where_torch_runs_them() -> None:

@@ -2,15 +2,18 @@
 
 What a step does not change is kept: the tensors of each parameter, where they lie, the tables of the launch. Before
 each step it is compared with what is there now, by identity and address: a checkpoint may have been loaded, a state or
-a parameter have become another tensor.
+a parameter have become another tensor. This costs the host some microseconds a parameter, nearly all for objects that
+are in no cache of the processor. So parts of 8-bit states are asked for their addresses only where some state has got
+other memory (`FP8State.moves`).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, pairwise, repeat
-from operator import attrgetter, is_, is_not
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -28,8 +31,7 @@ from fp8compile.optimizer.shared_step.template import Template
 from fp8compile.optimizer.states import FP8State
 from fp8compile.torch_hooks.local_parts import local_part
 
-PAYLOAD = attrgetter("payload")
-DTYPE, LAYOUT = Tensor.dtype.__get__, Tensor.layout.__get__  # type: ignore[attr-defined]  # of many tensors, without Python
+DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]  # of many tensors, without Python
 
 
 @dataclass
@@ -43,20 +45,23 @@ class Alike:
     launch: BoundLaunch | None = None
     gradients: list[Any] = field(default_factory=list)  # of the step that runs
     active: tuple[bool, ...] = ()  # which parameters have one
+    found_at: list[int] = field(default_factory=list)  # where the gradients of those lie
 
     def __post_init__(self) -> None:
         self.stored = self._flat(self.template.stored)
         self.device = self.stored[0].device
+        self.mine = list(map(local_part, self.parameters))
+        self.sizes, is_ordered = list(map(Tensor.numel, self.mine)), all(map(Tensor.is_contiguous, self.mine))
+        self.strides = None if is_ordered else list(map(Tensor.stride, self.mine))
         self.kept = [x for state in self.states for x in state.values()]
-        mine = list(map(local_part, self.kept))
-        self.in_8_bits = [x for x in mine if isinstance(x, FP8State)]
-        self.payloads = list(map(PAYLOAD, self.in_8_bits))
-        parts = chain.from_iterable(x.parts() for x in self.in_8_bits)
-        self.placed = [*map(local_part, self.parameters), *parts, *(x for x in mine if type(x) is Tensor)]
+        kept = list(map(local_part, self.kept))
+        self.in_8_bits = [x for x in kept if isinstance(x, FP8State)]
+        self.moves, self.parts = FP8State.moves, self._parts()
+        self.unswapped = list(map(weakref.ref, self.in_8_bits))  # `torch.utils.swap_tensors` refuses them then
+        self.placed = [*self.mine, *(x for x in kept if type(x) is Tensor)]
         self.addresses = [x.data_ptr() for x in self.placed]
         self.width = len(self.template.stored)
         self.is_distributed = any(isinstance(p, DTensor) for p in self.parameters)
-        self.local = list(map(local_part, self.parameters)) if self.is_distributed else []
         self.counters = update.counters_of(self.template.update, self.stored)
         self.likes: list[Any] = [None] * len(self.parameters)  # of gradients: what they must lie as
         if self.device.type == "cuda" and self._reads_gradients_alone():
@@ -66,12 +71,15 @@ class Alike:
         """Make the launch, if one can take all tensors where they lie."""
         matrices, given = None, (self.template.spec, self.stored, self._flat(self.template.read))
         if not all(map(is_usable, self.stored)):
-            mine = list(map(local_part, self.parameters))
-            matrices = matrices_of(self.template.update, self.stored, mine)
+            matrices = matrices_of(self.template.update, self.stored, self.mine)
             if matrices is None:
                 return
-            self.likes = mine
+            self.likes = self.mine
         self.launch = BoundLaunch(*given, matrices=matrices)
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """Return which tensors 8-bit states are made of, and where they lie."""
+        return [(id(part), part.data_ptr()) for x in self.in_8_bits for part in x.parts()]
 
     def _flat(self, roles: Sequence[Role]) -> list[Tensor]:
         pairs = zip(self.parameters, self.states, strict=True)
@@ -81,42 +89,58 @@ class Alike:
         """Return True if a launch reads nothing else: what else is read might lie elsewhere in the next step."""
         return [role.kind for role in self.template.read] in ([], [GRADIENT])
 
-    def is_current(self, states: Mapping[Tensor, Any]) -> bool:
+    def is_current(self, states: Mapping[Tensor, Any] | None) -> bool:
         """Return True if states are the tensors that they were, and they and the parameters lie where they lay.
 
-        Looks at gradients once; `step` takes those.
+        states: by parameter; None if they are known to be the mappings that they were. Looks at gradients once; `step`
+        takes those.
         """
-        if not all(map(is_, map(states.get, self.parameters), self.states)):
+        if states is not None and not all(map(is_, map(states.get, self.parameters), self.states)):
             return False
         now = chain.from_iterable(map(dict.values, self.states))
         if sum(map(len, self.states)) != len(self.kept) or not all(map(is_, now, self.kept)):
             return False
-        if not all(map(is_, map(PAYLOAD, self.in_8_bits), self.payloads)):
-            return False
+        if self.moves != FP8State.moves:
+            if self.parts != self._parts():
+                return False
+            self.moves = FP8State.moves
         if self.is_distributed and not all(map(is_, self._flat(self.template.stored), self.stored)):
             return False
-        if self.addresses != list(map(Tensor.data_ptr, self.placed)):
+        if self.addresses != list(map(Tensor.data_ptr, self.placed)) or not self._lie_as_they_lay():
             return False
         found = [p.grad for p in self.parameters]
         self.gradients = list(map(local_part, found)) if self.is_distributed else found
         self.active = tuple(map(is_not, found, repeat(None)))
         return self._are_gradients_alike()
 
+    def _lie_as_they_lay(self) -> bool:
+        """Return True if no parameter has become longer or shorter, or been transposed, where it lies."""
+        if self.sizes != list(map(Tensor.numel, self.mine)):
+            return False
+        if self.strides is None:
+            return all(map(Tensor.is_contiguous, self.mine))
+        return self.strides == list(map(Tensor.stride, self.mine))
+
     def _are_gradients_alike(self) -> bool:
         found = self._present()
-        as_ever = map(is_, map(DTYPE, found), repeat(self.kind.gradient))
-        return all(as_ever) and all(map(is_, map(LAYOUT, found), repeat(torch.strided)))
+        try:
+            self.found_at = list(map(Tensor.data_ptr, found))
+        except RuntimeError:  # sparse tensors have no address
+            return False
+        return all(map(is_, map(DTYPE, found), repeat(self.kind.gradient)))
 
     def _present(self) -> list[Any]:
         return self.gradients if all(self.active) else [g for g in self.gradients if g is not None]
 
     def addresses_of_gradients(self) -> list[int]:
         """Return where the launch finds them: 0 of a parameter without one. Copies those that it cannot take so."""
-        addresses = _addresses(self.gradients, self.active)
-        if not self._lie_in_order() or any(map((ALIGNMENT - 1).__and__, addresses)):
+        if not self._lie_in_order() or any(map((ALIGNMENT - 1).__and__, self.found_at)):
             self.gradients = list(map(_usable, self.gradients, self.likes))
-            addresses = _addresses(self.gradients, self.active)
-        return addresses
+            self.found_at = list(map(Tensor.data_ptr, self._present()))
+        if all(self.active):
+            return self.found_at
+        found = iter(self.found_at)
+        return [next(found) if wanted else 0 for wanted in self.active]
 
     def _lie_in_order(self) -> bool:
         """Return True if the elements of each gradient lie as those of its parameter."""
@@ -134,7 +158,8 @@ class Alike:
         A backward whose graph was made before the step needs the old values: autograd refuses it then.
         """
         if self.launch is not None:
-            increment_version([*compress(self.parameters, self.active), *compress(self.local, self.active)])
+            local = compress(self.mine, self.active) if self.is_distributed else ()
+            increment_version([*compress(self.parameters, self.active), *local])
 
     def step(self, matrix: Tensor | None) -> None:
         """Update the parameters that have gradients: some. matrix: numbers, with a row a parameter or more rows."""
@@ -157,12 +182,6 @@ class Alike:
             return self.stored
         w = self.width
         return [x for i, wanted in enumerate(self.active) if wanted for x in self.stored[i * w : (i + 1) * w]]
-
-
-def _addresses(gradients: list[Any], active: tuple[bool, ...]) -> list[int]:
-    if all(active):
-        return list(map(Tensor.data_ptr, gradients))
-    return [0 if g is None else g.data_ptr() for g in gradients]
 
 
 def _usable(gradient: Any, like: Any) -> Any:

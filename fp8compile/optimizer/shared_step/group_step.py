@@ -8,7 +8,6 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fp8compile.optimizer.shared_step.alike import Alike
 from fp8compile.optimizer.shared_step.kinds import Kind
@@ -30,8 +29,8 @@ class GroupStep:
         """The parameters of each kind."""
         return (x for kinds in self.together for x in kinds.alike)
 
-    def is_current(self, opt: Optimizer, group: Mapping[str, Any]) -> bool:
-        """Return True if all is as it was but for numbers that may change."""
+    def is_current(self, states: Mapping[Tensor, Any] | None, group: Mapping[str, Any]) -> bool:
+        """Return True if all is as it was but for numbers that may change. states: None for the known ones."""
         now = group["params"]
         if len(now) != len(self.parameters) or not all(map(is_, now, self.parameters)):
             return False
@@ -39,7 +38,7 @@ class GroupStep:
             return False
         if any(form_of(group[name]) != form for name, form in self.forms.items()):
             return False
-        return all(x.is_current(opt.state) for x in self.alike)
+        return all(x.is_current(states) for x in self.alike)
 
     def step(self, group: Mapping[str, Any]) -> None:
         """Update all parameters of the group that have gradients."""

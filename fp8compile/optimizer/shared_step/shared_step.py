@@ -10,10 +10,12 @@ arithmetic has nothing to do. A step that cannot be taken so is compiled as a wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._dynamo.convert_frame import compile_lock  # torch compiles on one thread at a time
 from torch.optim import Optimizer
 
 from fp8compile.errors import StateError
@@ -25,11 +27,19 @@ from fp8compile.optimizer.shared_step import stand_ins
 from fp8compile.optimizer.shared_step.alike import Alike
 from fp8compile.optimizer.shared_step.group_step import GroupStep, by_kind, form_of
 from fp8compile.optimizer.shared_step.kinds import Kind, kind_of, refusal_of
+from fp8compile.optimizer.shared_step.known_states import KnownStates
 from fp8compile.optimizer.shared_step.roles import NotAlikeError, StatesToComeError
 from fp8compile.optimizer.shared_step.template import Template, template_of
 from fp8compile.optimizer.shared_step.together import together
 from fp8compile.optimizer.shared_step.tracing import UNSCALED_BY, trace
-from fp8compile.optimizer.state_conversion import is_fp8, is_prepared, recipe_of, record_of, state_rows
+from fp8compile.optimizer.state_conversion import (
+    is_fp8,
+    is_prepared,
+    parameters_of,
+    recipe_of,
+    record_of,
+    state_rows,
+)
 from fp8compile.optimizer.step_graph import is_captured
 from fp8compile.optimizer.unscaling import unscaled_by
 from fp8compile.options import Options
@@ -50,6 +60,7 @@ class SharedStep:
         self.groups: dict[int, GroupStep] = {}
         self.seen: dict[str, set[Any]] = {}  # values that settings have had
         self.is_torchs = False  # for one step: states are still to come
+        self.known = KnownStates()
         self.reported: Any = None  # states and updates of the last plan
 
     def prepare(self, opt: Optimizer, has_gradients: bool) -> bool:
@@ -59,6 +70,7 @@ class SharedStep:
         where those are still to come, from a closure; then `take` does the rest.
         """
         self.is_torchs = False
+        self.known.begin_step()
         if self.groups:
             return True
         try:
@@ -79,20 +91,21 @@ class SharedStep:
         return not self.refusal
 
     def _bind_all(self, opt: Optimizer) -> None:
-        for i in range(len(opt.param_groups)):
-            self._bind(opt, i)
+        self._bind(opt, range(len(opt.param_groups)))
         states = [x for state in opt.state.values() for x in state.values() if isinstance(x, Tensor)]
         if not any(is_fp8(x) for x in states):
             self.groups.clear()
             raise NotAlikeError("it has no state in 8 bits")
         self._report(opt)
 
-    def _bind(self, opt: Optimizer, index: int) -> GroupStep:
-        """Sort the parameters of a group by kind, and find the template of each; no thread compiles any more then."""
-        try:
-            return self._sorted(opt, index)
-        finally:
-            compile_ahead.wait_for_all()
+    def _bind(self, opt: Optimizer, indices: Iterable[int]) -> None:
+        """Sort the parameters of groups by kind, and find the template of each; no thread compiles any more then."""
+        with compile_lock:
+            try:
+                for index in indices:
+                    self.groups[index] = self._sorted(opt, index)
+            finally:
+                compile_ahead.wait_for_all()
 
     def _sorted(self, opt: Optimizer, index: int) -> GroupStep:
         group = opt.param_groups[index]
@@ -117,8 +130,7 @@ class SharedStep:
         settings = {name: group[name] for name in opt.defaults if name in group and name not in free}
         forms = {name: form_of(group[name]) for name in free}
         made = together(alike, group, shared, self.options)
-        self.groups[index] = GroupStep(list(group["params"]), settings, forms, made, others)
-        return self.groups[index]
+        return GroupStep(list(group["params"]), settings, forms, made, others)
 
     def _moving(self, opt: Optimizer, group: Mapping[str, Any]) -> set[str]:
         """Return the names of the settings that have been seen with several values, as schedules of betas have."""
@@ -135,10 +147,10 @@ class SharedStep:
         index = next((i for i, g in enumerate(opt.param_groups) if g is group), None)
         if index is None:
             return False
-        known = self.groups.get(index)
-        if known is None or not known.is_current(opt, group):
+        bound, states = self.groups.get(index), self.known.differing(opt.state)
+        if bound is None or not bound.is_current(states, group):
             try:
-                known = self._bind(opt, index)
+                self._bind(opt, [index])
             except StatesToComeError:
                 self.is_torchs = True
                 return False
@@ -148,9 +160,11 @@ class SharedStep:
                 self.is_torchs = True
                 return False
             self._report(opt)
-            if not known.is_current(opt, group):
+            bound = self.groups[index]
+            if not bound.is_current(opt.state, group):
                 raise StateError(f"the states of {type(opt).__name__} change while its step looks at them")
-        known.step(group)
+        self.known.found(opt.state, index, len(opt.param_groups))
+        bound.step(group)
         return True
 
     def _report(self, opt: Optimizer) -> None:
@@ -203,7 +217,7 @@ def take_step(opt: Optimizer, options: Options, has_closure: bool, as_whole: boo
         if fused.is_being_unscaled(opt):  # this step is torch's
             return lambda: fused.take_over(opt)
         fused.take_over(opt)
-    if as_whole:
+    if as_whole or (not is_prepared(opt) and _has_sparse_gradients(opt)):  # nobody compiles such a step
         return None
     mine, record, warned = shared_step(opt, options), record_of(opt), "_warned_capturable_if_run_uncaptured"
     if mine.refusal and not is_prepared(opt) and not refusal_of(opt):
@@ -218,6 +232,10 @@ def take_step(opt: Optimizer, options: Options, has_closure: bool, as_whole: boo
         record.take = None
 
     return end
+
+
+def _has_sparse_gradients(opt: Optimizer) -> bool:
+    return any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters_of(opt))
 
 
 def _make_capturable(opt: Optimizer) -> None:

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from fp8compile import process_state
 from fp8compile.plan import store
 from fp8compile.plan.plan import Plan
-from fp8compile.torch_hooks.calls import uncompiled_calls
+from fp8compile.torch_hooks.calls import steps_as_python, uncompiled_calls
 from fp8compile.torch_hooks.calls.graph_runs import OPTIMIZER, Runs, around, runs
 from fp8compile.torch_hooks.calls.user_frame import warn_user
 
@@ -146,21 +146,15 @@ class Call:
         return self
 
     def _is_taken(self, opt: Optimizer, names: Mapping[str, Any]) -> bool:
-        """Return True if Dynamo does not have to see this step: it is off until the step's own hooks have run."""
+        """Return True if Dynamo does not have to see this step."""
         given = [x for x in (*names["args"], *names["kwargs"].values()) if x is not None and x is not opt]
-        if not _is_on():
+        if not _is_on() or not steps_as_python.is_possible():
             return False
         as_whole = getattr(names.get("self"), "fullgraph", False) or not all(map(callable, given))
-        end = self.calls.take_step(opt, self.calls.wrapper.kwargs, bool(given), as_whole)
-        if end is None:
+        self.taken = self.calls.take_step(opt, self.calls.wrapper.kwargs, bool(given), as_whole)
+        if self.taken is None:
             return False
-        switch_on = _switch_off(opt)
-
-        def ended() -> None:
-            switch_on()
-            end()
-
-        self.taken = ended
+        steps_as_python.leave_to_python()
         return True
 
     def __exit__(self, *_: Any) -> None:
@@ -174,6 +168,7 @@ class Call:
     def _end(self) -> None:
         """Undo what was changed for the call, and say what became of it."""
         if self.taken is not None:
+            steps_as_python.forget()
             self.taken()
             self.function = self.optimizer = None
             return
@@ -236,26 +231,6 @@ def _is_on() -> bool:
 def reading_numbers() -> Callable[[], Any]:
     """Let Dynamo trace `Tensor.item()`, as its own contexts change a setting for a call; return what undoes it."""
     return dynamo_config._make_closure_patcher(capture_scalar_outputs=True)()  # type: ignore[attr-defined]
-
-
-def _switch_off(opt: Optimizer) -> Callable[[], None]:
-    """Let torch call the step of `opt` as Python; return what switches Dynamo on again, as the step's hooks do first.
-
-    The closure and the hooks of a step may call what is compiled.
-    """
-    stance: list[Any] = [torch.compiler.set_stance("force_eager")]
-
-    def switch_on(*_: Any) -> None:
-        if stance:
-            stance.pop().__exit__(None, None, None)
-
-    def end() -> None:
-        switch_on()
-        hook.remove()
-
-    hook = opt.register_step_pre_hook(switch_on)
-    opt._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
-    return end
 
 
 def _called() -> tuple[Any, Optimizer | None, Mapping[str, Any]]:

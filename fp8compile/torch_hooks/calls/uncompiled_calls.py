@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
+from fp8compile.optimizer.state_conversion import is_prepared
 from fp8compile.plan.plan import Plan
 
 # Beginnings of what Dynamo says where a user left something out by choice.
@@ -29,6 +30,7 @@ FUSED = (
     "fused=True runs torch's own kernel, which torch.compile does not see into. Make the optimizer with foreach=True "
     "or fused=False; if it has made a step already, call torch.compiler.reset() before the next"
 )
+IN_8_BITS = "its states are kept in 8 bits all the same, stored by each operation, slower and less precise"
 DISABLED = "torch lets nobody compile this step: leave it uncompiled"
 
 
@@ -38,7 +40,8 @@ def plan(name: str, optimizer: Optimizer | None, why: Sequence[str], is_earlier:
     why: what Dynamo said; is_earlier: in another call, after which it left this code alone.
     """
     if optimizer is not None:
-        text = f"nothing of {name} was compiled, and its states stay as they are: {_of_step(optimizer, why)}."
+        states = IN_8_BITS if is_prepared(optimizer) else "its states stay as they are"
+        text = f"nothing of {name} was compiled, and {states}: {_of_step(optimizer, why)}."
         return Plan("optimizer", failure=text)
     earlier = " in an earlier call of the same code, and leaves that alone since" if is_earlier else ""
     cures = [AGAIN] if is_earlier else _cures(why) or [ELSE]
