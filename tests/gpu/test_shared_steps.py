@@ -105,6 +105,11 @@ class Disturbance:
             opt.load_state_dict(opt.state_dict())
         elif i == 17:
             first.data = first.data.clone() * 2
+        elif i == 19:
+            moved = next((x for x in state.values() if isinstance(x, fp8compile.FP8State)), None)
+            if moved is not None:
+                self.held.append(moved.like(torch.Tensor.detach))  # its memory is not used again
+                moved.data = moved.like(torch.clone)
         elif i == 22:
             state["step"].data = state["step"].data + 3
         elif i == 27:
@@ -113,6 +118,25 @@ class Disturbance:
             lr = opt.param_groups[0]["lr"] = torch.tensor(0.005 / i, device="cuda") if i == 33 else self.lr
             lr.mul_(0.5)
         self.lr = opt.param_groups[0]["lr"]
+
+
+def test_a_parameter_that_is_transposed_where_it_lies() -> None:
+    """At the same address, with the same size: its gradients come in the other order from then on."""
+    found = []
+    for backend in ("fp8", lambda gm, x: fp8(gm, x, options={"strict": True})):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(96, 96, generator=generator).cuda()) for _ in range(2)]
+        opt = torch.optim.AdamW(parameters, lr=0.01)
+        step = torch.compile(opt.step, backend=backend)
+        for i in range(10):
+            if i == 6:
+                parameters[0].data = parameters[0].data.t()
+            drawn_gradients(opt, i)
+            step()
+        assert not parameters[0].is_contiguous()
+        found.append([x.contiguous() for x in tensors(opt)])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
