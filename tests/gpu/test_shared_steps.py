@@ -121,22 +121,21 @@ class Disturbance:
 
 
 def test_a_parameter_that_is_transposed_where_it_lies() -> None:
-    """At the same address, with the same size: its gradients come in the other order from then on."""
+    """At the same address, with the same size: updated bit for bit as one that was copied to lie in order."""
     found = []
-    for backend in ("fp8", lambda gm, x: fp8(gm, x, options={"strict": True})):
+    for change in (torch.Tensor.t, lambda x: x.t().contiguous()):
         generator = torch.Generator().manual_seed(0)
         parameters = [nn.Parameter(torch.randn(96, 96, generator=generator).cuda()) for _ in range(2)]
         opt = torch.optim.AdamW(parameters, lr=0.01)
-        step = torch.compile(opt.step, backend=backend)
+        step = torch.compile(opt.step, backend="fp8", options={"strict": True})
         for i in range(10):
             if i == 6:
-                parameters[0].data = parameters[0].data.t()
+                parameters[0].data = change(parameters[0].data)
             drawn_gradients(opt, i)
             step()
-        assert not parameters[0].is_contiguous()
-        found.append([x.contiguous() for x in tensors(opt)])
+        found.append(tensors(opt))
     for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+        torch.testing.assert_close(x, y, rtol=0, atol=0, check_stride=False)
 
 
 @pytest.mark.parametrize("name", NAMES)
