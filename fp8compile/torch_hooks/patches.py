@@ -168,6 +168,13 @@ TEMPORARY = (
         "one compilation",
     ),
     Patch(
+        "numbers_not_timed",
+        "torch._inductor.config.triton.autotune_pointwise = False, for numbers of an optimizer's step",
+        "Inductor times two versions of a kernel on some hundred numbers, and allocates an L2 cache's bytes for that",
+        "optimizer.shared_step.template:compiled",
+        "one compilation",
+    ),
+    Patch(
         "caches_while_dumping",
         "torch._inductor.config.force_disable_caches = True, with option `dump`",
         "on a hit of torch's caches no pass runs, and there is nothing to dump",

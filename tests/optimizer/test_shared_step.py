@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile.backend import fp8
-from fp8compile.optimizer.shared_step import alike, shared_step, together, tracing
+from fp8compile.optimizer.shared_step import alike, shared_step, template, together, tracing
 from fp8compile.optimizer.state_parts import INNER
+from fp8compile.options import Options
 
 SHAPES = ((64, 65), (7,), (30, 4, 50))  # two in 8 bits, of which one ends inside a group; and a small one
 LEFT_OUT = (
@@ -440,6 +441,16 @@ def test_sparse_gradients_leave_states_as_they_are() -> None:
         assert [type(x) for x in buffers] == [Tensor] * 3
         results.append([p.detach().clone() for p in opt.param_groups[0]["params"]])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("wanted", [None, True])
+def test_numbers_are_not_timed_on_a_gpu(wanted: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user says so: Inductor takes as much memory as an L2 cache has to time a kernel."""
+    module, seen = torch.fx.symbolic_trace(nn.Identity()), list[Any]()
+    monkeypatch.setattr(template, "compile_fx", lambda gm, x, config_patches: seen.append(config_patches) or gm)
+    given = {} if wanted is None else {"inductor": {"triton.autotune_pointwise": wanted}}
+    template.compiled(module, [torch.ones(3)], Options.parse(given))
+    assert seen[0]["triton.autotune_pointwise"] is bool(wanted)
 
 
 def test_a_state_that_moves_elsewhere_binds_nothing_anew() -> None:

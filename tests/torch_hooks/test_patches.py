@@ -330,6 +330,11 @@ def test_combined_kernels_is_needed():
     still(not inductor_config.combo_kernels)
 
 
+def test_numbers_not_timed_is_needed():
+    """A look at the setting alone: without a GPU nothing is timed."""
+    still(inductor_config.triton.autotune_pointwise)
+
+
 class CountingPass(CustomGraphPass):
     """Notes that it is called."""
 

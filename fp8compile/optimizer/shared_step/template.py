@@ -99,14 +99,19 @@ class Template:
 
 
 def compiled(module: fx.GraphModule, inputs: list[Tensor], options: Options) -> Callable[..., Sequence[Tensor]]:
-    """Return `module` as options want it to run, for inputs like these; equal ones are compiled once."""
+    """Return `module` as options want it to run, for inputs like these; equal ones are compiled once.
+
+    Of a kernel on some hundred numbers Inductor would compile two versions and time them, each with an empty L2 cache,
+    for which it allocates as much as that holds: more than the states of a small model.
+    """
     if options.executor == "eager":
         return module
     types = [(x.shape, x.dtype, x.device) for x in inputs]
     key = module.code, repr((types, options.inductor, options.mode))
     if key not in _compiled:
+        settings = {"triton.autotune_pointwise": False, **inductor_settings(options, of_optimizer=True)}
         with torch.no_grad():
-            made = compile_fx(module, inputs, config_patches=inductor_settings(options, of_optimizer=True))
+            made = compile_fx(module, inputs, config_patches=settings)
         _compiled[key] = cast("Callable[..., Sequence[Tensor]]", made)
     return _compiled[key]
 
