@@ -31,6 +31,7 @@ class Reason(StrEnum):
 
     # of matmuls that stay in their precision
     NO_WEIGHT = "no_weight"  # neither operand is a weight
+    PRODUCT = "product"  # an operand that a matmul made of parameters is not a weight plus such a product
     ONLY_WEIGHTS = "only_weights"
     ONLY_GRADIENTS = "only_gradients"
     NO_FORWARD = "no_forward"  # no matmul of the forward half has its operands

@@ -8,6 +8,7 @@ strides of q, k and v alone, and runs a plan made for another output's strides w
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import fx
 from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, is_tensor, same_sizes, update_value, value
 from fp8compile.passes.core.stride_demands import EXACT, demanded, is_met
 from fp8compile.passes.core.walk import users_of, walk
+
+SEVERAL_VIEWS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 
 
 def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
@@ -40,12 +43,18 @@ def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
 def restride(c: Compilation, new: fx.Node, wanted: Any, users: list[fx.Node]) -> None:
     """Carry the new strides of `new` on to its users, as far as they go."""
     shown: dict[fx.Node, Any] = {new: wanted}  # the strides that each node had
+    cut: dict[fx.Node, fx.Node] = {}  # what is returned in parts: one copy for all
     stale = [(new, user) for user in users]
     while stale:
         source, user = stale.pop()
         before = _strides(user.meta.get("val"))
         if is_tensor(user):
             shown.setdefault(user, value(user).stride())
+        if _is_returned_in_parts(user):
+            if source not in cut:
+                cut[source] = copied(c, source, shown.get(source), source.next, exactly=True)
+            user.replace_input_with(source, cut[source])
+            continue
         if _misses_strides(user, source, shown.get(source)):
             user.replace_input_with(source, copied(c, source, shown.get(source), user, exactly=True))
             continue
@@ -67,6 +76,15 @@ def _misses_strides(user: fx.Node, x: fx.Node, wanted: Any) -> bool:
     if wanted is None:
         return EXACT in demands
     return any(not is_met(demand, value(x), wanted) for demand in demands)
+
+
+def _is_returned_in_parts(node: fx.Node) -> bool:
+    """Return True if `node` cuts a tensor into views, some of which the graph returns: they share one memory, as torch
+    does not know what they are views of."""
+    if node.target not in SEVERAL_VIEWS:
+        return False
+    views = walk([node], users_of, through=lambda n: n is node or n.target in (operator.getitem, *VIEWS))
+    return any(n.op == "output" for n in views)
 
 
 def _is_restrided(node: fx.Node) -> bool:

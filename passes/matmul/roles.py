@@ -29,6 +29,7 @@ from fp8compile.plan.reasons import Reason, Why
 
 ONLY_WEIGHTS = Why(Reason.ONLY_WEIGHTS, "both operands are weights")
 NO_WEIGHT = Why(Reason.NO_WEIGHT, "neither operand comes from an nn.Parameter")
+PRODUCT = Why(Reason.PRODUCT, "a matmul made its operand of parameters, which is no weight plus a product")
 ONLY_GRADIENTS = Why(Reason.ONLY_GRADIENTS, "both operands are gradients")
 NO_FORWARD = Why(Reason.NO_FORWARD, "no matmul of the forward half has these operands")
 
@@ -66,7 +67,7 @@ def _assign_forward_role(matmul: MatmulNode, weights: set[fx.Node]) -> None:
     if left and right:
         matmul.why_other = ONLY_WEIGHTS
     elif not (left or right):
-        matmul.why_other = NO_WEIGHT
+        matmul.why_other = PRODUCT if {matmul.left, matmul.right} & weights else NO_WEIGHT
     else:
         matmul.role, matmul.weight_on_left = "output", left
 

@@ -50,14 +50,31 @@ def is_weight(operand: fx.Node | None, weights: set[fx.Node]) -> bool:
 
 
 def _is_updated_weight(node: fx.Node) -> bool:
-    """Return True if `node` is a weight plus something of its shape that a matmul made, as a low-rank update is."""
-    while len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    if not is_tensor(node):  # attention, or another operator of several outputs, which is no sum
+    """Return True if `node` is a weight plus something of its shape that matmuls made, as a low-rank update is.
+
+    Such a sum may be scaled, also by a number for each row, as by a magnitude over a norm (DoRA).
+    """
+    while (scaled := _scaled(node)) is not None:
+        node = scaled
+    if not is_tensor(node) or node.target is not aten.add.Tensor:  # is_tensor: of several outputs none is a sum
         return False
-    shape = value(node).shape
-    terms = [i for i in node.all_input_nodes if is_tensor(i) and same_sizes(value(i).shape, shape)]
-    return node.target is aten.add.Tensor and len(terms) == 2 and not all(map(_has_matmul, terms))
+    terms = [i for i in node.all_input_nodes if _has_shape_of(i, node)]
+    return len(terms) == 2 and any(not _has_matmul(term) or _is_updated_weight(term) for term in terms)
+
+
+def _scaled(node: fx.Node) -> fx.Node | None:
+    """Return what `node` computes element by element, with nothing or with fewer numbers beside it; None for others."""
+    inputs = node.all_input_nodes
+    if len(inputs) == 1:
+        return inputs[0]
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):
+        whole = [i for i in inputs if _has_shape_of(i, node)]
+        return whole[0] if len(whole) == 1 else None
+    return None
+
+
+def _has_shape_of(x: fx.Node, other: fx.Node) -> bool:
+    return is_tensor(x) and is_tensor(other) and same_sizes(value(x).shape, value(other).shape)
 
 
 def _has_matmul(node: fx.Node) -> bool:

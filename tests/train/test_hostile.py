@@ -222,22 +222,44 @@ def test_what_an_operator_with_several_outputs_makes_of_weights_is_no_weight(att
     assert roles == {"qkv.0": "other", "qkv.1": "other", "qkv.2": "other", "out": "output"}
 
 
-def test_a_low_rank_update_of_a_weight_is_a_weight() -> None:
+UPDATES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], bool]] = {  # and whether it is a weight
+    "update": (lambda w, a, b, m: w + 0.5 * (b @ a), True),
+    "two updates": (lambda w, a, b, m: w + b @ a + (a.t() @ b.t()).t(), True),
+    "scaled rows": (lambda w, a, b, m: (w + b @ a) * m, True),
+    "magnitude over a norm": (lambda w, a, b, m: m * (w + b @ a) / (w + b @ a).norm(dim=1, keepdim=True), True),
+    "product": (lambda w, a, b, m: b @ a, False),
+    "scaled product": (lambda w, a, b, m: (b @ a) * m, False),
+    "gate": (lambda w, a, b, m: (w + b @ a) * torch.sigmoid(b @ a), False),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_low_rank_update_of_a_weight_is_a_weight(name: str) -> None:
+    compute, is_weight = UPDATES[name]
+
     class Lora(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(noise(64, 32) / 6, requires_grad=False)
             self.a, self.b = nn.Parameter(noise(16, 32) / 6), nn.Parameter(noise(64, 16) / 4)
+            self.m, self.down = nn.Parameter(1 + noise(64, 1) / 4), nn.Linear(64, 32).bfloat16()
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.weight + 0.5 * (self.b @ self.a))
+            return self.down(F.linear(x, compute(self.weight, self.a, self.b, self.m)))
 
     model, x = Lora(), noise(16, 32)
     out = compiled(model)(x)
     assert sqnr(model(x), out) > LEAST
-    out.sum().backward()
-    rows = [(r.role, r.decision) for r in fp8compile.last_compile().matmuls]
-    assert rows[:2] == [("other", "bf16"), ("output", "fp8")]
+    out.float().square().sum().backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    rows = [r for r in fp8compile.last_compile().matmuls if r.role in ("output", "other")]
+    (layer,) = [r for r in rows if (r.m, r.n, r.k) == (16, 64, 32)]
+    assert (layer.role, layer.decision) == (("output", "fp8") if is_weight else ("other", "bf16"))
+    assert is_weight or "no weight plus a product" in layer.reason
+    model.zero_grad()
+    model(x).float().square().sum().backward()
+    for n, p in model.named_parameters():
+        assert p.grad is None or sqnr(p.grad, found[n]) > 10, n
 
 
 def test_the_last_layer_of_a_block_is_no_head() -> None:

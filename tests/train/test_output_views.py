@@ -91,6 +91,29 @@ def test_views_of_one_result(executor: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert bases[0] - {*range(2 * len(names))}
 
 
+@pytest.mark.parametrize("columns", [7, 24, 32])
+@pytest.mark.parametrize("grad", [False, True])
+def test_parts_of_one_result_share_its_memory(columns: int, grad: bool) -> None:
+    """Cut in several ways, returned without what they are parts of: a write to one is seen in the others."""
+
+    def parts(x: Tensor) -> tuple[Tensor, ...]:
+        y = x @ weight
+        return (*y.unbind(1), *y.chunk(2, 1), *y.split_with_sizes([3, columns - 3], 1))
+
+    weight, x = nn.Parameter(torch.randn(48, columns)), torch.randn(16, 48)
+    run = torch.compile(parts, backend="fp8", options={"select": "all", "strict": True, "executor": "eager"})
+    with torch.set_grad_enabled(grad):
+        got, wanted = run(x), parts(x)
+    assert [(o.shape, o.stride()) for o in got] == [(o.shape, o.stride()) for o in wanted]
+    assert len({o.untyped_storage().data_ptr() for o in got}) == 1
+    if grad:
+        torch.stack([o.sum() for o in got]).square().sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.isfinite().all()
+    got[0].detach().fill_(100.0)
+    assert (got[columns].detach()[:, 0] == 100.0).all()
+
+
 class WithLoss(nn.Module):
     """A model that returns its logits beside the loss that it computes of them: they are saved for backward as well.
 
