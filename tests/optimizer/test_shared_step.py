@@ -405,7 +405,7 @@ def test_every_part_that_moves_is_seen(part: str) -> None:
     assert not known.is_current(opt.state, opt.param_groups[0])
 
 
-@pytest.mark.parametrize("change", [lambda x: x.t(), lambda x: x[:16], lambda x: x.t().contiguous().t()])
+@pytest.mark.parametrize("change", [lambda x: x.t(), lambda x: x[:16]])
 def test_a_parameter_that_lies_otherwise_is_seen(change: Any) -> None:
     """At the same address: a launch would go by the order and the size that it had."""
     parameter = nn.Parameter(torch.randn(64, 64))
