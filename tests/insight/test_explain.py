@@ -24,6 +24,7 @@ from fp8compile.errors import Fp8Error, Fp8Warning, OptionError
 from fp8compile.insight.tables import grouping, numbers
 from fp8compile.insight.tables.totals import flops, totals
 from fp8compile.plan.plan import Plan
+from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import (
     Group,
     Kernel,
@@ -741,6 +742,14 @@ def test_totals_add_up():
     assert (t.milliseconds_bf16, t.milliseconds_decided) == (20.0, 2 * (4 * 1.25 + 2.0))
     assert (t.saved, t.saved_before, t.saved_after) == (4, 4 * 64 * 128 * 2, 4 * 8448)
     assert (t.recomputed, t.kernels, t.moved) == (6, 4, 4000)
+
+
+def test_a_matmul_without_elements_has_a_size():
+    plan = a_plan()
+    empty = replace(plan.matmuls[-1], n=0, code=Reason.EMPTY)
+    unknown = replace(plan.matmuls[-1], n="s9")
+    assert "of unknown size" not in str(replace(plan, matmuls=[*plan.matmuls, empty]))
+    assert "1 of unknown size" in str(replace(plan, matmuls=[*plan.matmuls, empty, unknown]))
 
 
 def test_every_table_is_shown():

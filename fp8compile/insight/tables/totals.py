@@ -11,6 +11,7 @@ import torch
 
 from fp8compile.optimizer.parameter_groups import PLAIN, plain_bytes
 from fp8compile.plan.plan import Plan
+from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import FP8, Loss, Matmul, Saved
 
 
@@ -82,7 +83,7 @@ def totals(plans: Sequence[Plan]) -> Totals:
         fp8=sum(m.decision == FP8 for m, _ in rows),
         flops=sum(n for _, n in rows),
         fp8_flops=sum(n for m, n in rows if m.decision == FP8),
-        unsized=sum(n == 0 for _, n in rows),
+        unsized=sum(n == 0 and m.code != Reason.EMPTY for m, n in rows),
         left=dict(Counter(m.reason for m, _ in rows if m.decision != FP8).most_common()),
         milliseconds_bf16=sum(m.milliseconds_bf16 or 0.0 for m in estimated),
         milliseconds_decided=sum(_decided(m) for m in estimated),
