@@ -18,7 +18,7 @@ from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, is_tens
 from fp8compile.passes.core.stride_demands import EXACT, demanded, is_met
 from fp8compile.passes.core.walk import users_of, walk
 
-SEVERAL_VIEWS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 
 
 def replace_value(c: Compilation, old: fx.Node, new: fx.Node) -> None:
@@ -50,11 +50,6 @@ def restride(c: Compilation, new: fx.Node, wanted: Any, users: list[fx.Node]) ->
         before = _strides(user.meta.get("val"))
         if is_tensor(user):
             shown.setdefault(user, value(user).stride())
-        if _is_returned_in_parts(user):
-            if source not in cut:
-                cut[source] = copied(c, source, shown.get(source), source.next, exactly=True)
-            user.replace_input_with(source, cut[source])
-            continue
         if _misses_strides(user, source, shown.get(source)):
             user.replace_input_with(source, copied(c, source, shown.get(source), user, exactly=True))
             continue
@@ -64,7 +59,12 @@ def restride(c: Compilation, new: fx.Node, wanted: Any, users: list[fx.Node]) ->
             copy = c.emit(aten.clone.default, source, like=source, before=user, contiguous=True)
             user.replace_input_with(source, copy)
             continue
-        if _strides(user.meta["val"]) != before:
+        if _strides(user.meta["val"]) != before and _is_returned_in_parts(user):
+            if source not in cut:
+                cut[source] = copied(c, source, shown.get(source), source.next, exactly=True)
+            user.replace_input_with(source, cut[source])
+            update_value(user)
+        elif _strides(user.meta["val"]) != before:
             stale += [(user, next_user) for next_user in user.users]
 
 
@@ -79,9 +79,11 @@ def _misses_strides(user: fx.Node, x: fx.Node, wanted: Any) -> bool:
 
 
 def _is_returned_in_parts(node: fx.Node) -> bool:
-    """Return True if `node` cuts a tensor into views, some of which the graph returns: they share one memory, as torch
-    does not know what they are views of."""
-    if node.target not in SEVERAL_VIEWS:
+    """Return True if `node` splits a tensor and the graph returns some of the parts.
+
+    They must go on sharing memory: AOTAutograd returns them as they are, without the tensor that they are views of.
+    """
+    if node.target not in SPLITS:
         return False
     views = walk([node], users_of, through=lambda n: n is node or n.target in (operator.getitem, *VIEWS))
     return any(n.op == "output" for n in views)

@@ -29,7 +29,7 @@ from fp8compile.plan.reasons import Reason, Why
 
 ONLY_WEIGHTS = Why(Reason.ONLY_WEIGHTS, "both operands are weights")
 NO_WEIGHT = Why(Reason.NO_WEIGHT, "neither operand comes from an nn.Parameter")
-PRODUCT = Why(Reason.PRODUCT, "a matmul made its operand of parameters, which is no weight plus a product")
+PRODUCT = Why(Reason.PRODUCT, "an operand is a product of parameters; only a weight plus such products is a weight")
 ONLY_GRADIENTS = Why(Reason.ONLY_GRADIENTS, "both operands are gradients")
 NO_FORWARD = Why(Reason.NO_FORWARD, "no matmul of the forward half has these operands")
 

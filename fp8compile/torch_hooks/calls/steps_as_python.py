@@ -44,10 +44,10 @@ def is_possible() -> bool:
 
 
 def leave_to_python() -> None:
-    """Have torch call the function, into whose call this thread is about to go, as Python."""
+    """Have torch run the compiled function that this thread is about to call as plain Python, this once."""
     _next.is_python = True
 
 
 def forget() -> None:
-    """Say no more of the next call: the one that was meant is over, or has raised before it began."""
+    """Withdraw `leave_to_python`, if no call has used it."""
     _next.is_python = False
