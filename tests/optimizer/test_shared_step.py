@@ -443,6 +443,27 @@ def test_sparse_gradients_leave_states_as_they_are() -> None:
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
+def test_sparse_gradients_of_a_closure_leave_steps_to_torch() -> None:
+    """They are seen when the optimizer is prepared already: Dynamo is not asked, which raises of such a step."""
+    embedding = nn.Embedding(128, 64, sparse=True)
+    opt = torch.optim.SGD(embedding.parameters(), lr=1e-4, momentum=0.9)
+    plain = torch.optim.SGD((twin := copy.deepcopy(embedding)).parameters(), lr=1e-4, momentum=0.9)
+    step = compiled(opt)
+
+    def closure_of(module: nn.Embedding) -> Tensor:
+        module.zero_grad()
+        (loss := module(torch.arange(64)).square().sum()).backward()
+        return loss
+
+    with pytest.warns(fp8compile.Fp8Warning, match="later ones too: a gradient is sparse"):
+        step(lambda: closure_of(embedding))
+    for _ in range(2):
+        step(lambda: closure_of(embedding))
+    for _ in range(3):
+        plain.step(lambda: closure_of(twin))  # type: ignore[arg-type]
+    assert torch.equal(embedding.weight, twin.weight)
+
+
 @pytest.mark.parametrize("wanted", [None, True])
 def test_numbers_are_not_timed_on_a_gpu(wanted: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the user says so: Inductor takes as much memory as an L2 cache has to time a kernel."""

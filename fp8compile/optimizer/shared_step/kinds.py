@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fp8compile.optimizer.shared_step.roles import NotAlikeError
+from fp8compile.optimizer.shared_step.roles import NotAlikeError, SparseGradientError
 from fp8compile.optimizer.states import FP8State
 from fp8compile.optimizer.torch_methods import is_torchs
 from fp8compile.torch_hooks.local_parts import local_part
@@ -67,8 +67,10 @@ def kind_of(opt: Optimizer, group: Mapping[str, Any], parameter: Tensor, moving:
     """
     gradient = parameter.grad
     assert gradient is not None
-    if parameter.dtype not in FLOATS or gradient.layout is not torch.strided:
-        raise NotAlikeError(f"a parameter is {parameter.dtype}, its gradient {gradient.layout}")
+    if gradient.layout is not torch.strided:
+        raise SparseGradientError("a gradient is sparse, which torch.compile does not support")
+    if parameter.dtype not in FLOATS:
+        raise NotAlikeError(f"a parameter is {parameter.dtype}")
     numbers = numbers_of(opt, parameter)
     states = tuple((n, _state(n, parameter, value, n in numbers)) for n, value in opt.state.get(parameter, {}).items())
     local = local_part(parameter)

@@ -20,6 +20,10 @@ class NotAlikeError(Exception):
     """Parameters cannot be shown to be updated alike; the text says why."""
 
 
+class SparseGradientError(NotAlikeError):
+    """Raised for a gradient that torch.compile does not support."""
+
+
 class StatesToComeError(NotAlikeError):
     """A step makes states while it steps: the next one may be traced."""
 

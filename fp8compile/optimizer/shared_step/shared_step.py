@@ -28,7 +28,7 @@ from fp8compile.optimizer.shared_step.alike import Alike
 from fp8compile.optimizer.shared_step.group_step import GroupStep, by_kind, form_of
 from fp8compile.optimizer.shared_step.kinds import Kind, kind_of, refusal_of
 from fp8compile.optimizer.shared_step.known_states import KnownStates
-from fp8compile.optimizer.shared_step.roles import NotAlikeError, StatesToComeError
+from fp8compile.optimizer.shared_step.roles import NotAlikeError, SparseGradientError, StatesToComeError
 from fp8compile.optimizer.shared_step.template import Template, template_of
 from fp8compile.optimizer.shared_step.together import together
 from fp8compile.optimizer.shared_step.tracing import UNSCALED_BY, trace
@@ -61,6 +61,7 @@ class SharedStep:
         self.seen: dict[str, set[Any]] = {}  # values that settings have had
         self.is_torchs = False  # for one step: states are still to come
         self.known = KnownStates()
+        self.has_sparse = False  # steps are torch's, uncompiled
         self.reported: Any = None  # states and updates of the last plan
 
     def prepare(self, opt: Optimizer, has_gradients: bool) -> bool:
@@ -156,7 +157,9 @@ class SharedStep:
                 return False
             except NotAlikeError as reason:
                 self.refusal = record_of(opt).whole = str(reason)
-                warn_user(f"fp8: this step of {type(opt).__name__} runs uncompiled, later ones as a whole: {reason}")
+                self.has_sparse = isinstance(reason, SparseGradientError)  # Dynamo may raise of such a step
+                later = "too" if self.has_sparse else "as a whole"
+                warn_user(f"fp8: this step of {type(opt).__name__} runs uncompiled, later ones {later}: {reason}")
                 self.is_torchs = True
                 return False
             self._report(opt)
@@ -220,6 +223,8 @@ def take_step(opt: Optimizer, options: Options, has_closure: bool, as_whole: boo
     if as_whole or (not is_prepared(opt) and _has_sparse_gradients(opt)):  # nobody compiles such a step
         return None
     mine, record, warned = shared_step(opt, options), record_of(opt), "_warned_capturable_if_run_uncaptured"
+    if mine.has_sparse:
+        return lambda: None
     if mine.refusal and not is_prepared(opt) and not refusal_of(opt):
         prepare_optimizer(opt, options.states)  # or Dynamo would see plain states of all parameters first
     if mine.refusal or not mine.prepare(opt, not has_closure):
