@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-
 PIP_INSTALL := $(BIN)/pip install --quiet --no-compile  # modules are compiled when they are imported, and few are
 
+unexport PYTHONDONTWRITEBYTECODE  # or every process would compile all modules, ten seconds of importing torch and this
+
 .DEFAULT_GOAL := help
 .PHONY: help train test lint types test-cpu test-matrix test-gpu field fuzz accept format clean
 

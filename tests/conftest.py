@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 
 _cache = tempfile.TemporaryDirectory(prefix="fp8compile-tests-")  # lives as long as the process
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache.name
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # what a test starts does not compile programs to see so
 
 from fp8compile import process_state  # noqa: E402
 from tests import cases  # noqa: E402
