@@ -93,6 +93,19 @@ def let_numbers_change(names: Sequence[str] = RATES) -> bool:
     return bool(found)
 
 
+def take_as_constants(code: str, names: Sequence[str]) -> None:
+    """Have Dynamo take settings that are 0 as constants in a function with code of this name.
+
+    It may have learned of another group that they change. A step reads no decay of 0, and of a number that is not read
+    AOTAutograd says so late: Dynamo traces once more.
+    """
+    ends = tuple(f"['{name}']" for name in names)
+    for state in (state for of, state in get_code_state().items() if of.name == code):
+        for name, entry in state.automatic_dynamic.items():
+            if ends and name.endswith(ends) and entry.scalar is auto_dynamic:
+                entry.scalar = 0.0
+
+
 def _setting(name: str) -> str:
     """Return the name of a source without the place in a setting that is a tuple."""
     return re.sub(r"\[\d+\]$", "", name)

@@ -230,10 +230,14 @@ def test_numbers_that_change_compile_nothing(monkeypatch: pytest.MonkeyPatch) ->
     traced: list[Any] = []
     trace = tracing.trace
     monkeypatch.setattr(shared_step, "trace", lambda *given: traced.append(given) or trace(*given))
+    graphs: list[Any] = []
+    compile_fx = tracing.compile_fx
+    monkeypatch.setattr(tracing, "compile_fx", lambda *given, **more: graphs.append(1) or compile_fx(*given, **more))
     made = pair(two_groups(torch.optim.Adam, {"weight_decay": 0.1}))
     run(*made, steps=2)
     kinds = len(traced)
     assert kinds == 3  # large ones with decay and without, and a small one
+    assert len(graphs) == kinds  # a decay of 0 behind another one is no number that turns out to be unread
     run(*made, steps=3, change=rates)
     other, step, *_ = pair(two_groups(torch.optim.Adam, {"weight_decay": 0.3}))
     set_gradients([p for group in other.param_groups for p in group["params"]], 0)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fp8compile.optimizer.shared_step.roles import SETTING, UNSCALE, NotAlikeError, Role, roles_of
 from fp8compile.optimizer.shared_step.stand_ins import fresh_step
-from fp8compile.optimizer.trace import let_numbers_change, name_sources, trace_again
+from fp8compile.optimizer.trace import let_numbers_change, name_sources, take_as_constants, trace_again
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.stages import DynamoGraph, UnscaledGradients
@@ -129,10 +129,12 @@ def trace(
         known |= {id(x): Role(SETTING, name, part) for part, x in _tensors(value)}
     for i, p in enumerate(parameters):
         known |= roles_of(p, opt.state.get(p, {}), i)
+    step, settings = fresh_step(opt), opt.param_groups[0].items()
+    take_as_constants(step.__name__, [k for k, v in settings if type(v) is float and not v and k not in moving])
     undo = reading_numbers()
     try:
         with torch.no_grad():
-            torch.compile(fresh_step(opt), backend=tracer.backend)(opt)
+            torch.compile(step, backend=tracer.backend)(opt)
     finally:
         undo()
     if len(tracer.graphs) != 1:
