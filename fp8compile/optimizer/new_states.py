@@ -76,9 +76,14 @@ def fill(states: dict[str, Any], parameter: Tensor) -> None:
         if isinstance(state, Tensor) and type(local := local_part(state)) is Tensor and is_one_number(local):
             if local.shape != local_part(parameter).shape:
                 continue
-            filled = torch.empty_like(local_part(parameter), dtype=local.dtype, requires_grad=False)
-            filled.detach_().fill_(number_of(local))
+            filled = _empty(local_part(parameter), local.dtype).fill_(number_of(local))
             if local is state:
                 states[name] = filled
             else:
                 set_local_part(state, filled)  # type: ignore[arg-type]
+
+
+def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a plain tensor laid out as `like`: of a weight that is gathered as FP8, `empty_like` would make another."""
+    layout = torch.empty_strided(like.shape, like.stride(), device="meta")
+    return torch.empty_like(layout, dtype=dtype, device=like.device)

@@ -109,6 +109,18 @@ def test_states_of_torchs_optimizers_are_expanded_numbers_for_a_while(monkeypatc
         assert opt.state[p]["exp_avg"].abs().sum() > 0
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_states_of_a_weight_that_is_gathered_as_fp8_are_plain(is_transposed: bool) -> None:
+    """What is filled is laid out as the weight, and is no weight: it would be gathered as FP8, and cannot be saved."""
+    weight = fp8compile.prepare_fsdp(nn.Linear(96, 64)).weight
+    parameter = weight.t() if is_transposed else weight
+    state: dict[str, Any] = {"exp_avg": torch.full((), 2.0).expand(parameter.shape)}
+    new_states.fill(state, parameter)
+    assert type(state["exp_avg"]) is torch.Tensor
+    assert state["exp_avg"].stride() == parameter.stride()
+    assert torch.equal(state["exp_avg"], torch.full(parameter.shape, 2.0))
+
+
 def test_weights_are_told_apart_whatever_the_layout() -> None:
     weight = torch.randn(8, 16, 3, 3)
     tilted = weight.to(memory_format=torch.channels_last)
