@@ -84,6 +84,6 @@ def fill(states: dict[str, Any], parameter: Tensor) -> None:
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a plain tensor laid out as `like`: of a weight that is gathered as FP8, `empty_like` would make another."""
+    """Return a plain tensor laid out as `like`: `empty_like` of a weight that is gathered as FP8 is such a weight."""
     layout = torch.empty_strided(like.shape, like.stride(), device="meta")
     return torch.empty_like(layout, dtype=dtype, device=like.device)

@@ -136,21 +136,30 @@ def _half_of_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(markers, "scaled_mm", wrong)
 
 
-# How it shows, and a seed whose model shows it: of those before 70 one that takes little time.
-PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
+THREE_LINEARS = Spec(
+    batch=32,
+    width=48,
+    steps=tuple(Step("linear", (i,), {"out": out, "bias": True}) for i, out in enumerate((32, 48, 64))),
+    outputs=(Output(3),),
+    options={"select": "all", "recipe": "rowwise"},
+)
+
+# How it shows, and a model that shows it, or the seed of one: of those before 70 one that takes little time.
+PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int | Spec]] = {
     "no padding": (_no_padding, "generated VerificationError", 30),  # the verifier sees it first
     "no padding, unverified": (_no_padding_unverified, "generated not finite", 30),
     "wrong sum": (_wrong_sum, "generated apart", 41),
-    "half of rows": (_half_of_rows, "inductor off", 32),
+    "half of rows": (_half_of_rows, "inductor off", THREE_LINEARS),
 }
 
 
 @pytest.mark.parametrize("name", list(PLANTED))
 def test_what_is_planted_is_found_and_made_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, expected, seed = PLANTED[name]
+    plant, expected, shown_by = PLANTED[name]
+    spec = shown_by if isinstance(shown_by, Spec) else draw(shown_by)
     with monkeypatch.context() as patch:
         plant(patch)
-        small, verdict = shrink(draw(seed), lambda s: judge(s, Settings()), most=3 if len(draw(seed).steps) > 1 else 2)
+        small, verdict = shrink(spec, lambda s: judge(s, Settings()), most=3 if len(spec.steps) > 1 else 2)
         assert expected in manner(verdict), verdict.reasons
         assert len(small.steps) <= 2
     assert judge(small, Settings()).status == OK  # without what was planted
@@ -181,7 +190,22 @@ def test_what_torch_compile_has_wrong_is_not_ours() -> None:
 
 def test_what_torch_compile_makes_is_found_where_a_view_is_none() -> None:
     """Attention's gradient lies otherwise than its fake, so that torch's own `aot_eager` raises at a view of it."""
-    with imported(source(draw(93))) as module:
+    heads = {"heads": 3, "shared": 1, "dim": 16, "out": 100, "mask": "causal", "by_hand": False, "merged": True}
+    steps = (
+        Step("on_sequence", (0,), {"which": 0}),
+        Step("attention", (1,), {**heads, "bias": True, "rotary": False}),
+    )
+    spec = Spec(
+        batch=2,
+        length=3,
+        width=24,
+        start="patches",
+        precision="bf16",
+        steps=steps,
+        outputs=(Output(2, view="expanded", loss="mse", upcast=True),),
+        options={"select": "all"},
+    )
+    with imported(source(spec)) as module:
         subject = Subject(module, "cpu", 93)
         with pytest.raises(RuntimeError, match="view size is not compatible"):
             subject.traced(0, backend="aot_eager")

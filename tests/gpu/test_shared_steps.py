@@ -311,3 +311,30 @@ def test_what_is_launched_again_is_compiled_for_its_arguments() -> None:
                     expected = [-1] * offset + [*range(1, count + 1), 1, 1, -1, -1]
                     assert found.tolist() == expected
     assert len(launch.known) == 12
+
+
+def test_steps_of_one_parameter_each_in_backward() -> None:
+    """Backward runs on a thread of autograd's, where steps are bound, captured and replayed."""
+    models = [nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), nn.LayerNorm(64)).cuda() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    in_backward, behind = ([torch.optim.AdamW([p], lr=0.01) for p in model.parameters()] for model in models)
+    mine, theirs = ([torch.compile(opt.step, backend="fp8") for opt in opts] for opts in (in_backward, behind))
+    for p, opt, step in zip(models[0].parameters(), in_backward, mine, strict=True):
+
+        def hook(p: torch.Tensor, opt: torch.optim.Optimizer = opt, step: Callable[[], Any] = step) -> None:
+            step()
+            opt.zero_grad()
+
+        p.register_post_accumulate_grad_hook(hook)
+    runs = [torch.compile(model, backend="fp8", options={"select": "all"}) for model in models]
+    for i in range(7):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(i)).cuda()
+        for forward in runs:
+            forward(x).square().sum().backward()
+        for opt, step in zip(behind, theirs, strict=True):
+            step()
+            opt.zero_grad()
+        for a, b in zip(in_backward, behind, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True)), i
+    states = in_backward[0].state[models[0][0].weight]
+    assert any(isinstance(x, fp8compile.FP8State) for x in states.values())

@@ -137,8 +137,50 @@ def test_groups_of_two_dtypes() -> None:
 def test_no_state_in_8_bits() -> None:
     """ASGD's of FP32 parameters are one of weights, which stays, and numbers."""
     run(*(made := pair(two_groups(*OPTIMIZERS["asgd"]))), steps=2, change=rates)
-    assert shared_step._shared[made[0]].refusal == "it has no state in 8 bits"
+    assert_shared(made[0])
     assert not any(isinstance(x, fp8compile.FP8State) for state in made[0].state.values() for x in state.values())
+
+
+def test_no_states() -> None:
+    run(*(made := pair(two_groups(torch.optim.SGD, {}))), steps=2, change=rates)
+    assert_shared(made[0])
+
+
+def _step_in_backward(opt: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+    """Step an optimizer of one parameter as soon as its gradient is there, and free the gradient."""
+
+    def hook(parameter: Tensor) -> None:
+        step()
+        opt.zero_grad()
+
+    opt.param_groups[0]["params"][0].register_post_accumulate_grad_hook(hook)
+
+
+def test_steps_of_one_parameter_each_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More optimizers than Dynamo compiles one function for: most have no state in 8 bits."""
+    traced: list[Any] = []
+    trace = tracing.trace
+    monkeypatch.setattr(shared_step, "trace", lambda *given: traced.append(given) or trace(*given))
+    models = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    in_backward, behind = ([torch.optim.AdamW([p], lr=0.01) for p in model.parameters()] for model in models)
+    steps = [[compiled(opt) for opt in opts] for opts in (in_backward, behind)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for opt, step in zip(in_backward, steps[0], strict=True):
+            _step_in_backward(opt, step)
+        for i in range(3):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(i))
+            for model in models:
+                model(x).square().sum().backward()
+            assert all(p.grad is None for p in models[0].parameters())
+            for opt, step in zip(behind, steps[1], strict=True):
+                step()
+                opt.zero_grad()
+    for mine, theirs in zip(in_backward, behind, strict=True):
+        assert_same(mine, theirs)
+        assert_shared(mine)
+    assert len(traced) == 2  # weights and biases
 
 
 @pytest.mark.parametrize("name", ["sgd", "nesterov"])
@@ -537,7 +579,6 @@ class Scaled(torch.optim.AdamW):
 LEFT = [
     (Lion, {}, "Lion.step is not torch's own"),
     (Scaled, {}, "Scaled.step is not torch's own"),
-    (torch.optim.SGD, {}, "no state in 8 bits"),
 ]
 
 

@@ -33,7 +33,6 @@ from fp8compile.optimizer.shared_step.template import Template, template_of
 from fp8compile.optimizer.shared_step.together import together
 from fp8compile.optimizer.shared_step.tracing import UNSCALED_BY, trace
 from fp8compile.optimizer.state_conversion import (
-    is_fp8,
     is_prepared,
     parameters_of,
     recipe_of,
@@ -93,10 +92,6 @@ class SharedStep:
 
     def _bind_all(self, opt: Optimizer) -> None:
         self._bind(opt, range(len(opt.param_groups)))
-        states = [x for state in opt.state.values() for x in state.values() if isinstance(x, Tensor)]
-        if not any(is_fp8(x) for x in states):
-            self.groups.clear()
-            raise NotAlikeError("it has no state in 8 bits")
         self._report(opt)
 
     def _bind(self, opt: Optimizer, indices: Iterable[int]) -> None:
