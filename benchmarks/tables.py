@@ -93,7 +93,7 @@ def pictures(root: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def filled(text: str, results: Path) -> str:
-    """A page with what the files give in all of its places."""
+    """Return a page with what the files give in all of its places."""
 
     def content(place: re.Match[str]) -> str:
         benchmark, form = BENCHMARKS[place[2]], FORMS[place[3]]
@@ -118,7 +118,7 @@ def latest(benchmark: Benchmark, results: Path) -> Measured:
 
 
 def tables(benchmark: Benchmark, measured: Measured) -> str:
-    """A table a model: a line a system."""
+    """Return a table a model: a line a system."""
     head = ["system", *(c.head for c in benchmark.columns)]
     parts = []
     for model, (_, rows) in measured.items():
@@ -129,21 +129,20 @@ def tables(benchmark: Benchmark, measured: Measured) -> str:
 
 
 def models(benchmark: Benchmark, measured: Measured) -> str:
-    """A line a model, of a benchmark with one system."""
+    """Return a line a model, of a benchmark with one system."""
     lines = [[row.model, *line(benchmark, row, None)] for _, (row,) in measured.values()]
     return "\n" + markdown(["", *(c.head for c in benchmark.columns)], lines) + "\n" + origin(measured)
 
 
 def line(benchmark: Benchmark, row: Row, baseline: Row | None) -> list[str]:
-    """The cells of a row; of one without figures the reason, and nothing."""
+    """Return the cells of a row; of one without figures the reason, and nothing."""
     if not row.figures:
         return [row.note, *[""] * (len(benchmark.columns) - 1)]
     return cells(benchmark.columns, row, baseline)
 
 
 def summary(benchmark: Benchmark, measured: Measured) -> str:
-    """A line a model: figures of the baseline; of others how much faster they are, and what share of its peak, or of
-    its weights."""
+    """Return a line a model: the baseline's figures; of others the speed-up, and the share of its peak or weights."""
     up = benchmark.axes[1][0]
     memory = "weights_gib" if benchmark.axes[0][0] == "weights_gib" else "peak_gib"
     faster, share = ratio("", up), ratio("", memory, inverse=True)
@@ -157,7 +156,7 @@ def summary(benchmark: Benchmark, measured: Measured) -> str:
 
 
 def short(row: Row | None, baseline: Row | None, memory: str, *parts: Callable[[Row, Row | None], str]) -> str:
-    """A system in a few characters."""
+    """Return a system in a few characters."""
     if row is None:
         return MISSING
     if row is baseline:
@@ -166,7 +165,7 @@ def short(row: Row | None, baseline: Row | None, memory: str, *parts: Callable[[
 
 
 def passes(benchmark: Benchmark, measured: Measured) -> str:
-    """A line a pass of ours: milliseconds, a column a model."""
+    """Return a line a pass of ours: milliseconds, a column a model."""
     times = {model: row.get("by_pass") for model, (_, rows) in measured.items() for row in rows if row.get("by_pass")}
     names = dict.fromkeys(name for by_pass in times.values() for name in by_pass)
     lines = [[name, *(f"{1e3 * by_pass.get(name, 0.0):.0f}" for by_pass in times.values())] for name in names]
@@ -174,24 +173,24 @@ def passes(benchmark: Benchmark, measured: Measured) -> str:
 
 
 def rows(benchmark: Benchmark, measured: Measured) -> str:
-    """A line a row of the field suite."""
+    """Return a line a row of the field suite."""
     return "\n" + field_tables.lines(measured) + "\n" + origin(measured)
 
 
 def short_rows(benchmark: Benchmark, measured: Measured) -> str:
-    """Those that fall short."""
+    """Return those that fall short."""
     return "\n" + field_tables.short(measured) + "\n"
 
 
 def front(benchmark: Benchmark, measured: Measured) -> str:
-    """The README's table."""
+    """Return the README's table."""
     return (
         "\n" + front_page.table(measured) + "\n" + origin({m: measured[m] for m in front_page.MODELS if m in measured})
     )
 
 
 def headline(benchmark: Benchmark, measured: Measured) -> str:
-    """The README's first figure."""
+    """Return the README's first figure."""
     return front_page.headline(measured)
 
 
@@ -208,7 +207,7 @@ FORMS = {
 
 
 def origin(measured: Measured) -> str:
-    """Where and when: a line for each machine."""
+    """Return where and when: a line for each machine."""
     where: dict[str, list[str]] = {}
     for run, _ in measured.values():
         machine = ", ".join(f"{name} {value}" if name != "device" else value for name, value in run["machine"].items())

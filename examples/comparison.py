@@ -51,7 +51,7 @@ class Run:
 
 
 def table(runs: list[Run], unigram_entropy: float) -> str:
-    """The runs side by side, then the matmuls of the FP8 run."""
+    """Return the runs side by side, then the matmuls of the FP8 run."""
     lines = [_row("", [run.name.upper() for run in runs], "FP8 against BF16" if len(runs) == 2 else "")]
     lines.append(_quantity("final training loss", runs, lambda run: run.final_loss, ".4f", _relative))
     lines.append(_quantity("held-out loss", runs, lambda run: run.held_out, ".4f", _relative))

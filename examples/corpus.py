@@ -62,7 +62,7 @@ def load_corpus(path: Path | None, seq: int) -> Corpus:
 
 @functools.cache  # of tens of thousands of files, which do not change
 def _installed_python() -> tuple[str, bytes]:
-    """The standard library's sources and docs; if that is less than MAX_BYTES, installed packages' sources as well."""
+    """Return the standard library's sources and docs; if these are too short, installed packages' sources as well."""
     text = gather(Path(sysconfig.get_path("stdlib")), _is_library_text)
     if len(text) >= MAX_BYTES:
         return "Python's standard library", text
@@ -74,7 +74,7 @@ def _installed_python() -> tuple[str, bytes]:
 
 
 def gather(root: Path, accept: Callable[[str], bool]) -> bytes:
-    """The accepted files under root that hold text, joined in hash order, up to MAX_BYTES."""
+    """Return the accepted files under root that hold text, joined in hash order, up to MAX_BYTES."""
     names = sorted((name for name in _files(root) if accept(name)), key=_hash_order)
     parts: list[bytes] = []
     size = 0
@@ -100,7 +100,7 @@ def split(text: bytes, source: str, seq: int) -> Corpus:
 
 
 def random_starts(text: Tensor, steps: int, batch: int, seq: int, seed: int) -> Tensor:
-    """Where every training window begins, i64[steps, batch]: drawn once, so that all runs see the same data."""
+    """Return where every training window begins, i64[steps, batch]: drawn once, so that all runs see the same data."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(text.numel() - seq, (steps, batch), generator=generator).to(text.device)
 
@@ -119,7 +119,7 @@ def windows(text: Tensor, starts: Tensor, seq: int) -> tuple[Tensor, Tensor]:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """All names under root that are no folders, relative to it: of tens of thousands, so nothing is asked of each."""
+    """Yield names under root that are no folders, relative to it; tens of thousands, so nothing is asked of each."""
     for folder, _, names in os.walk(root):
         here = Path(folder).relative_to(root).as_posix()
         for name in names:

@@ -72,7 +72,7 @@ class Lora(nn.Module):
 
 
 def make(width: int, layers: int, lora: bool) -> nn.Module:
-    """A Llama from a config; with `lora`, frozen but for its adapters."""
+    """Return a Llama from a config; with `lora`, frozen but for its adapters."""
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
         num_attention_heads=width // 64 or 1, num_key_value_heads=max(1, width // 128), use_cache=False,

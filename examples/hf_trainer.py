@@ -36,7 +36,7 @@ WIDTH, LAYERS, BATCH, SEQ = (2048, 16, 8, 1024) if ON_GPU else (128, 2, 8, 128)
 
 
 def train(backend: str | None, steps: int) -> list[float]:
-    """The losses of a small Llama on real text; `backend` None: BF16, not compiled."""
+    """Return the losses of a small Llama on real text; `backend` None: BF16, not compiled."""
     text = load_corpus(None, SEQ).train
     starts = random_starts(text, 1, steps * BATCH, SEQ, seed=0)[0]
     tokens, _ = windows(text, starts, SEQ)

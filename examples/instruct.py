@@ -55,7 +55,7 @@ def make(width: int, layers: int) -> nn.Module:
 
 
 def example(generator: torch.Generator) -> tuple[list[int], list[int]]:
-    """An instruction and its answer, of 3 to 12 letters."""
+    """Return an instruction and its answer, of 3 to 12 letters."""
     name = list(TASKS)[int(torch.randint(len(TASKS), (), generator=generator))]
     count = int(torch.randint(3, 13, (), generator=generator))
     letters = [chr(97 + int(i)) for i in torch.randint(26, (count,), generator=generator)]

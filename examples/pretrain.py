@@ -93,7 +93,7 @@ class Decoder(nn.Module):
 
 
 def parallel(config: Pretraining, device: str, **how: Any) -> Decoder:
-    """The model, sharded over all ranks: made without memory, compiled, sharded, and only then given values."""
+    """Return the model, sharded over all ranks: made without memory, compiled, sharded, and only then given values."""
     with torch.device("meta"):
         model = Decoder(config)
     if config.gather and how["backend"] == "fp8":
@@ -114,7 +114,7 @@ def parallel(config: Pretraining, device: str, **how: Any) -> Decoder:
 
 
 def batches(config: Pretraining, start: int, steps: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's tokens and targets of each step from `start` on: random windows of the text."""
+    """Yield this rank's tokens and targets of each step from `start` on: random windows of the text."""
     text = load_corpus(None, config.sequence).train
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(start, steps):

@@ -64,7 +64,7 @@ class Outcome:
 
 
 def main(description: str | None, sizes: Mapping[str, Task], arguments: list[str] | None = None) -> list[Outcome]:
-    """The command line of a recipe; `sizes`: its tasks by name, the first for a CPU, the last for a GPU."""
+    """Return the command line of a recipe; `sizes`: its tasks by name, the first for a CPU, the last for a GPU."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(sizes), default=list(sizes)[-1 if on_gpu else 0])

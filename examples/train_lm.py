@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def choose_device(arguments: argparse.Namespace) -> torch.device:
-    """The device asked for, or CUDA where there is one; raises ValueError where the size or the flag needs a GPU."""
+    """Return the device asked for, or CUDA if there is one; raises ValueError where size or flag need a GPU."""
     has_gpu = torch.cuda.is_available()
     device = torch.device(arguments.device or ("cuda" if has_gpu else "cpu"))
     if device.type == "cuda" and not has_gpu:
@@ -65,7 +65,7 @@ def choose_device(arguments: argparse.Namespace) -> torch.device:
 
 
 def choose_size(arguments: argparse.Namespace, device: torch.device) -> Size:
-    """The named size with the flags' changes; raises ValueError for numbers that cannot work."""
+    """Return the named size with the flags' changes; raises ValueError for numbers that cannot work."""
     arguments.size = arguments.size or ("120m" if device.type == "cuda" else "tiny")
     flags = {name: getattr(arguments, name) for name in ("steps", "batch", "seq", "lr")}
     size = replace(SIZES[arguments.size], **{name: value for name, value in flags.items() if value is not None})
@@ -101,7 +101,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
 
 
 def describe(job: Job, name: str) -> str:
-    """What is about to be trained, on what, and how."""
+    """Return what is about to be trained, on what, and how."""
     size, corpus = job.size, job.corpus
     passes = size.steps * size.batch * size.seq / len(corpus.train)
     where = torch.cuda.get_device_name() if job.device.type == "cuda" else "CPU"

@@ -65,7 +65,7 @@ class Job:
         return model if self.baseline == "eager" else torch.compile(model, backend=self.baseline)
 
     def forward(self, step: Step, text: Tensor, starts: Tensor) -> Tensor:
-        """The loss, f32[], on the windows of text that begin at starts i64[batch]."""
+        """Return the loss, f32[], on the windows of text that begin at starts i64[batch]."""
         tokens, targets = windows(text, starts, self.size.seq)
         with torch.autocast(self.device.type, torch.bfloat16):
             return step(tokens, targets)
@@ -90,7 +90,7 @@ class Clock:
         return (self.laps[last] - self.laps[WARM_UP_STEPS]) / (last - WARM_UP_STEPS)
 
     def compile_seconds(self) -> float:
-        """What the first step took beyond a usual one."""
+        """Return what the first step took beyond a usual one."""
         return max(0.0, self.laps[1] - self.laps[0] - self.seconds_per_step())
 
 
@@ -170,7 +170,7 @@ class Lines(io.TextIOBase):
 
 
 def progress_bar(steps: Sequence[Any] | Tensor, name: str, stream: TextIO) -> tqdm:
-    """The steps behind a progress bar; where nobody watches `stream`, a line every ten seconds."""
+    """Return the steps behind a progress bar; where nobody watches `stream`, a line every ten seconds."""
     if stream.isatty():
         return tqdm(steps, desc=name, unit="step", mininterval=REDRAW_EVERY, file=stream)
     return tqdm(steps, desc=name, unit="step", mininterval=LINE_EVERY, file=Lines(stream), ncols=100)
@@ -202,7 +202,7 @@ def lr_factor(finished: int, steps: int) -> float:
 
 
 def planned_matmuls() -> list[MatmulRow]:
-    """The decisions of the compilation that has just happened, one row per matmul."""
+    """Return the decisions of the compilation that has just happened, one row per matmul."""
     plan = fp8compile.last_compile()
     assert plan is not None, "the first step ran and nothing went through the fp8 backend"
     return [

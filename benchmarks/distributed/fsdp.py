@@ -179,7 +179,7 @@ class Training:
 
 
 def measure(system: System, size: Size, device: torch.device) -> Row:
-    """The figures of a system, the same on all ranks."""
+    """Return the figures of a system, the same on all ranks."""
     row, began = Row(system.name), time.perf_counter()
     training = Training(system, size, device)
     measure_steps(row, training.step, size, device, began)
@@ -209,7 +209,7 @@ def line(row: Row) -> str:
 
 
 def work(device: torch.device, given: argparse.Namespace) -> None:
-    """What each rank does; rank 0 prints."""
+    """Measure on each rank; rank 0 prints."""
     systems = [system for system in SYSTEMS if given.more or not system.extra]
     measure_all(systems, measure, Table(Row, HEAD, line), SIZES["tiny" if given.tiny else "8b"], device, given)
 

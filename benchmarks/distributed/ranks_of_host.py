@@ -71,7 +71,7 @@ class Table:
 
 
 def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """The options that all have."""
+    """Return the options that all have."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="two processes on a CPU, a tiny model")
     parser.add_argument("--only", default="*", help="patterns of systems, with commas between them")
@@ -81,7 +81,7 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 
 def world_size(given: argparse.Namespace) -> int:
-    """How many ranks there are, or will be."""
+    """Return how many ranks there are, or will be."""
     if "RANK" in os.environ:  # under torchrun
         return int(os.environ["WORLD_SIZE"])
     return 2 if given.tiny else torch.cuda.device_count()
@@ -132,7 +132,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def agreed(seconds: float, device: torch.device) -> float:
-    """The time of the slowest rank, so that all leave out the same."""
+    """Return the time of the slowest rank, so that all leave out the same."""
     x = torch.tensor(seconds, device=device)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return float(x)
@@ -171,7 +171,7 @@ def measure_all(
     device: torch.device,
     given: argparse.Namespace,
 ) -> list[Any]:
-    """The row of every system that is asked for; one that fails, or has no time left, has a row that says so."""
+    """Return the row of every system that is asked for; one that fails, or has no time left, has a row that says so."""
     first = dist.get_rank() == 0
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if first:
@@ -202,7 +202,7 @@ def measure_all(
 
 
 def row_of(system: System, measure: Measure, table: Table, size: Size, device: torch.device) -> Any:
-    """A system's figures, or why there are none."""
+    """Return a system's figures, or why there are none."""
     if system.needs and find_spec(system.needs) is None:
         return table.row(system.name, f"{system.needs} is not installed")
     try:
@@ -215,7 +215,7 @@ def row_of(system: System, measure: Measure, table: Table, size: Size, device: t
 
 
 def failure(error: Exception) -> str:
-    """What a row says of a system that failed."""
+    """Return what a row says of a system that failed."""
     return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
 
 

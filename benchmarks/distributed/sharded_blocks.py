@@ -46,7 +46,7 @@ class Blocks(nn.Module):
 
 @torch.no_grad()
 def initialise(model: nn.Module, device: torch.device) -> None:
-    """The same weights for every system: values of a shard do not depend on what holds it."""
+    """Give every system the same weights: values of a shard do not depend on what holds it."""
     for i, p in enumerate(model.parameters()):
         local = p.to_local()  # type: ignore[attr-defined]
         if p.dim() < 2:

@@ -110,7 +110,7 @@ class Training:
         return loss.detach()
 
     def run(self) -> tuple[list[float], float]:
-        """The losses of all steps, means over ranks, and milliseconds a step."""
+        """Return the losses of all steps, means over ranks, and milliseconds a step."""
         losses, times, before = [], [], time.perf_counter()
         for starts in self.starts.split(READING):
             reading = torch.stack([self.step(each) for each in starts])
@@ -123,7 +123,7 @@ class Training:
 
 
 def compiler(system: System, on_gpu: bool) -> dict[str, Any]:
-    """What torch.compile is told."""
+    """Return what torch.compile is told."""
     if not system.fp8:
         return {"backend": "inductor" if on_gpu else "eager"}
     on_cpu = {"executor": "eager", "save_min_bytes": 0}
@@ -140,7 +140,7 @@ def train(system: System, job: Job, corpus: Corpus, device: torch.device, row: R
 
 
 def work(rank: int, ranks: int, names: Sequence[str], job: Job, meeting: str) -> None:
-    """What each rank does; rank 0 writes."""
+    """Train on each rank; rank 0 writes."""
     device = torch.device("cuda", rank) if job.on_gpu else torch.device("cpu")
     join_group(rank, ranks, device, meeting)
     kind = torch.cuda.get_device_name(device) if job.on_gpu else "cpu"
@@ -163,7 +163,7 @@ def work(rank: int, ranks: int, names: Sequence[str], job: Job, meeting: str) ->
 
 
 def attempt(call: Callable[[], None], row: Row, device: torch.device) -> None:
-    """What one system cannot do must not cost the others' figures; nor may what it leaves behind."""
+    """Measure a system: what it cannot do, or leaves behind, must not cost the others' figures."""
     try:
         call()
     except Exception as error:

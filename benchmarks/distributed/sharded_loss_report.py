@@ -58,7 +58,7 @@ class Row:
     seconds: float = 0.0
 
     def at(self, step: int) -> float:
-        """The loss of the steps up to `step`, as the table has it."""
+        """Return the loss of the steps up to `step`, as the table has it."""
         return statistics.mean(self.losses[max(0, step - READING) : step])
 
     @property
@@ -75,7 +75,7 @@ class Row:
 
 
 def read(file: Path, settings: Mapping[str, Any] | None = None) -> list[Row]:
-    """The rows of a file, which has to be of these settings."""
+    """Return the rows of a file, which has to be of these settings."""
     if not file.exists():
         return []
     with file.open() as f:
@@ -84,7 +84,7 @@ def read(file: Path, settings: Mapping[str, Any] | None = None) -> list[Row]:
 
 
 def parse(text: str, file: Path, settings: Mapping[str, Any] | None) -> list[Row]:
-    """The rows of a file's text; raises SystemExit where its settings are others, whose losses cannot be compared."""
+    """Return the rows of a file's text; raises SystemExit where its settings, and so its losses, are others."""
     if not text:
         return []
     found = json.loads(text)
@@ -110,7 +110,7 @@ def add(row: Row, file: Path, settings: Mapping[str, Any]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for people."""
+    """Return the rows for people."""
     done = {(r.ranks, r.system): r for r in rows if not r.note}
     if not done:
         return "\n".join(f"{r.ranks} × {r.system}: {r.note}" for r in rows) or "no rows"
@@ -131,7 +131,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def beside(row: Row, base: Row | None, mark: str = "") -> str:
-    """How far the result of a row lies above another's."""
+    """Return how far the result of a row lies above another's."""
     if base is None or base is row:
         return "-"
     return f"{row.last / base.last - 1:+.2%}{mark}"

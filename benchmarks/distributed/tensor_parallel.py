@@ -160,7 +160,7 @@ class Training:
         self.loss = loss.detach()
 
     def gradient(self) -> Tensor:
-        """This rank's part of the gradient that is compared."""
+        """Return this rank's part of the gradient that is compared."""
         return self.model.blocks[0].mlp.gate.weight.grad.to_local()
 
 
@@ -187,7 +187,7 @@ def received(step: Callable[[], None]) -> int:
 
 
 def inside(event: Any, other: Any) -> bool:
-    """Whether the event is part of the other, on its thread."""
+    """Return True if the event is part of the other, on its thread."""
     if event is other or event.start_thread_id() != other.start_thread_id():
         return False
     return other.start_ns() <= event.start_ns() and event.end_ns() <= other.end_ns()
@@ -200,7 +200,7 @@ class Measurement:
         self.reference: Tensor | None = None
 
     def __call__(self, system: System, size: Size, device: torch.device) -> Row:
-        """The figures of a system, the same on all ranks."""
+        """Return the figures of a system, the same on all ranks."""
         row, began = Row(system.name), time.perf_counter()
         training = Training(system, size, device)
         measure_steps(row, training.step, size, device, began)
@@ -242,7 +242,7 @@ def line(row: Row) -> str:
 
 
 def work(device: torch.device, given: argparse.Namespace) -> None:
-    """What each rank does; rank 0 prints."""
+    """Measure on each rank; rank 0 prints."""
     if given.pipeline:
         inductor_config._micro_pipeline_tp = True  # type: ignore[attr-defined]
         _symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)  # type: ignore[union-attr]

@@ -56,7 +56,7 @@ class Reference:
 
     @staticmethod
     def of(model: nn.Module, loss: Tensor) -> Reference:
-        """What a backward left in `model`."""
+        """Return what a backward left in `model`."""
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return Reference(loss.item(), {name: g.to("cpu", copy=True) for name, g in gradients.items()})
 
@@ -91,7 +91,7 @@ class Comparison:
 
 
 def worse(a: float, b: float) -> float:
-    """The larger error; one that is no number is the largest."""
+    """Return the larger error; one that is no number is the largest."""
     return math.inf if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
@@ -109,7 +109,7 @@ def sqnr(reference: Tensor, x: Tensor) -> float:
 
 
 def least(bf16: float, elements: int, rounded: float = math.inf) -> float:
-    """The dB that a gradient needs, of which BF16 itself gets `bf16` dB right.
+    """Return the dB that a gradient needs, of which BF16 itself gets `bf16` dB right.
 
     rounded: dB of an eager step with FP8's roundings, which counts where BF16 gets little right.
     """
@@ -133,13 +133,13 @@ def too_low(
 
 
 def conditioning(*measured: Mapping[str, float]) -> dict[str, float]:
-    """What BF16 gets right of each gradient: the least of what was measured of it."""
+    """Return what BF16 gets right of each gradient: the least of what was measured of it."""
     names = dict.fromkeys(name for decibels in measured for name in decibels)
     return {name: min(d[name] for d in measured if name in d) for name in names}
 
 
 def enough_for_a_loss(bf16_error: float) -> float:
-    """The relative error that a loss may have, where BF16's has `bf16_error`."""
+    """Return the relative error that a loss may have, where BF16's has `bf16_error`."""
     return min(max(LOSS, 10 ** (COARSER / 20) * bf16_error), LOSS_AT_MOST)
 
 
@@ -149,7 +149,7 @@ def wrongs(
     bf16_loss_error: float = 0.0,
     rounded: Mapping[str, float] | None = None,
 ) -> list[str]:
-    """What is wrong, in words; nothing where all is right. bf16, rounded: see `too_low`."""
+    """Return what is wrong, in words; nothing where all is right. bf16, rounded: see `too_low`."""
     found = []
     if not got.loss_error <= enough_for_a_loss(bf16_loss_error):
         found.append(f"loss off by {100 * got.loss_error:.1f} %")
@@ -166,6 +166,6 @@ def wrongs(
 
 
 def median(decibels: Iterable[float]) -> float | None:
-    """The median, which may be infinite; None of nothing."""
+    """Return the median, which may be infinite; None of nothing."""
     values = list(decibels)
     return statistics.median(values) if values else None

@@ -37,7 +37,7 @@ WAITS, WAIT = 12, 5.0  # for memory that others hold
 
 
 def compiled(system: System, task: Task, device: str) -> Any:
-    """What a loop calls in place of the task's model, compiled as a whole or part by part."""
+    """Return what a loop calls in place of the task's model, compiled as a whole or part by part."""
     if not task.parts:
         return peers.prepare(system, task.model, device)
     for part in parts(task):
@@ -46,7 +46,7 @@ def compiled(system: System, task: Task, device: str) -> Any:
 
 
 def parts(task: Task) -> list[nn.Module]:
-    """The submodules that the task compiles by themselves; a * is one name."""
+    """Return the submodules that the task compiles by themselves; a * is one name."""
 
     def named(name: str, pattern: str) -> bool:
         return name.count(".") == pattern.count(".") and fnmatch.fnmatchcase(name, pattern)
@@ -77,14 +77,14 @@ def exactly(value: Any) -> Any:
 
 
 def backward(row: FieldModel, task: Task, run: Any, batch: Batch, device: str, exact: bool = False) -> Tensor:
-    """The loss of a batch, whose gradients are then those of the model."""
+    """Return the loss of a batch, whose gradients are then those of the model."""
     task.model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     return task.backward(run, batch, row.forward_in(device, exact))
 
 
 def compared(row: FieldModel, task: Task, run: Any, wanted: list[Reference], device: str) -> Comparison:
-    """The gradients of all batches beside their references."""
+    """Return the gradients of all batches beside their references."""
     found = Comparison()
     for batch, reference in zip(task.batches, wanted, strict=True):
         found.add(task.model, backward(row, task, run, batch, device), reference)
@@ -92,7 +92,7 @@ def compared(row: FieldModel, task: Task, run: Any, wanted: list[Reference], dev
 
 
 def bf16_beside_exact(row: FieldModel, wanted: list[Reference], device: str, small: bool) -> Comparison:
-    """What BF16 eager itself gets right: how far the gradients of FP32 eager are from its own."""
+    """Return what BF16 eager itself gets right: how far the gradients of FP32 eager are from its own."""
     task = row.built(device, small, dropout=False)
     found = Comparison()
     for reference, exact in zip(wanted, references(row, task, device, exact=True), strict=True):
@@ -104,7 +104,7 @@ def bf16_beside_exact(row: FieldModel, wanted: list[Reference], device: str, sma
 
 
 def rounded_beside(row: FieldModel, task: Task, wanted: list[Reference], device: str) -> Comparison | None:
-    """What FP8's roundings alone leave right: BF16 eager with all matmuls' operands and saved activations rounded."""
+    """Return what FP8's roundings leave right: BF16 eager with matmuls' operands and saved activations rounded."""
     try:
         with rounding(task.model, {}, headroom=1.0):
             return compared(row, task, task.model, wanted, device)
@@ -115,7 +115,7 @@ def rounded_beside(row: FieldModel, task: Task, wanted: list[Reference], device:
 
 
 def small_gradients(row: FieldModel, system: System) -> tuple[Comparison, Comparison]:
-    """A small row on a CPU: a system's gradients beside BF16 eager's, and what that gets right itself."""
+    """Return a small row on a CPU: a system's gradients beside BF16 eager's, and what that gets right itself."""
     task = row.built("cpu", small=True, dropout=False)
     wanted = references(row, task, "cpu")
     exact = bf16_beside_exact(row, wanted, "cpu", small=True)
@@ -123,7 +123,7 @@ def small_gradients(row: FieldModel, system: System) -> tuple[Comparison, Compar
 
 
 def torch_can(row: FieldModel) -> bool:
-    """Whether torch.compile itself can trace and train a small row, with a backend that does nothing of its own."""
+    """Return True if torch.compile itself can train a small row, with a backend that does nothing of its own."""
     torch.compiler.reset()
     task = row.built("cpu", small=True, dropout=False)
     run: Any = torch.compile(task.model, backend="aot_eager")
@@ -158,7 +158,7 @@ class Training:
 
 
 def measure(case: Case, turns: Turns, gpu: str) -> dict[str, Any]:
-    """All figures of a system on a row, in a process of its own that has GPU number `gpu`."""
+    """Return all figures of a system on a row, in a process of its own that has GPU number `gpu`."""
     prepare_process(case, gpu)
     turns.join()
     with warnings.catch_warnings(record=True) as told:
@@ -177,7 +177,7 @@ def system_of(case: Case) -> System:
 
 
 def trained(row: FieldModel, system: System, case: Case, turns: Turns) -> dict[str, Any]:
-    """The figures; gradients are compared in the first step, or with dropout left out after all else."""
+    """Return the figures; gradients are compared in the first step, or with dropout left out after all else."""
     figures: dict[str, Any] = {}
     task = row.built(case.device, case.tiny)
     wanted = None if row.dropout else eager(row, task, system, case, figures)
@@ -194,7 +194,7 @@ def trained(row: FieldModel, system: System, case: Case, turns: Turns) -> dict[s
 
 
 def eager(row: FieldModel, task: Task, system: System, case: Case, figures: dict[str, Any]) -> list[Reference] | None:
-    """The references, and for BF16's own system what they get right; None where eager needs more than the row's memory.
+    """Return the references, and for BF16's own system what they get right; None where eager needs too much memory.
 
     FP32 needs twice as much. Where that is too much, BF16 compile beside BF16 eager says what BF16 gets right.
     """
@@ -215,7 +215,7 @@ def eager(row: FieldModel, task: Task, system: System, case: Case, figures: dict
 
 
 def within(row: FieldModel, device: str, run: Callable[[], T]) -> T | None:
-    """What `run` returns, or None where it needs more than the row's memory; waits for what others hold.
+    """Return what `run` returns, or None where it needs more than the row's memory; waits for what others hold.
 
     Others may have taken the memory meanwhile, so one that had enough of it at the beginning is tried twice.
     """
@@ -303,7 +303,7 @@ def first_step(
 
 
 def plan_figures() -> dict[str, Any]:
-    """What the plans say of the model's graphs (BF16's system has none)."""
+    """Return what the plans say of the model's graphs (BF16's system has none)."""
     plans = [plan for plan in fp8compile.compiles() if plan.graph == "training"]
     of_all = totals(plans)
     return {
@@ -355,7 +355,7 @@ def gradient_figures(found: Comparison) -> dict[str, Any]:
 
 
 def comparison_of(row: Row) -> Comparison | None:
-    """The comparison that figures hold, as long as they are in one process."""
+    """Return the comparison that figures hold, as long as they are in one process."""
     if row.get("decibels") is None:
         return None
     return Comparison(

@@ -134,7 +134,7 @@ def run(names: Sequence[str], given: argparse.Namespace) -> list[Row]:
 
 
 def _first(given: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """How processes begin, and the machine. What all need is imported first: forks have it."""
+    """Return how processes begin, and the machine. What all need is imported first: forks have it."""
     for library in (*LIBRARIES, *COMPILERS):
         with contextlib.suppress(Exception):  # a row that needs it will say so
             importlib.import_module(library)
@@ -144,14 +144,14 @@ def _first(given: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def _cases(names: Sequence[str], halves: Halves) -> list[tuple[FieldModel, str]]:
-    """What is to be measured: first what is missing beside a half, then rows of which nothing is there."""
+    """Return what is to be measured: first what is missing beside a half, then rows of which nothing is there."""
     left = [(model, system.name) for model in interleaved([BY_NAME[name] for name in names]) for system in SYSTEMS]
     left = [(model, system) for model, system in left if not halves.has(model.name, system)]
     return sorted(left, key=lambda case: not any(halves.has(case[0].name, system.name) for system in SYSTEMS))
 
 
 def settled(rows: list[Row]) -> list[Row]:
-    """The rows of a model, with what their gradients come to in place of each gradient's dB; none of none."""
+    """Return the rows of a model, with what their gradients come to in place of each gradient's dB; none of none."""
     if not rows:
         return []
     baseline, ours = rows
@@ -164,7 +164,7 @@ def settled(rows: list[Row]) -> list[Row]:
 
 
 def short(row: Row, right: Mapping[str, float]) -> dict[str, Any]:
-    """The figures without those of each gradient; `right`: what BF16 gets right of each.
+    """Return the figures without those of each gradient; `right`: what BF16 gets right of each.
 
     Of gradients that BF16 gets wrong itself, dB say nothing: they are judged (field_bounds.py), and left out here.
     """

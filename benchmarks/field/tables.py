@@ -78,7 +78,7 @@ def pairs(measured: dict[str, Any]) -> list[tuple[Row, Row]]:
 
 
 def lines(measured: dict[str, Any]) -> str:
-    """A line a row."""
+    """Return a line a row."""
     made = [line(baseline, ours) for baseline, ours in pairs(measured)]
     return markdown(HEAD, made) if made else "Nothing has been measured yet.\n"
 

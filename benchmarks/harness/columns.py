@@ -31,12 +31,12 @@ class Column:
 
 
 def figure(head: str, key: str, form: str = ".1f") -> Column:
-    """A figure as it was measured."""
+    """Return a figure as it was measured."""
     return Column(head, lambda row, _: MISSING if row.get(key) is None else format(row.get(key), form))
 
 
 def ratio(head: str, key: str, inverse: bool = False) -> Column:
-    """How much less than the baseline's a figure is (or, `inverse`, what share of it)."""
+    """Return how much less than the baseline's a figure is (or, `inverse`, what share of it)."""
 
     def cell(row: Row, baseline: Row | None) -> str:
         ours, theirs = row.get(key), baseline.get(key) if baseline else None
@@ -52,7 +52,7 @@ def cells(columns: Sequence[Column], row: Row, baseline: Row | None) -> list[str
 
 
 def baseline_of(rows: Sequence[Row], model: str, system: str) -> Row | None:
-    """The row of `system` on `model`, if it was measured."""
+    """Return the row of `system` on `model`, if it was measured."""
     return next((r for r in rows if (r.model, r.system) == (model, system) and not r.note), None)
 
 
@@ -73,6 +73,6 @@ def _width(column: Column) -> int:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table; lines end in a newline."""
+    """Return a table; lines end in a newline."""
     rows = [list(head), ["---"] * len(head), *map(list, lines)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

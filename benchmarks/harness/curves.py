@@ -22,7 +22,7 @@ class Curve:
 
 
 def draw(curves: Sequence[Curve], title: str, x_label: str, y_label: str, skip: float = 0.1) -> str:
-    """The picture as an SVG document. The first `skip` of the range of x does not decide the range of y.
+    """Return the picture as an SVG document. The first `skip` of the range of x does not decide the range of y.
 
     Raises `ValueError` without points.
     """

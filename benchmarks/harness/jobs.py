@@ -95,7 +95,7 @@ class Jobs:
             self._begin(job)
 
     def _next(self) -> Job | None:
-        """The first job for which a GPU has memory, and in it the GPU that has least to do."""
+        """Return the first job for which a GPU has memory, and in it the GPU that has least to do."""
         used = [sum(job.gib for job in self.running if job.gpu == gpu) for gpu in range(self.given.gpus)]
         for job in self.waiting:
             free = [gpu for gpu, gib in enumerate(used) if gib == 0 or gib + job.gib <= self.given.gib]

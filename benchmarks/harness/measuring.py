@@ -88,7 +88,7 @@ def bytes_of(x: Any) -> int:
 
 
 def machine() -> dict[str, str]:
-    """The GPU, its driver, and the versions of what measures and is measured. Starts CUDA."""
+    """Return the GPU, its driver, and the versions of what measures and is measured. Starts CUDA."""
     on_gpu = torch.cuda.is_available()
     found = {"device": torch.cuda.get_device_name() if on_gpu else platform.machine(), "torch": torch.__version__}
     for package in ("triton", "torchao", "transformers"):

@@ -61,7 +61,7 @@ TORCHAO = tuple(torchao(recipe) for recipe in ("tensorwise", "rowwise", "rowwise
 
 
 def prepare(system: System, model: nn.Module, device: str) -> Any:
-    """What is called in place of `model`, which may be changed. Raises `LeftOutError` where there is nothing to see."""
+    """Return what is called for `model`, which may change. Raises `LeftOutError` if there is nothing to see."""
     if system.recipe:
         convert(model, system.recipe, device)
     if system.compile is None:
@@ -71,7 +71,7 @@ def prepare(system: System, model: nn.Module, device: str) -> Any:
 
 
 def compile_arguments(system: System, device: str) -> dict[str, Any]:
-    """What torch.compile is given."""
+    """Return what torch.compile is given."""
     arguments: dict[str, Any] = dict(system.compile or {})
     if device != "cpu":
         return arguments
@@ -92,7 +92,7 @@ def convert(model: nn.Module, recipe: str, device: str) -> None:
 
 
 def converts(module: nn.Module, name: str) -> bool:
-    """Whether torchao is to convert a module: a linear layer that FP8 matmuls can take, and no output head."""
+    """Return True if torchao is to convert a module: a linear layer that FP8 matmuls can take, and no output head."""
     if not isinstance(module, nn.Linear) or name.split(".")[-1] in HEADS:
         return False
     return module.in_features % 16 == 0 and module.out_features % 16 == 0
@@ -109,7 +109,7 @@ def optimizer(system: System, model: nn.Module, device: str) -> tuple[torch.opti
 
 
 def in_fp8(system: System, model: nn.Module) -> str:
-    """How much of the model's matmuls run in FP8, in the words of the system: what does nothing is seen."""
+    """Return how much of the model's matmuls run in FP8, in the words of the system: what does nothing is seen."""
     if system.recipe:
         layers = [type(m).__name__ == "Float8Linear" for m in model.modules() if isinstance(m, nn.Linear)]
         return f"{sum(layers)} of {len(layers)} layers"
@@ -120,5 +120,5 @@ def in_fp8(system: System, model: nn.Module) -> str:
 
 
 def failure() -> str:
-    """Why a graph that ours compiled fell back to BF16, if one did."""
+    """Return why a graph that ours compiled fell back to BF16, if one did."""
     return next((f"fell back: {plan.failure}" for plan in fp8compile.compiles() if plan.failure), "")

@@ -71,7 +71,7 @@ def _text(x: float, y: float, text: str, size: int, anchor: str) -> str:
 
 
 def _ceiling(x: float) -> float:
-    """The least round number that is not below `x`."""
+    """Return the least round number that is not below `x`."""
     if x <= 0:
         return 1.0
     power = 10 ** math.floor(math.log10(x))

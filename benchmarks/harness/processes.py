@@ -99,7 +99,7 @@ def forget() -> None:
 
 
 def isolated(measure: Measure, case: Case, start: str, seconds: float) -> dict[str, Any]:
-    """What `measure` returns in a process of its own, which is stopped when it takes longer."""
+    """Return what `measure` returns in a process of its own, which is stopped when it takes longer."""
     process, answer = begin(measure, case, start)
     try:
         if not answer.poll(max(seconds, 0.1)):
@@ -111,7 +111,7 @@ def isolated(measure: Measure, case: Case, start: str, seconds: float) -> dict[s
 
 
 def first_process(start: str) -> tuple[str, dict[str, Any]]:
-    """How processes are to begin, and what one of them says of the machine: a fork may not be able to use the GPU."""
+    """Return how processes begin, and what one of them says of the machine: a fork may not be able to use the GPU."""
     case = Case("", "")
     try:
         return start, isolated(about_machine, case, start, 60.0)
@@ -129,7 +129,7 @@ def about_machine(case: Case) -> dict[str, Any]:
 
 
 def begin(measure: Measure, case: Case, start: str) -> tuple[Any, Any]:
-    """A process that measures, and where its answer will come from."""
+    """Return a process that measures, and where its answer will come from."""
     context: Any = multiprocessing.get_context(start)
     answer, its_end = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(measure, case, its_end))
@@ -172,7 +172,7 @@ def end(process: Any) -> None:
 
 
 def work(measure: Measure, case: Case, answer: Connection) -> None:
-    """What a system's process does."""
+    """Measure in a system's process."""
     if case.cache:
         os.environ.update({name: str(Path(case.cache, below)) for name, below in CACHES.items()})
     try:
@@ -188,7 +188,7 @@ def work(measure: Measure, case: Case, answer: Connection) -> None:
 
 @contextmanager
 def folder() -> Iterator[str]:
-    """A folder that is gone afterwards, whoever still writes to it."""
+    """Yield a folder that is gone afterwards, whoever still writes to it."""
     path = tempfile.mkdtemp(prefix="benchmark-")
     try:
         yield path

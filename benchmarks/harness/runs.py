@@ -100,7 +100,7 @@ def main(benchmark: Benchmark, description: str | None, arguments: Sequence[str]
 
 
 def draw(benchmark: Benchmark, rows: Sequence[Row], folder: Path) -> None:
-    """A picture for each model, `benchmark_model.svg`; a system's first word is its series."""
+    """Draw a picture for each model, `benchmark_model.svg`; a system's first word is its series."""
     (across, x_label), (up, y_label) = benchmark.axes
     for model in dict.fromkeys(row.model for row in rows):
         measured = [r for r in rows if r.model == model and r.get(up)]
@@ -112,7 +112,7 @@ def draw(benchmark: Benchmark, rows: Sequence[Row], folder: Path) -> None:
 
 
 def selected(names: Sequence[str], patterns: str) -> list[str]:
-    """The names that match one of the patterns, whatever their case."""
+    """Return the names that match one of the patterns, whatever their case."""
     wanted = [p.strip().lower() for p in patterns.split(",")]
     return [n for n in names if any(fnmatch.fnmatchcase(n.lower(), p) for p in wanted)]
 
@@ -199,7 +199,7 @@ def on_gpu(measure: Measure, case: Case, turns: Turns, gpu: str) -> dict[str, An
 
 
 def both(benchmark: Benchmark, case: Case, run: Callable[[Measure, Case], dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a case; where a benchmark measures twice, those of both times."""
+    """Return the figures of a case; where a benchmark measures twice, those of both times."""
     figures = run(benchmark.measure, case)
     return figures | run(benchmark.again, replace(case, warm=True)) if benchmark.again else figures
 
@@ -251,7 +251,7 @@ class Log:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A file of runs: {benchmark, runs: [{when, machine, settings, rows}]}, the last run last."""
+    """Return a file of runs: {benchmark, runs: [{when, machine, settings, rows}]}, the last run last."""
     found = json.loads(path.read_text())
     for each in found["runs"]:
         each["rows"] = [Row(**row) for row in each["rows"]]

@@ -33,7 +33,7 @@ class Workload:
     tiny: Sizes
 
     def built(self, device: str, tiny: bool = False) -> Trained:
-        """The model in BF16, in training; equal weights at every call."""
+        """Return the model in BF16, in training; equal weights at every call."""
         transformers = import_module(LIBRARY)
         config = getattr(transformers, self.config)(**{**self.sizes, **(self.tiny if tiny else {})})
         torch.manual_seed(0)
@@ -44,7 +44,7 @@ class Workload:
         return Trained(model.train())
 
     def made(self, model: Trained, device: str, tiny: bool = False) -> dict[str, Tensor]:
-        """A batch: tokens with themselves as labels (the model shifts them), or images with classes."""
+        """Return a batch: tokens with themselves as labels (the model shifts them), or images with classes."""
         config: Any = model.model.config
         batch, length = (2, min(self.length, 32)) if tiny else (self.batch, self.length)
         generator = torch.Generator(device).manual_seed(1)

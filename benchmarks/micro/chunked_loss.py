@@ -44,7 +44,7 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(features, classes, bias=False)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The loss of x [rows, features] and labels [rows]."""
+        """Return the loss of x [rows, features] and labels [rows]."""
         return F.cross_entropy(self.lm_head(self.norm(x)).float(), labels)
 
 
@@ -75,7 +75,7 @@ def counted(shape: tuple[int, int, int], chunks: Any) -> float:
 
 
 def print_counts() -> None:
-    """A table of counts."""
+    """Print a table of counts."""
     print(f"{'GiB at the peak, unfused':24} {'whole':>8} {'auto':>8}" + "".join(f"{c:>8}" for c in CHUNKS))
     for name, shape in SHAPES.items():
         found = [counted(shape, chunks) for chunks in (False, "auto", *CHUNKS)]
@@ -165,7 +165,7 @@ def exact_gradients(model: Head, x: Tensor, labels: Tensor) -> dict[str, Tensor]
 
 
 def measure_all() -> None:
-    """A table of times for each shape."""
+    """Print a table of times for each shape."""
     for name, (m, k, n) in SHAPES.items():
         print(f"\n{name}: M {m}, K {k}, N {n}\n{'':24}{'ms':>9}{'GiB':>9}{'error x':>10}{'error weight':>14}")
         torch.manual_seed(0)
@@ -192,7 +192,7 @@ def measure_all() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """What the command line asks for."""
+    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", action="store_true", help="count bytes, without a GPU")
     with warnings.catch_warnings():

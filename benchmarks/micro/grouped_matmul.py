@@ -57,7 +57,7 @@ Call = Callable[[], object]
 
 
 def sizes(rows: int, experts: int, how: str) -> list[int]:
-    """How many of `rows` rows each expert gets."""
+    """Return how many of `rows` rows each expert gets."""
     shares = [1.0] * experts if how == "even" else [1.0 / r for r in range(1, experts)] + [0.0]
     ends = [round(rows * sum(shares[: i + 1]) / sum(shares)) for i in range(experts)]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -131,7 +131,7 @@ def cast(fp8: Casts, how: str, *layouts: bool, of: Tensor) -> list[Tensor]:
 
 
 def amax_of_rows(fp8: Casts, x: Tensor) -> Tensor:
-    """The amax of a tensor whose rows' are needed anyway, as `passes/matmul/share_casts.py` writes it."""
+    """Return the amax of a tensor whose rows' are needed anyway, as `passes/matmul/share_casts.py` writes it."""
     return fp8.amax(fp8.amax(x, "row"), "tensor")
 
 
@@ -196,7 +196,7 @@ def layer_norm_to_row(fp8: Casts, x: Tensor, w: Tensor, b: Tensor) -> list[Tenso
 
 
 def rms_norm_again(fp8: Casts, x: Tensor, rstd: Tensor, w: Tensor, amax: Tensor) -> list[Tensor]:
-    """The operand of a weight gradient: a norm's output, computed again from what is saved."""
+    """Return the operand of a weight gradient: a norm's output, computed again from what is saved."""
     return cast_given(fp8, (x.float() * rstd).to(x.dtype) * w, amax, True)
 
 
@@ -243,7 +243,7 @@ def swiglu_to_group(fp8: Casts, gu: Tensor) -> list[Tensor]:
 
 
 def swiglu_to_row_saved(fp8: Casts, gu: Tensor) -> list[Tensor]:
-    """The operand of a matmul, and gate and up as they are kept for backward."""
+    """Return the operand of a matmul, and gate and up as they are kept for backward."""
     h = swiglu(gu)
     saved = [result for half in halves(gu) for result in cast(fp8, "group(128)", False, of=half)]
     return [*cast(fp8, "row", False, of=h), amax_of_rows(fp8, h), *saved]
@@ -285,7 +285,7 @@ def swiglu_backward_cast(fp8: Casts, gu: GateUp, dh: Tensor, amax_d: Tensor, ama
 
 
 def swiglu_backward(fp8: Casts, gu: GateUp, dh: Tensor, amax_h: Tensor) -> list[Tensor]:
-    """The same with the scale of both gradients, which is theirs alone."""
+    """Return the same with the scale of both gradients, which is theirs alone."""
     amaxes = [fp8.amax(d, "tensor") for d in swiglu_gradients(gu, dh)]
     return swiglu_backward_cast(fp8, gu, dh, torch.maximum(*amaxes), amax_h)
 
@@ -540,7 +540,7 @@ class Launch:
         return Launch(region, how, generated.restrided(region, inputs, sizes), sizes)
 
     def kernel(self) -> Callable[[], object]:
-        """A call of the kernel, or of both where it casts in one pass, into buffers that are there already."""
+        """Return a call of the kernel, or of both where it casts in one pass, into buffers that are there already."""
         _, run = generated.prepared_launch(self.region, self.schedule, self.inputs, self.sizes)
         return run
 
@@ -559,7 +559,7 @@ def moved(region: Region, sizes: Sequence[int]) -> int:
 
 
 def check(row: Row, shapes: Shapes, device: str) -> list[str]:
-    """What is wrong with the row's results: kernel by kernel as `trial.compare` sees it (on a GPU), and as a whole."""
+    """Return what is wrong with the row's results: kernel by kernel (on a GPU, by `trial.compare`), and as a whole."""
     formed = form(row, shapes, device)
     inputs = [arg.random(device) for arg in row.inputs(shapes)]
     run = Recorder(formed.graph, formed.regions)
@@ -665,7 +665,7 @@ class Result:
 
 
 def describe(row: Row, formed: Formed) -> Result:
-    """What there is to say about a row without running it."""
+    """Return what there is to say about a row without running it."""
     specs = [generated.parse(node.args[2], node.args[3]) for node in formed.regions]  # type: ignore[arg-type]
     kernels = [Kernel(moved(region, []) / MIB, tiles(region, schedule)) for region, schedule in specs]
     result = Result(row.name, len(specs), len(formed.left), sum(k.mib for k in kernels), kernels=kernels)
@@ -676,14 +676,14 @@ def describe(row: Row, formed: Formed) -> Result:
 
 
 def tiles(region: Region, schedule: Schedule) -> str:
-    """A kernel's name and its tiles."""
+    """Return a kernel's name and its tiles."""
     found = [f"{t.block_rows}x{t.block_cols}{t.manner}" for t in schedule.tilings]
     name = generated.kernel_name(region, schedule)
     return f"{name}, tiles {' '.join(found)}, {schedule.programs} programs of {schedule.warps} warps"
 
 
 def measure(row: Row, shapes: Shapes, rate: float) -> Result:
-    """A row on the GPU. `rate`: bytes a microsecond of a device copy."""
+    """Return a row on the GPU. `rate`: bytes a microsecond of a device copy."""
     formed = form(row, shapes, "cuda")
     result = describe(row, formed)
     inputs = [arg.random("cuda") for arg in row.inputs(shapes)]
@@ -702,7 +702,7 @@ def measure(row: Row, shapes: Shapes, rate: float) -> Result:
 
 
 def time_kernels(formed: Formed, inputs: list[Tensor]) -> tuple[list[float], float]:
-    """The time of each region's kernel, and that of all operators that are left."""
+    """Return the time of each region's kernel, and that of all operators that are left."""
     run = Recorder(formed.graph, [*formed.regions, *formed.casts, *formed.left])
     run.run(*inputs)
     run.results.clear()
@@ -762,7 +762,7 @@ def cell(value: float | None, form: str) -> str:
 
 
 def table_line(r: Result) -> str:
-    """A line of the table; what was not measured is a dash."""
+    """Return a line of the table; what was not measured is a dash."""
     cells = [
         count(r.launches, r.left),
         f"{r.mib:.1f}",
@@ -777,7 +777,7 @@ def table_line(r: Result) -> str:
 
 
 def region_lines(r: Result) -> list[str]:
-    """A line for each kernel of a row."""
+    """Return a line for each kernel of a row."""
     width = max(len(COLUMNS[0]), 8)
     return [
         line("", [" " * width, f"{k.mib:.1f}", cell(k.us, ".1f"), cell(k.share, ".0%"), *[""] * 4], [k.text])
@@ -795,14 +795,14 @@ def selected(patterns: str) -> list[Row]:
 
 
 def fake(row: Row, shapes: Shapes = FULL) -> Result:
-    """A row without a GPU: regions of the real shapes, results of tiny ones, computed by the reference."""
+    """Return a row without a GPU: regions of the real shapes, results of tiny ones, computed by the reference."""
     result = describe(row, form(row, shapes, "cpu"))
     result.notes += [f"wrong: {text}" for text in check(row, TINY, "cpu")]
     return result
 
 
 def real(row: Row, rate: float) -> Result:
-    """A row on the GPU; a failure is a note."""
+    """Return a row on the GPU; a failure is a note."""
     try:
         return measure(row, FULL, rate)
     except Exception as error:

@@ -130,7 +130,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def default_name(role: str) -> str:
-    """What the default recipe runs in a role, as it is called here."""
+    """Return what the default recipe runs in a role, as it is called here."""
     how: Any = getattr(Recipe.parse("mixed"), role)
     pair = str(how.left.granularity), str(how.right.granularity)
     name = next(name for name, granularities in GRANULARITIES.items() if granularities == pair)

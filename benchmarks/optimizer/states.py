@@ -81,7 +81,7 @@ class Row:
     figures: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def update(self, gradient: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """The unquantized new states, which are stored as well."""
+        """Return the unquantized new states, which are stored as well."""
         m = BETA1 * self.m + (1 - BETA1) * gradient
         v = BETA2 * self.v + (1 - BETA2) * gradient * gradient
         counter = torch.tensor([step], dtype=torch.int32)

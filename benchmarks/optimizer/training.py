@@ -39,7 +39,7 @@ class Run:
 
 
 def train(job: Job, states: str, compiled: bool) -> Run:
-    """A run with `states` ("fp32" or "fp8") from the job's seed."""
+    """Return a run with `states` ("fp32" or "fp8") from the job's seed."""
     torch._dynamo.reset()
     gc.collect()
     torch.manual_seed(job.seed)
@@ -74,7 +74,7 @@ def train(job: Job, states: str, compiled: bool) -> Run:
 
 
 def picture(runs: list[Run], path: Path) -> None:
-    """All loss curves over each other."""
+    """Draw all loss curves over each other."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -81,7 +81,7 @@ def numbers(given: str) -> list[int]:
 
 
 def changed(machine: Machine, settings: Sequence[str]) -> Machine:
-    """A machine with inputs of its own, given as NAME=VALUE."""
+    """Return a machine with inputs of its own, given as NAME=VALUE."""
     names = [f.name for f in fields(Machine)]
     for setting in settings:
         name, _, value = setting.partition("=")
@@ -98,7 +98,7 @@ Row = dict[str, Any]
 
 
 def predictions(jobs: Sequence[Job], systems: Sequence[System], machine: Machine) -> tuple[Row, list[Row]]:
-    """A row a job and system, and the form of each column."""
+    """Return a row a job and system, and the form of each column."""
     rows = []
     for job in jobs:
         for system in systems:
@@ -113,7 +113,7 @@ def predictions(jobs: Sequence[Job], systems: Sequence[System], machine: Machine
 def batches(
     jobs: Sequence[Job], systems: Sequence[System], capacities: Sequence[int], machine: Machine
 ) -> tuple[Row, list[Row]]:
-    """A row a job, system and memory: the largest batch, and tokens/s of a GPU with it."""
+    """Return a row a job, system and memory: the largest batch, and tokens/s of a GPU with it."""
     rows = []
     for job in jobs:
         for system in systems:

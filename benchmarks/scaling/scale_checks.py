@@ -70,17 +70,17 @@ def results(name: str) -> dict[str, dict[str, Any]]:
 
 
 def two_gpus() -> list[Step]:
-    """What numbers of the model were fitted to."""
+    """Return what numbers of the model were fitted to."""
     return sharded(ON_TWO, "fsdp.json")
 
 
 def four_gpus() -> list[Step]:
-    """What nothing was fitted to."""
+    """Return what nothing was fitted to."""
     return sharded(ON_FOUR, "fsdp_4gpus.json")
 
 
 def sharded(job: Job, file: str) -> list[Step]:
-    """The rows of a file of `fsdp.py`."""
+    """Return the rows of a file of `fsdp.py`."""
     found = []
     for system in (BF16_COMPILE, TORCHAO, TORCHAO_GATHER, OURS, OURS_GATHER):
         row = results(file)[system.name.replace("BF16", "bf16")]
@@ -135,7 +135,7 @@ PUBLISHED = (
 
 
 def fitted_overlap() -> float:
-    """The overlap, in hundredths, with the least sum of squared relative errors over rows that gather in BF16."""
+    """Return the overlap, in hundredths, with the least squared relative errors over rows that gather in BF16."""
     rows = [s for s in two_gpus() if s.system.gather == BF16]
 
     def loss(overlap: float) -> float:
@@ -235,7 +235,7 @@ def cell(job: Job, system: System) -> str:
 
 
 def batch() -> str:
-    """The largest batch in 80 and in 141 GiB, of 8192 tokens."""
+    """Return the largest batch in 80 and in 141 GiB, of 8192 tokens."""
     lines = []
     for name, gpus in (("llama-8b", 8), ("llama-8b", 64), ("llama-13b", 8), ("llama-70b", 64), ("llama-70b", 512)):
         for checkpoint in ("none", "full"):
@@ -246,7 +246,7 @@ def batch() -> str:
 
 
 def links() -> str:
-    """What a slower network costs Llama-8B on 64 GPUs: tokens/s of a GPU."""
+    """Return what a slower network costs Llama-8B on 64 GPUs: tokens/s of a GPU."""
     lines = []
     for rate in (50, 25, 12.5, 6.25, 3.125):
         machine = replace(H200, infiniband=rate)
@@ -263,7 +263,7 @@ def job_of(c: Pretraining, vision: Vision | None = None) -> Job:
 
 
 def configurations() -> str:
-    """What the configurations of examples/configs.py should take."""
+    """Return what the configurations of examples/configs.py should take."""
     cases = [(name, c, job_of(c), "") for name, c in CONFIGS.items() if name != "tiny"]
     for name, c in VISION_LANGUAGE.items():
         images = f", {c.images} image{'s' * (c.images > 1)} each{', tower frozen' * c.tower.frozen}"
@@ -286,7 +286,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(page: str) -> str:
-    """A page with its tables."""
+    """Return a page with its tables."""
     return PLACE.sub(lambda place: f"{place[1]}{TABLES[place[2]]()}{place[3]}", page)
 
 

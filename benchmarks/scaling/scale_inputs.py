@@ -28,7 +28,7 @@ def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def given(value: float, unit: str, source: str) -> Any:
-    """A figure of a machine, with its unit and where it comes from."""
+    """Return a figure of a machine, with its unit and where it comes from."""
     return field(default=value, metadata={"unit": unit, "source": source})
 
 

@@ -47,7 +47,7 @@ def replicas_reduced(total: float, job: Job, machine: Machine) -> float:
 def sharded(
     count: int, wire: int, forward: float, backward: float, job: Job, machine: Machine, recast: bool = False
 ) -> Unit:
-    """A unit of `count` parameters with its collectives, and the copies that FSDP2 makes around them added to compute.
+    """Return a unit of `count` parameters with its collectives; copies that FSDP2 makes around them count as compute.
 
     Bytes of copies: a shard is cast to what goes over the wire (`recast`: read once more, for its amax), and what has
     arrived is copied apart; a gradient is copied into an FP32 buffer, and the shard that has been reduced is scaled.
@@ -64,7 +64,7 @@ def sharded(
 
 
 def layer(job: Job, system: System, machine: Machine, vision: Vision | None = None) -> Unit:
-    """A block, of the model or of a tower. Attention's backward has two and a half times forward's FLOPs."""
+    """Return a block, of the model or of a tower. Attention's backward has two and a half times forward's FLOPs."""
     model: Model | Vision = vision or job.model
     tokens = patches(job, vision) if vision else job.tokens
     length = vision.patches if vision else job.sequence
@@ -89,7 +89,7 @@ def patches(job: Job, vision: Vision) -> int:
 
 
 def vision_units(job: Job, system: System, machine: Machine, vision: Vision) -> list[Unit]:
-    """The blocks of a tower, and its projector, in BF16. Of a frozen tower there is no backward."""
+    """Return the blocks of a tower, and its projector, in BF16. Of a frozen tower there is no backward."""
     block = layer(job, system, machine, vision)
     if vision.frozen:
         block = replace(block, backward=0.0, reduce=0.0, gathers=1)
@@ -98,7 +98,7 @@ def vision_units(job: Job, system: System, machine: Machine, vision: Vision) -> 
 
 
 def units(job: Job, system: System, machine: Machine) -> list[Unit]:
-    """All of a model, in the order of forward. The head stays in BF16; logits move 6 bytes forward, 10 backward."""
+    """Return all of a model, in forward's order. The head stays in BF16; logits move 6 bytes forward, 10 backward."""
     before = vision_units(job, system, machine, job.vision) if job.vision else []
     layers = [*before, *[layer(job, system, machine)] * job.model.layers]
     if not job.model.vocabulary:
@@ -229,7 +229,7 @@ def predict(job: Job, system: System, machine: Machine = H200) -> Prediction:
 
 
 def largest_batch(job: Job, system: System, capacity: float, machine: Machine = H200) -> int:
-    """The most sequences a GPU of `capacity` GiB holds, less what is reserved; 0 where not one fits."""
+    """Return the most sequences a GPU of `capacity` GiB holds, less what is reserved; 0 where not one fits."""
     free = (capacity - machine.reserve) * GIB
 
     def fits(batch: int) -> bool:

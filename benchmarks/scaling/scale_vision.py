@@ -66,7 +66,7 @@ class Vision:
 
 
 def vision_of(c: VisionLanguage) -> Vision:
-    """The tower of a configuration; its parameters are exactly those of transformers' models."""
+    """Return the tower of a configuration; its parameters are exactly those of transformers' models."""
     tower, width = c.tower, c.language.width
     pixels, whole = 3 * 14 * 14, tower.merged * tower.width
     if tower.family == "clip":  # with a class token; norms before and after the blocks

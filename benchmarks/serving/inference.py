@@ -131,7 +131,7 @@ class Inference:
         return self.run(input_ids=self.tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
 
     def step(self) -> Tensor:
-        """The greedy tokens. The same tokens go in again: logits can be compared."""
+        """Return the greedy tokens. The same tokens go in again: logits can be compared."""
         return self.logits().argmax(-1)
 
     def warm_up(self, count: int) -> None:
@@ -162,7 +162,7 @@ def quantize(model: nn.Module, name: str, device: str) -> None:
 
 @torch.no_grad()
 def measure(case: Case) -> dict[str, Any]:
-    """The figures of one system on one work."""
+    """Return the figures of one system on one work."""
     inference = Inference(case)
     inference.rewind()
     right = inference.logits().float()
@@ -192,7 +192,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def in_fp8(inference: Inference) -> str:
-    """How many matmuls ran in FP8: what does nothing is seen."""
+    """Return how many matmuls ran in FP8: what does nothing is seen."""
     if not inference.system.ours:
         return ""
     plan = fp8compile.last_compile()

@@ -62,7 +62,7 @@ class Planted(nn.Module):
         """Change what is planted."""
 
     def weights(self, examples: Tensor) -> Tensor:
-        """The weight of each example's loss."""
+        """Return the weight of each example's loss."""
         return torch.ones(examples.shape[0])
 
 

@@ -54,7 +54,7 @@ COLUMNS = (
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """The figures of one system on one model."""
+    """Return the figures of one system on one model."""
     size = next(s for s in blocks.SIZES if s.name == case.model)
     system = next(s for s in SYSTEMS if s.name == case.system)
     model, x, gradient = size.made(case.device, case.tiny)

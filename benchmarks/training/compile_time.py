@@ -98,7 +98,7 @@ def first_seconds(case: Case) -> float:
 
 
 def cold(case: Case) -> dict[str, Any]:
-    """What a first process takes, in all and by stage."""
+    """Return what a first process takes, in all and by stage."""
     compilation_time_metrics.clear()
     with timed_passes() as passes:
         total = first_seconds(case)
@@ -128,7 +128,7 @@ def shares(total: float, stages: dict[str, float], passes: dict[str, float]) -> 
 
 
 def warm(case: Case) -> dict[str, Any]:
-    """What a process takes that finds everything compiled."""
+    """Return what a process takes that finds everything compiled."""
     return {"warm_seconds": first_seconds(case)}
 
 

@@ -135,7 +135,7 @@ class Trainer:
         return torch.stack([self.loss(text, batch) for batch in starts]).mean().item()
 
     def state(self) -> dict[str, Any]:
-        """All that a later process needs to go on."""
+        """Return all that a later process needs to go on."""
         return {
             "model": self.model.state_dict(), "opt": self.opt.state_dict(), "schedule": self.schedule.state_dict(),
             "delayed": fp8compile.delayed.state_dict(), "done": self.done, "run": asdict(self.run),
@@ -249,7 +249,7 @@ def _is_there(name: str) -> bool:
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
-    """The settings of the runs in a folder, which may have been made elsewhere."""
+    """Return the settings of the runs in a folder, which may have been made elsewhere."""
     file = folder / "settings.json"
     if not file.exists():
         raise SystemExit(f"{folder} holds no runs")

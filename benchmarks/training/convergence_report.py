@@ -74,7 +74,7 @@ class Interval:
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each configuration with finished runs, in the order of `CONFIGURATIONS`."""
+    """Return a row for each configuration with finished runs, in the order of `CONFIGURATIONS`."""
     done = {(r.name, r.seed): r for r in runs if r.finished}
     rows = []
     worst = max((r.loss for r in done.values() if not r.diverged), default=math.nan)
@@ -121,7 +121,7 @@ def smoothed(run: Run) -> list[tuple[int, float]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for people."""
+    """Return the rows for people."""
     lines = [
         f"{'configuration':<20}{'seeds':>5}  {'held-out loss':<17}{'gap to BF16':<19}{'spikes':>6}{'ms/step':>9}"
         f"{'matched':>9}{'peak GiB':>9}"
@@ -165,5 +165,5 @@ def report(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """The runs that `folder` knows."""
+    """Return the runs that `folder` knows."""
     return [Run(**json.loads(file.read_text())) for file in sorted(folder.glob("*-seed*.json"))]

@@ -60,7 +60,7 @@ COLUMNS = (
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """The figures of all systems on one model."""
+    """Return the figures of all systems on one model."""
     trained: dict[str, Training] = {}
     found: dict[str, Any] = {}
     turns, warmup = (1, 1) if case.tiny else (TURNS, WARMUP)

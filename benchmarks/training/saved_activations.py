@@ -41,7 +41,7 @@ ELSEWHERE = {"torchao 0.17 tensorwise": 1.63, "COAT": 1.60}  # GiB a block of th
 
 
 def gpt2() -> tuple[nn.Module, tuple[int, ...]]:
-    """A block of GPT-2 XL, 8 × 1024 tokens."""
+    """Return a block of GPT-2 XL, 8 × 1024 tokens."""
     import transformers
 
     config = transformers.GPT2Config(n_embd=1600, n_head=25, n_layer=1)
@@ -50,7 +50,7 @@ def gpt2() -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def vit() -> tuple[nn.Module, tuple[int, ...]]:
-    """A layer of ViT-H/14 on 64 images of 224 × 224."""
+    """Return a layer of ViT-H/14 on 64 images of 224 × 224."""
     import transformers
 
     config = transformers.ViTConfig(hidden_size=1280, num_attention_heads=16, intermediate_size=5120)
@@ -104,7 +104,7 @@ class Counted:
 
 
 def count(name: str, way: str) -> Counted:
-    """The plan's bytes for a model, compiled on tensors without data."""
+    """Return the plan's bytes for a model, compiled on tensors without data."""
     process_state.reset()
     before = torch.get_default_dtype()
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():

@@ -119,7 +119,7 @@ class Training:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """The figures of one system on one model."""
+    """Return the figures of one system on one model."""
     training = Training(case)
     warmup, count = (1, TINY_STEPS) if case.tiny else (WARMUP, STEPS)
     first, _ = peak_gib(training.step, 3, case.device)
@@ -146,7 +146,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def waited_for(training: Training) -> list[float]:
-    """A step that begins when the GPU has nothing to do."""
+    """Return a step that begins when the GPU has nothing to do."""
     if training.device == "cuda":
         torch.cuda.synchronize()
     return training.step()

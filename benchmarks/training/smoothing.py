@@ -127,7 +127,7 @@ class Down(adaptive.SwiGLU):
 
 
 def trained(name: str, seed: int, steps: int = 240) -> float:
-    """The held-out loss of `Down`, trained as `benchmarks/training/adaptive.py` does, all else in BF16."""
+    """Return the held-out loss of `Down`, trained as `benchmarks/training/adaptive.py` does, all else in BF16."""
     torch.manual_seed(seed)
     model = Down(name)
     opt = torch.optim.Adam(model.parameters(), lr=model.lr, eps=1e-20)

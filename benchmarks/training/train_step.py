@@ -82,7 +82,7 @@ class Training:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """The figures of one system on one model."""
+    """Return the figures of one system on one model."""
     training = Training(case)
     first = training.timed_step()
     graphs = counters["stats"]["unique_graphs"]

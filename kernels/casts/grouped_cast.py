@@ -151,7 +151,7 @@ def look_up(offs, groups, GROUPS: tl.constexpr):  # noqa: N803
 
 @triton.jit
 def of(group, mine, value):
-    """The entry of `value` that is that of group `mine`."""
+    """Return the entry of `value` that is that of group `mine`."""
     return tl.sum(tl.where(group == mine, value, 0), 0)
 
 

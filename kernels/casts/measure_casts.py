@@ -42,7 +42,7 @@ def find_extremes(
     BLOCK: tl.constexpr,  # noqa: N803
     PROGRAMS: tl.constexpr,  # noqa: N803
 ):
-    """The bits of max |x| into found[0]; to found[1], if COUNTED, how many are above scale · LIMIT."""
+    """Write the bits of max |x| to found[0]; if COUNTED, add how many are above scale · LIMIT to found[1]."""
     bound = float("inf")
     if COUNTED:
         bound = tl.load(scale) * LIMIT
@@ -146,8 +146,10 @@ def add_lines(
     TILE_ROWS: tl.constexpr,  # noqa: N803
     TILE_COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """The sums of a tile: into row_sums [column tiles, OF_ROW, batches · rows] and column_sums [row tiles, OF_LINE,
-    batches · columns]."""
+    """Write the sums of a tile.
+
+    row_sums [column tiles, OF_ROW, batches · rows], column_sums [row tiles, OF_LINE, batches · columns].
+    """
     across, down = tl.cdiv(columns, TILE_COLUMNS), tl.cdiv(rows, TILE_ROWS)
     tile_column = tl.program_id(0) % across
     tile_row = tl.program_id(0) // across % down

@@ -79,7 +79,7 @@ def read_numbers(table, found, count, length, BLOCK: tl.constexpr):  # noqa: N80
 
 @triton.jit(do_not_specialize=["by", "count"])
 def add_to_numbers(table, like, unless, by, count, BLOCK: tl.constexpr):  # noqa: N803
-    """The number at table[i], of the dtype of `like`, gets `by` more, if `unless` is 0."""
+    """Add `by` to the number at table[i], of the dtype of `like`, if `unless` is 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (i < count) & (tl.load(unless) == 0)
     place = tl.load(table + i, mask=mask, other=0).to(like.dtype)

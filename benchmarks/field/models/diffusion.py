@@ -22,7 +22,7 @@ def denoised(run: Any, batch: Batch) -> Tensor:
 def denoiser(
     name: str, model: str, sizes: Sizes, small: Sizes, batch: Callable[[Any, bool], Batch], **row: Any
 ) -> FieldModel:
-    """A row of diffusers. batch: given the model's config, and whether it is small."""
+    """Return a row of diffusers. batch: given the model's config, and whether it is small."""
 
     def make(is_small: bool, dtype: torch.dtype) -> Task:
         made = getattr(library("diffusers"), model)(**(merged(sizes, small) if is_small else sizes))
@@ -61,7 +61,7 @@ def prompted(rows: int, name: str = "sample", length: int = 77) -> Callable[[Any
 
 
 def packed(config: Any, is_small: bool) -> Batch:
-    """A packed image and a prompt, with their places, for Flux."""
+    """Return a packed image and a prompt, with their places, for Flux."""
     rows, side, words = (2, 4, 16) if is_small else (4, 32, 256)
     image = drawn(rows, side * side, config.in_channels)
     places = torch.stack(torch.meshgrid(*[torch.arange(n, device="cpu") for n in (1, side, side)], indexing="ij"), -1)

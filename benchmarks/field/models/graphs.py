@@ -25,7 +25,7 @@ def one_graph(nodes: int, edges: int, features: int) -> list[Batch]:
 
 
 def geometric(name: str, model: str, width: int = 256, **row: Any) -> FieldModel:
-    """A row of a model that torch_geometric has."""
+    """Return a row of a model that torch_geometric has."""
     arguments = row.pop("arguments", {})
 
     def make(is_small: bool, dtype: torch.dtype) -> Task:

@@ -19,7 +19,7 @@ SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def library(name: str) -> Any:
-    """The imported package. Raises `LeftOutError` where it is not installed or cannot be imported."""
+    """Return the imported package. Raises `LeftOutError` where it is not installed or cannot be imported."""
     if find_spec(name) is None:
         raise LeftOutError(f"{name} is not installed")
     declare_torchvision_operators()

@@ -79,7 +79,7 @@ class GPT(nn.Module):
 
 
 def second(run: Any, batch: Batch) -> Tensor:
-    """The loss, where a model returns its logits with it."""
+    """Return the loss, where a model returns its logits with it."""
     return run(**batch)[1]
 
 
@@ -123,7 +123,7 @@ def regressed(run: Any, batch: Batch) -> Tensor:
 
 
 def table_of_numbers(rows: int, small_rows: int) -> Any:
-    """An MLP on rows of numbers, with batch norm where there is more than one row, to one number."""
+    """Return an MLP on rows of numbers, with batch norm where there is more than one row, to one number."""
 
     def make(is_small: bool, dtype: torch.dtype) -> Task:
         # ReLUs of units near zero flip: with one row and few units, one of them is much of a gradient
@@ -196,7 +196,7 @@ class GAN(nn.Module):
 
 
 def adversarial(run: GAN, batch: Batch) -> Tensor:
-    """The losses of both: the generator's gradients pass through the discriminator, its own are of detached fakes."""
+    """Return both losses: the generator's gradients pass through the discriminator, its own are of detached fakes."""
     fake = run.generator(batch["noise"])
     real = F.softplus(-run.discriminator(batch["x"]).float()).mean()
     fooled = F.softplus(run.discriminator(fake.detach()).float()).mean()
@@ -250,7 +250,7 @@ def forward_mode(run: Any, batch: Batch) -> Tensor:
 
 
 def double_backward(run: Any, batch: Batch) -> Tensor:
-    """The same residual with derivatives by `autograd.grad`, through what is called in place of the model."""
+    """Return the same residual with derivatives by `autograd.grad`, through what is called in place of the model."""
     x = batch["x"].detach().requires_grad_()
     u = run(x)
     (slopes,) = torch.autograd.grad(u.sum(), x, create_graph=True)
@@ -331,7 +331,7 @@ def torch_transformer(is_small: bool, dtype: torch.dtype) -> Task:
 
 
 def changing_rows(is_small: bool, dtype: torch.dtype) -> Task:
-    """An MLP whose batches have other sizes: the last of an epoch is smaller."""
+    """Return an MLP whose batches have other sizes: the last of an epoch is smaller."""
     into, width = (48, 64) if is_small else (1024, 4096)
     batches = [{"x": drawn(n, into), "y": drawn(n, seed=2)} for n in ((16, 12, 7) if is_small else (8192, 6144, 1000))]
     return Task(layers(into, width, width, 1, last=True).to(dtype), batches, regressed)

@@ -19,7 +19,7 @@ Batches = Callable[[Any, bool], list[Batch]]  # of a config, and whether they ar
 
 
 def shipped_loss(run: Any, batch: Batch) -> Tensor:
-    """The loss that the model itself returns."""
+    """Return the loss that the model itself returns."""
     return run(**batch).loss
 
 
@@ -37,7 +37,7 @@ class Task:
     parts: Sequence[str] = ()
 
     def backward(self, run: Any, batch: Batch, forward_in: AbstractContextManager[Any]) -> Tensor:
-        """The loss of a batch, after its backward."""
+        """Return the loss of a batch, after its backward."""
         with forward_in:
             loss = self.loss(run, batch)
         loss.backward()
@@ -63,7 +63,7 @@ class FieldModel:
     gib: float = 10.0
 
     def built(self, device: str, small: bool = False, dropout: bool | None = None) -> Task:
-        """The task on a device, in training; equal weights at every call. `dropout=False` leaves dropout out."""
+        """Return the task on a device, in training; equal weights at every call. `dropout=False` leaves dropout out."""
         for name in self.needs:
             library(name)
         dtype = torch.float32 if self.autocast else torch.bfloat16
@@ -78,12 +78,12 @@ class FieldModel:
         return task
 
     def forward_in(self, device: str, exact: bool = False) -> AbstractContextManager[Any]:
-        """The context of a forward; `exact`: that of the FP32 reference."""
+        """Return the context of a forward; `exact`: that of the FP32 reference."""
         return torch.autocast(device, torch.bfloat16, enabled=self.autocast and not exact)
 
 
 def placed(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """A part of a batch on a device; real numbers in the parameters' dtype."""
+    """Return a part of a batch on a device; real numbers in the parameters' dtype."""
     if isinstance(value, list | tuple):
         return type(value)(placed(v, device, dtype) for v in value)
     if not isinstance(value, Tensor):
@@ -117,7 +117,7 @@ def silence(model: nn.Module) -> None:
 def transformer(
     name: str, kind: str, config: str, head: str, sizes: Sizes, small: Sizes, batches: Batches, **row: Any
 ) -> FieldModel:
-    """A row of Transformers. head: which Auto class makes the model, without "AutoModel".
+    """Return a row of Transformers. head: which Auto class makes the model, without "AutoModel".
 
     Further: `adapt`, what is done with the model once it is there; `loss` and `parts` of its `Task`; fields of a row.
     """
@@ -134,7 +134,7 @@ def transformer(
 
 
 def merged(sizes: Mapping[str, Any], small: Mapping[str, Any]) -> Sizes:
-    """The sizes with the small ones in their place, within configs of parts as well."""
+    """Return the sizes with the small ones in their place, within configs of parts as well."""
     both = {k: merged(sizes[k], small[k]) for k in sizes.keys() & small.keys() if isinstance(small[k], dict)}
     return {**sizes, **small, **both}
 

@@ -36,7 +36,7 @@ def timm(
     checkpointed: bool = False,
     **row: Any,
 ) -> FieldModel:
-    """A row of timm. small: what its constructor is given for a CPU, images of `small_size`.
+    """Return a row of timm. small: what its constructor is given for a CPU, images of `small_size`.
 
     small_class: the class to construct then, where the constructor fixes its sizes; small_batch: how many images, more
     where batch norm is to have something to average.
@@ -67,7 +67,7 @@ def torchvision(
     loss: Loss = classified,
     **row: Any,
 ) -> FieldModel:
-    """A row of torchvision. small: makes the model for a CPU out of `torchvision.models`."""
+    """Return a row of torchvision. small: makes the model for a CPU out of `torchvision.models`."""
     arguments = row.pop("arguments", {})
 
     def make(is_small: bool, dtype: torch.dtype) -> Task:
@@ -129,7 +129,7 @@ TORCHVISION = (
 
 
 def detected(run: Any, batch: Batch) -> Tensor:
-    """A loss of boxes and classes with queries matched in order: the library's own matcher needs SciPy."""
+    """Return a loss of boxes and classes with queries matched in order: the library's own matcher needs SciPy."""
     out = run(pixel_values=batch["pixel_values"])
     rows, queries = out.logits.shape[:2]
     classes = torch.arange(rows * queries, device=out.logits.device) % out.logits.shape[-1]
@@ -138,7 +138,7 @@ def detected(run: Any, batch: Batch) -> Tensor:
 
 
 def masked(run: Any, batch: Batch) -> Tensor:
-    """A loss of masks and classes with queries matched in order."""
+    """Return a loss of masks and classes with queries matched in order."""
     out = run(pixel_values=batch["pixel_values"])
     logits, masks = out.class_queries_logits, out.masks_queries_logits
     classes = torch.arange(logits.shape[0] * logits.shape[1], device=logits.device) % logits.shape[-1]
@@ -163,7 +163,7 @@ def with_backbone(
     size: int,
     **row: Any,
 ) -> FieldModel:
-    """A row whose config holds that of a backbone."""
+    """Return a row whose config holds that of a backbone."""
 
     def make(is_small: bool, dtype: torch.dtype) -> Task:
         transformers = library("transformers")
