@@ -30,7 +30,7 @@ from tests import mutate
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("left_out.json")
-SHORT, LONG, VERY_LONG = 0.75, 4.0, 20.0  # seconds
+SHORT, LONG, VERY_LONG = 0.5, 2.0, 20.0  # seconds
 SHARE = 0.998  # of the branches that any test runs
 OTHER_PROCESSES = re.compile(r"\branks\b|subprocess|multiprocessing|printed_by|import command")
 

@@ -63,7 +63,7 @@ def test_short_ones_stay() -> None:
 
 
 def test_of_each_test_the_shortest_case_stays_unless_it_is_long() -> None:
-    found = [case("test_a", "", 0.5, 1), case("test_b", "x", 3.0, 1), case("test_b", "y", 2.0, 1)]
+    found = [case("test_a", "", 0.4, 1), case("test_b", "x", 3.0, 1), case("test_b", "y", 1.5, 1)]
     found += [case("test_c", "x", 6.0, 1), case("test_c", "y", 5.0, 1), case("test_d", "", 9.0, 2)]
     assert names(cases.chosen(found)) == {"test_a", "test_b[y]", "test_d"}
 
@@ -73,7 +73,7 @@ def test_what_starts_processes_keeps_a_case() -> None:
     file = "tests/distributed/test_fsdp2.py"
     found = [case("test_a", "x", 25.0, 1, file=file), case("test_a", "y", 14.0, 1, file=file)]
     found += [case("test_c", "", 25.0, 1, file=file)]
-    assert names(cases.chosen([case("test_b", "", 0.5, 1), *found])) == {"test_b", "test_a[y]"}
+    assert names(cases.chosen([case("test_b", "", 0.4, 1), *found])) == {"test_b", "test_a[y]"}
 
 
 def test_the_last_branches_may_cost_too_much() -> None:

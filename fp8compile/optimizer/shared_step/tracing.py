@@ -130,7 +130,8 @@ def trace(
     for i, p in enumerate(parameters):
         known |= roles_of(p, opt.state.get(p, {}), i)
     step, settings = fresh_step(opt), opt.param_groups[0].items()
-    take_as_constants(step.__name__, [k for k, v in settings if type(v) is float and not v and k not in moving])
+    unread = [k for k, v in settings if type(v) is float and not v and k not in (*moving, "lr")]
+    take_as_constants(step.__name__, unread)
     undo = reading_numbers()
     try:
         with torch.no_grad():
