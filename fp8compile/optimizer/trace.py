@@ -103,7 +103,7 @@ def take_as_constants(code: str, names: Sequence[str]) -> None:
     for state in (state for of, state in get_code_state().items() if of.name == code):
         for name, entry in state.automatic_dynamic.items():
             if ends and name.endswith(ends) and entry.scalar is auto_dynamic:
-                entry.scalar = 0.0
+                entry.scalar = 0
 
 
 def _setting(name: str) -> str:
