@@ -61,7 +61,7 @@ def find_extremes(
 
 @triton.jit
 def rounded(x, E5M2: tl.constexpr):  # noqa: N803
-    """FP32 of at most the format's maximum, to the nearest number of the format, to even where two are as near."""
+    """Return `x`, FP32 of at most the format's maximum, rounded to the format, to even where two are as near."""
     dropped = 21 if E5M2 else 20  # bits of the mantissa
     least = 2.0**-14 if E5M2 else 2.0**-6  # normal number
     shift = 1.5 * 2.0**7 if E5M2 else 1.5 * 2.0**14  # with it, the last bit of FP32 is the least number
@@ -72,7 +72,7 @@ def rounded(x, E5M2: tl.constexpr):  # noqa: N803
 
 @triton.jit
 def cast(x, scale, E5M2: tl.constexpr):  # noqa: N803
-    """`reference.quantize`, in FP32."""
+    """Return what `reference.quantize` does, in FP32."""
     limit = 57344.0 if E5M2 else 448.0
     return rounded(tl.minimum(tl.maximum(tl.div_rn(x, scale), -limit), limit), E5M2)
 

@@ -49,7 +49,7 @@ def softmax_gradient(
     EVERY_TERM: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Write a row's log-probability to `chosen` [rows], or its terms [4, rows]; and its gradient over its logits."""
+    """Write a row's log-probability to `chosen` [rows] (EVERY_TERM: four terms [4, rows]), its gradient to `logits`."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     logits += row * stride
