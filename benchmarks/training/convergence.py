@@ -8,15 +8,22 @@
 The model is `examples/llama.py` (`--size 125m`), its text `examples/corpus.py`. A seed decides weights and the order of
 the data, for every configuration alike. `BF16` is FP32 parameters under BF16 autocast, torch's fused AdamW, Inductor;
 the others differ in what their name says: `8-bit states` in those of the optimizer alone (its step is compiled), O2 in
-its matmuls, O3 in matmuls, saved activations and states. With `--parameters bf16` the parameters of ours are BF16, with
-the masters of their level.
+its matmuls, O3 in matmuls, saved activations and states; "two passes" computes every amax first, "FP8 head" converts
+the head too, "auto" is the automatic mode. With `--parameters bf16` the parameters of ours are BF16, with the masters
+of their level.
+
+**Less noise.** Trainings are chaotic: two runs that differ in one rounding end apart by more than FP8 costs. So the
+weights of the last tenth of a run are averaged, and both they and the last weights are evaluated on 2 M held-out
+tokens, each as the run computes and in eager BF16. The report says for each of these measures by how much the gap of
+one pair scatters, and how many pairs an interval of ± 0.1 % takes.
 
 What is in --out: a JSON for each run, written at each evaluation, `results.json`, `loss.svg`, and in `checkpoints/` (or
 --scratch) the state of the run that --minutes interrupted; without it that run begins anew. A run looks at the clock
 between two evaluations, and compiling takes a minute or two on a GPU: ask for less than there is. What shares the GPU
 with other work (--untimed) gives losses and no times: a configuration's times are those of its other seeds.
 
-    loss       held-out loss, the mean of the last three evaluations; ± is the half width of a 95 % interval over seeds
+    loss       held-out loss of the averaged weights, as the run computes (of runs without: the mean of the last three
+               evaluations); ± is the half width of a 95 % interval over seeds
     gap        loss / BF16's of the same seed - 1; its mean, with an interval of the same kind
     spikes     readings of the training loss that lie 0.2 above the least of the five before them, all seeds
     matched    time until the worst configuration's loss is reached, beside BF16's: speed at the same quality
@@ -28,6 +35,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -38,9 +46,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
 
 import fp8compile
-from benchmarks.training.convergence_report import CONFIGURATIONS, OURS, STATES, Run, report
+from benchmarks.training.convergence_report import (
+    AVERAGED,
+    CONFIGURATIONS,
+    IN_BF16,
+    LAST,
+    OURS,
+    READING,
+    STATES,
+    Run,
+    report,
+)
 from corpus import Corpus, even_starts, load_corpus, random_starts, windows
 from llama import Llama, LlamaConfig
 from training import MAX_GRADIENT_NORM, WEIGHT_DECAY, Size, lr_factor
@@ -48,8 +67,11 @@ from training import MAX_GRADIENT_NORM, WEIGHT_DECAY, Size, lr_factor
 SIZES = {
     "tiny": Size(LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden=192), 8, 64, 60, 3e-3, 4),
     "125m": Size(LlamaConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, hidden=3584), 32, 1024, 2000, 6e-4, 8),
+    "1b": Size(LlamaConfig(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden=5632), 16, 1024, 3000, 3e-4, 16),
 }
-EVALUATIONS, READING = 40, 10  # in a run; steps in a reading of the training loss
+EVALUATIONS = 40  # in a run
+AVERAGED_SHARE = 10  # one in so many steps, the last ones, is averaged over, weights of every tenth step
+FINAL = 8  # times the batches of an evaluation on the way, for the weights at the end: 2 M tokens, but for tiny runs
 UNTIMED = 5  # steps after a (re)start that are not timed: compilation, autotuning
 
 
@@ -63,6 +85,7 @@ class Settings:
     parameters: str
     executor: str
     text: str
+    deterministic: bool = False
 
 
 class Trainer:
@@ -98,9 +121,10 @@ class Trainer:
             fp8compile.prepare_optimizer(self.opt, fp8compile.Options.parse(options).states)
             self.update = torch.compile(self.opt.step, backend="fp8", options=options)
         self.starts = random_starts(corpus.train, size.steps, size.batch, size.seq, run.seed)
+        self.averaged: AveragedModel | None = None  # a running mean, as soon as there is something to average
         self.done = 0
 
-    def _compiled(self, ours: dict[str, str] | None) -> Callable[[Tensor, Tensor], Tensor]:
+    def _compiled(self, ours: dict[str, Any] | None) -> Callable[[Tensor, Tensor], Tensor]:
         eager = self.settings.executor == "eager"
         if ours is not None:
             options = {**ours, "select": self.settings.select, "executor": self.settings.executor, "strict": True}
@@ -109,36 +133,59 @@ class Trainer:
             _convert_by_torchao(self.model)
         return self.model if eager else torch.compile(self.model)
 
-    def loss(self, text: Tensor, starts: Tensor) -> Tensor:
+    def loss(self, text: Tensor, starts: Tensor, step: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """Return the loss, f32[], of the windows that begin at starts i64[batch], by `step` or as the run computes."""
         tokens, targets = windows(text, starts, self.settings.size.seq)
         with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.autocast):
-            return self.step(tokens, targets)
+            return (self.step if step is None else step)(tokens, targets)
 
-    def train(self, steps: int) -> list[Tensor]:
-        """So many steps; their losses."""
-        losses = []
+    def train(self, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Train so many steps; returns their losses and norms of gradients, f32[] each."""
+        losses, norms = [], []
         for starts in self.starts[self.done : self.done + steps]:
             loss = self.loss(self.corpus.train, starts)
             loss.backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+            norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM).detach())
             self.update()
             self.schedule.step()
             self.opt.zero_grad()
             losses.append(loss.detach())
-        self.done += len(losses)
-        return losses
+            self.done += 1
+            left = self.settings.size.steps - self.done
+            if left * AVERAGED_SHARE < self.settings.size.steps and left % READING == 0:
+                if self.averaged is None:
+                    self.averaged = AveragedModel(self.model)
+                self.averaged.update_parameters(self.model)
+        return losses, norms
+
+    def held_out(self) -> float:
+        """Return the held-out loss, as the run computes, on the few batches of an evaluation on the way."""
+        return self._held_out(self.settings.size.held_out_batches, self.step)
+
+    def final(self) -> dict[str, float]:
+        """Return the losses of the last weights and of the averaged ones, which then are the model's."""
+        size = self.settings.size
+        batches = FINAL * size.held_out_batches
+        found = {}
+        for measure in (LAST, AVERAGED):
+            if measure == AVERAGED and self.averaged is not None:
+                self.model.load_state_dict(self.averaged.module.state_dict())
+            found[measure] = self._held_out(batches, self.step)
+            found[measure + IN_BF16] = self._held_out(batches, self.model)
+        return found
 
     @torch.no_grad()
-    def held_out(self) -> float:
+    def _held_out(self, batches: int, step: Callable[[Tensor, Tensor], Tensor]) -> float:
         size, text = self.settings.size, self.corpus.held_out
-        starts = even_starts(text, size.held_out_batches, size.batch, size.seq)
-        return torch.stack([self.loss(text, batch) for batch in starts]).mean().item()
+        starts = even_starts(text, batches, size.batch, size.seq)
+        return torch.stack([self.loss(text, batch, step) for batch in starts]).double().mean().item()
 
     def state(self) -> dict[str, Any]:
         """Return all that a later process needs to go on."""
         return {
             "model": self.model.state_dict(), "opt": self.opt.state_dict(), "schedule": self.schedule.state_dict(),
             "delayed": fp8compile.delayed.state_dict(), "done": self.done, "run": asdict(self.run),
+            "averaged": None if self.averaged is None else self.averaged.state_dict(),
         }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
@@ -146,6 +193,9 @@ class Trainer:
         self.opt.load_state_dict(state["opt"])
         self.schedule.load_state_dict(state["schedule"])
         fp8compile.delayed.load_state_dict(state["delayed"])
+        if state["averaged"] is not None:
+            self.averaged = AveragedModel(self.model)
+            self.averaged.load_state_dict(state["averaged"])
         self.done = state["done"]
 
 
@@ -178,20 +228,27 @@ def train(
         end = min(run.steps, (trainer.done // every + 1) * every)
         fresh = trainer.done < begin + UNTIMED
         began, count = time.perf_counter(), end - trainer.done
-        losses = trainer.train(count)
+        losses, norms = trainer.train(count)
         values = torch.stack(losses).tolist()  # waits for the device
         if timed and not fresh:
             run.seconds.append((time.perf_counter() - began) / count)
-        run.readings += [statistics.mean(values[i : i + READING]) for i in range(0, count, READING)]
+        run.readings += _means(values)
+        run.norms += _means(torch.stack(norms).tolist())
         if begin == 0 and end == every and run.name in OURS:
             run.fp8_matmuls = len(fp8compile.last_compile().converted)
         run.evaluations.append((trainer.done, trainer.held_out()))
         run.diverged = not all(map(math.isfinite, (*values, run.evaluations[-1][1])))
-        if settings.device == "cuda":
+        if run.finished and not run.diverged:
+            run.final = trainer.final()
+        if settings.device == "cuda" and trainer.averaged is None:
             run.peak_bytes = max(run.peak_bytes, torch.cuda.max_memory_allocated())
         file.write_text(json.dumps(asdict(run)))
     checkpoint.unlink(missing_ok=True)
     return True
+
+
+def _means(values: Sequence[float]) -> list[float]:
+    return [statistics.mean(values[i : i + READING]) for i in range(0, len(values), READING)]
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -204,12 +261,15 @@ def main(arguments: list[str] | None = None) -> None:
         print(report(given.out, _settings_of(given.out)))
         return
     given.out.mkdir(parents=True, exist_ok=True)
+    if given.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     device = "cuda" if torch.cuda.is_available() and not given.tiny else "cpu"
     size = SIZES["tiny" if given.tiny else given.size]
     size = size if given.steps is None else replace(size, steps=given.steps)
     corpus = load_corpus(given.text, size.seq).to(torch.device(device))
     executor = "eager" if device == "cpu" else "inductor"
-    settings = Settings(size, device, given.select, given.parameters, executor, corpus.source)
+    settings = Settings(size, device, given.select, given.parameters, executor, corpus.source, given.deterministic)
     _check_folder(given.out, asdict(settings))
     torch.set_float32_matmul_precision("high")
     names = [name for name in given.configurations or CONFIGURATIONS if _is_there(name)]
@@ -223,7 +283,7 @@ def _run_all(
 ) -> int:
     """Runs in order, seed by seed, so that what is there can be compared; returns how many are left."""
     checkpoint = (given.scratch or given.out / "checkpoints") / "interrupted.pt"
-    todo = [(seed, name) for seed in range(given.seeds) for name in names]
+    todo = [(seed, name) for seed in range(given.first, given.first + given.seeds) for name in names]
     for i, (seed, name) in enumerate(todo):
         file = given.out / f"{name.replace(' ', '-')}-seed{seed}.json"
         run = Run(**json.loads(file.read_text())) if file.exists() else Run(name, seed, settings.size.steps)
@@ -272,13 +332,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scratch", type=Path, help="where the checkpoint of an interrupted run is (default: in --out)")
     p.add_argument("--minutes", type=float, default=math.inf, help="stop, and be ready to go on, after so long")
     p.add_argument("--seeds", type=int, default=3)
+    p.add_argument(
+        "--first", type=int, default=0, help="the first seed: two GPUs can share a study, with a --scratch each"
+    )
     p.add_argument("--untimed", action="store_true", help="other work shares the GPU: keep no times")
-    p.add_argument("--size", choices=["125m"], default="125m")
+    p.add_argument("--size", choices=["125m", "1b"], default="125m")
     p.add_argument("--tiny", action="store_true", help="a very small model, on the CPU")
     p.add_argument("--steps", type=int)
     p.add_argument("--text", type=Path, help="as for examples/train_lm.py")
     p.add_argument("--select", choices=["all", "profitable"], default="all", help="which matmuls are in FP8")
     p.add_argument("--parameters", choices=["fp32", "bf16"], default="fp32", help="of O2 and O3")
+    p.add_argument("--deterministic", action="store_true", help="torch's deterministic algorithms: slower ones")
     p.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, help="default: all")
     p.add_argument("--report", action="store_true", help="train nothing, show what there is")
     return p

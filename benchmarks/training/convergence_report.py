@@ -13,12 +13,25 @@ from typing import Any
 from benchmarks.harness import curves
 
 RECIPES = ("mixed", "tensorwise", "blockwise")
-OURS = {f"{level} {recipe}": {"level": level, "recipe": recipe} for level in ("O2", "O3") for recipe in RECIPES}
+OURS: dict[str, dict[str, Any]] = {
+    **{f"{level} {recipe}": {"level": level, "recipe": recipe} for level in ("O2", "O3") for recipe in RECIPES},
+    "O3 rowwise": {"level": "O3", "recipe": "rowwise"},
+    "O3 two passes": {"level": "O3", "one_pass_casts": False},
+    "O3 FP8 head": {"level": "O3", "lm_head": True},
+    "O3 auto": {"level": "O3", "adaptive": "auto"},
+}
 STATES = "8-bit states"  # the model as BF16's, the optimizer's step compiled
 CONFIGURATIONS = ("BF16", STATES, *OURS, "torchao tensorwise")
-TAIL = 3  # evaluations that are averaged into a run's result
+SMOOTHED, LAST, AVERAGED, IN_BF16 = "smoothed", "last", "averaged", ", in BF16"  # measures of a run; the last a suffix
+MEASURES = (SMOOTHED, LAST, LAST + IN_BF16, AVERAGED, AVERAGED + IN_BF16)
+CLAIM = 0.001  # the half width of the interval that `pairs_for` counts pairs for
+TAIL = 3  # evaluations that are averaged into a smoothed loss
 SPIKE = 0.2
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5 % quantile, 1 … 10 degrees
+READING = 10  # steps in a reading of the training loss
+STUDENT = (  # 97.5 % quantile, 1 … 30 degrees of freedom
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 
 
 @dataclass
@@ -34,6 +47,10 @@ class Run:
     peak_bytes: int = 0
     fp8_matmuls: int = 0
     diverged: bool = False
+    norms: list[float] = field(default_factory=list)  # of gradients, as readings
+    final: dict[str, float] = field(
+        default_factory=dict
+    )  # measure → held-out loss, of finished runs since there are such
 
     @property
     def finished(self) -> bool:
@@ -42,8 +59,18 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """The smoothed held-out loss at the end."""
+        """The held-out loss of the averaged weights; of a run that has none, the smoothed one at the end."""
+        found = self.measured(AVERAGED)
+        return self.smoothed_loss if found is None else found
+
+    @property
+    def smoothed_loss(self) -> float:
+        """The mean of the last evaluations."""
         return math.inf if self.diverged else statistics.mean(loss for _, loss in self.evaluations[-TAIL:])
+
+    def measured(self, measure: str) -> float | None:
+        """Return one of the `MEASURES` of the run, None where it was not taken."""
+        return self.smoothed_loss if measure == SMOOTHED else math.inf if self.diverged else self.final.get(measure)
 
     @property
     def seconds_per_step(self) -> float:
@@ -73,22 +100,63 @@ class Interval:
         return f"{self.mean:{form}} ± " + ("?" if self.half is None else f"{self.half:{form.replace('+', '')}}")
 
 
+@dataclass(frozen=True)
+class Gap:
+    """How far a configuration's runs are from BF16's of the same seeds, by one measure: loss / BF16's - 1.
+
+    deviation: of one pair, None of a single one; pairs_needed: so many make an interval of ± `CLAIM`.
+    """
+
+    mean: float
+    half: float | None
+    deviation: float | None
+    pairs: int
+    pairs_needed: int | None
+
+    @staticmethod
+    def of(gaps: Sequence[float]) -> Gap:
+        interval = Interval.of(gaps)
+        deviation = statistics.stdev(gaps) if len(gaps) > 1 else None
+        return Gap(interval.mean, interval.half, deviation, len(gaps), deviation and pairs_for(deviation))
+
+
+def pairs_for(deviation: float) -> int:
+    """Return how many pairs of that deviation have an interval of at most ± `CLAIM`."""
+    n = 2
+    while STUDENT[min(n - 2, len(STUDENT) - 1)] * deviation / n**0.5 > CLAIM:
+        n += 1
+    return n
+
+
+def gaps_by_measure(pairs: Sequence[tuple[Run, Run]]) -> dict[str, dict[str, Any]]:
+    """Return of (run, BF16's run of the same seed) the gap by each measure that all pairs have."""
+    found = {}
+    for measure in MEASURES:
+        both = [(run.measured(measure), base.measured(measure)) for run, base in pairs]
+        gaps = [mine / base - 1 for mine, base in both if mine is not None and base is not None]
+        if gaps and len(gaps) == len(both):
+            found[measure] = asdict(Gap.of(gaps))
+    return found
+
+
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return a row for each configuration with finished runs, in the order of `CONFIGURATIONS`."""
     done = {(r.name, r.seed): r for r in runs if r.finished}
     rows = []
-    worst = max((r.loss for r in done.values() if not r.diverged), default=math.nan)
+    worst = max((r.smoothed_loss for r in done.values() if not r.diverged), default=math.nan)
     for name in CONFIGURATIONS:
         mine = [r for (n, _), r in sorted(done.items()) if n == name]
         if not mine:
             continue
         pairs = [(r, done["BF16", r.seed]) for r in mine if ("BF16", r.seed) in done]
-        gaps = [r.loss / b.loss - 1 for r, b in pairs if not r.diverged and not b.diverged]
+        pairs = [(r, b) for r, b in pairs if not r.diverged and not b.diverged]
+        gaps = [r.loss / b.loss - 1 for r, b in pairs]
         seconds = typical_seconds(mine)
         steps = [n for r in mine if (n := steps_to(r, worst)) is not None]
         rows.append({
             "name": name, "seeds": [r.seed for r in mine], "diverged": sum(r.diverged for r in mine),
             "loss": asdict(Interval.of([r.loss for r in mine])), "gap": asdict(Interval.of(gaps)) if gaps else None,
+            "gaps": {} if name == "BF16" else gaps_by_measure(pairs),
             "spikes": sum(r.spikes for r in mine),
             "seconds_per_step": seconds,
             "time_to_equal_loss": statistics.mean(steps) * seconds if len(steps) == len(mine) else None,
@@ -139,19 +207,49 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def noise_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return, for people, the gap by each measure, how much one pair scatters, and the pairs that a claim takes."""
+    lines = [f"{'gap to BF16 by measure':<40}{'pairs':>5}  {'gap':<18}{'of a pair':>9}{f'pairs for ±{CLAIM:.1%}':>18}"]
+    for row in rows:
+        for measure, gap in row["gaps"].items():
+            if gap["deviation"] is not None:
+                interval = Interval(gap["mean"], gap["half"]).text("+.2%")
+                lines.append(
+                    f"{row['name'] + ', ' + measure:<40}{gap['pairs']:>5}  {interval:<18}{gap['deviation']:>9.2%}"
+                    f"{gap['pairs_needed']:>18}"
+                )
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
 def picture(runs: Sequence[Run]) -> str:
     """Smoothed held-out losses over training time, as means over seeds with the range of the intervals as bands."""
     found = []
-    for name in CONFIGURATIONS:
-        mine = [r for r in runs if r.name == name and r.finished and not r.diverged]
-        if not mine:
-            continue
+    for name, mine in _by_name(runs):
         smooth = [smoothed(r) for r in mine]
-        at = [Interval.of([s[i][1] for s in smooth]) for i in range(min(map(len, smooth)))]
         seconds = typical_seconds(mine)
-        x = [smooth[0][i][0] * seconds for i in range(len(at))]
-        found.append(curves.Curve(name, x, [i.mean for i in at], [i.half or 0.0 for i in at]))
+        steps = [step for step, _ in min(smooth, key=len)]
+        found.append(_curve(name, [n * seconds for n in steps], [[loss for _, loss in s] for s in smooth]))
     return curves.draw(found, "Held-out loss (mean of seeds, 95 %)", "seconds of training", "nats per byte")
+
+
+def picture_of_norms(runs: Sequence[Run]) -> str:
+    """Norms of gradients over steps, as `picture` shows losses; empty where no run has them."""
+    found = [
+        _curve(name, [READING * (i + 0.5) for i in range(min(len(r.norms) for r in mine))], [r.norms for r in mine])
+        for name, mine in _by_name([r for r in runs if r.norms])
+    ]
+    return curves.draw(found, "Norm of the gradients (mean of seeds, 95 %)", "steps", "norm") if found else ""
+
+
+def _by_name(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """Return the finished runs of each configuration that has some and did not diverge."""
+    found = [(name, [r for r in runs if r.name == name and r.finished and not r.diverged]) for name in CONFIGURATIONS]
+    return [(name, mine) for name, mine in found if mine]
+
+
+def _curve(name: str, x: list[float], values: Sequence[Sequence[float]]) -> curves.Curve:
+    at = [Interval.of([v[i] for v in values]) for i in range(len(x))]
+    return curves.Curve(name, x, [i.mean for i in at], [i.half or 0.0 for i in at])
 
 
 def report(folder: Path, settings: dict[str, Any]) -> str:
@@ -161,7 +259,9 @@ def report(folder: Path, settings: dict[str, Any]) -> str:
     (folder / "results.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
     if any(r.finished and not r.diverged for r in runs):
         (folder / "loss.svg").write_text(picture(runs))
-    return table(rows)
+    if norms := picture_of_norms(runs):
+        (folder / "norms.svg").write_text(norms)
+    return "\n\n".join(part for part in (table(rows), noise_table(rows)) if part)
 
 
 def read_runs(folder: Path) -> list[Run]:

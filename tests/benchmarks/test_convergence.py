@@ -27,11 +27,14 @@ GIVEN = ["--tiny", "--steps", str(STEPS), "--seeds", "1", "--text", str(TEXT)]
 
 @pytest.fixture(scope="module", autouse=True)
 def _small() -> Iterator[None]:
-    """One layer, and evaluations of one batch."""
+    """One layer, evaluations of one batch, at the end of two; the last two steps' weights are averaged."""
     tiny = benchmark.SIZES["tiny"]
-    benchmark.SIZES["tiny"] = replace(tiny, model=replace(tiny.model, n_layers=1), held_out_batches=1)
-    yield
-    benchmark.SIZES["tiny"] = tiny
+    small = replace(tiny, model=replace(tiny.model, n_layers=1), held_out_batches=1)
+    with (
+        mock.patch.dict(benchmark.SIZES, tiny=small),
+        mock.patch.multiple(benchmark, FINAL=2, AVERAGED_SHARE=3, READING=1),
+    ):
+        yield
 
 
 NAME = "O3 mixed"
@@ -72,7 +75,9 @@ def test_an_interrupted_run_ends_like_another(capsys, folders):
     assert "all runs done" in capsys.readouterr().out
     (parts,), (run,) = ([run for run in shown.read_runs(folder) if run.name == NAME] for folder in (parts, whole))
     assert parts.finished
-    assert (parts.evaluations, parts.readings) == (run.evaluations, run.readings)  # to the bit
+    assert (parts.evaluations, parts.readings, parts.norms) == (run.evaluations, run.readings, run.norms)  # to the bit
+    assert parts.final == run.final
+    assert set(run.final) == set(shown.MEASURES) - {shown.SMOOTHED}
     assert len(run.evaluations) == STEPS
     assert run.fp8_matmuls > 0
     assert run.evaluations[-1][1] < run.evaluations[0][1] - 0.3  # it learns
@@ -84,8 +89,9 @@ def test_configurations_run_and_are_reported(folders, capsys):
     rows = json.loads((whole / "results.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["BF16", NAME]
     assert 0 < abs(rows[1]["gap"]["mean"]) < 0.02  # six steps: hardly anything could differ; but they are not the same
-    drawn = ElementTree.fromstring((whole / "loss.svg").read_text())
-    assert sum(element.tag.endswith("polyline") for element in drawn) == 2
+    for picture in ("loss.svg", "norms.svg"):
+        drawn = ElementTree.fromstring((whole / picture).read_text())
+        assert sum(element.tag.endswith("polyline") for element in drawn) == 2
     with pytest.raises(SystemExit, match=r"holds runs of other settings \(size\)"):
         benchmark.main([*arguments, "--steps", "7"])
     capsys.readouterr()
@@ -98,10 +104,58 @@ def test_bf16_parameters_have_masters(tmp_path):
     corpus = benchmark.load_corpus(TEXT, 64)
     trainer = benchmark.Trainer(settings, corpus, shown.Run("O2 blockwise", 0, 60))
     trainer.step = trainer.model  # its gradients have the same dtype, and what updates it is asked about
-    trainer.train(2)
+    losses, norms = trainer.train(2)
+    assert len(losses) == len(norms) == 2
     p = trainer.model.blocks[0].attention.q.weight
     assert p.dtype == benchmark.torch.bfloat16
     assert trainer.opt.state[p]["exp_avg"].low is not None
+
+
+def test_the_last_weights_are_averaged_and_evaluated():
+    settings = benchmark.Settings(replace(benchmark.SIZES["tiny"], steps=6), "cpu", "all", "fp32", "eager", "")
+    corpus = benchmark.load_corpus(TEXT, 64)
+    trainer = benchmark.Trainer(settings, corpus, shown.Run("BF16", 0, 6))
+    kept = []
+    for _ in range(6):
+        _, (norm,) = trainer.train(1)
+        kept.append([p.detach().clone() for p in trainer.model.parameters()])
+        assert norm > 0
+    assert trainer.averaged is not None
+    for mean, *weights in zip(trainer.averaged.module.parameters(), *kept[-2:], strict=True):
+        torch.testing.assert_close(mean, torch.stack(weights).mean(0))
+    found = trainer.final()
+    starts = benchmark.even_starts(corpus.held_out, 2, 8, 64)
+    for measure, weights in (
+        (shown.LAST, kept[-1]),
+        (shown.AVERAGED, [sum(p) / 2 for p in zip(*kept[-2:], strict=True)]),
+    ):
+        with torch.no_grad():
+            for p, value in zip(trainer.model.parameters(), weights, strict=True):
+                p.copy_(value)
+            losses = [trainer.loss(corpus.held_out, batch, trainer.model).item() for batch in starts]
+        assert found[measure + shown.IN_BF16] == pytest.approx(sum(losses) / 2, rel=1e-4)
+    assert found[shown.LAST] != found[shown.AVERAGED]
+
+
+def test_pairs_that_a_claim_takes():
+    """A deviation of 0.2 % has an interval of ± t · 0.2 % / √n: 0.1 % from 18 on (t 2.110), not with 17 (2.120)."""
+    assert 2.110 * 0.002 / 18**0.5 < shown.CLAIM < 2.120 * 0.002 / 17**0.5
+    assert shown.pairs_for(0.002) == 18
+    assert shown.pairs_for(0.0) == 2
+
+
+def test_gaps_are_told_by_measure():
+    runs = [made(name, seed, [2.0] * 3, 1.0) for name in ("BF16", "O3 mixed") for seed in (0, 1)]
+    for run in runs:
+        run.final = {shown.LAST: 1.0, shown.AVERAGED: 1.01 + 0.01 * run.seed if run.name != "BF16" else 1.0}
+    (_, row) = shown.summary(runs)
+    assert set(row["gaps"]) == {shown.SMOOTHED, shown.LAST, shown.AVERAGED}
+    assert row["gap"]["mean"] == row["gaps"][shown.AVERAGED]["mean"] == pytest.approx(0.015)
+    assert row["gaps"][shown.AVERAGED]["deviation"] == pytest.approx(0.01 / math.sqrt(2))
+    assert row["gaps"][shown.LAST]["mean"] == 0.0
+    assert "O3 mixed, averaged" in shown.noise_table([row])
+    runs[0].final = {}  # of an older run: only what all pairs have is compared
+    assert set(shown.summary(runs)[1]["gaps"]) == {shown.SMOOTHED}
 
 
 def test_intervals_are_student_s():
