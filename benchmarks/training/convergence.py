@@ -216,6 +216,9 @@ def train(
         if (state["run"]["name"], state["run"]["seed"]) == (run.name, run.seed):
             trainer.load(state)
             run.__dict__.update(Run(**state["run"]).__dict__)
+        del state
+        if settings.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
     if not trainer.done:
         run.__dict__.update(Run(run.name, run.seed, run.steps).__dict__)
     every = max(1, run.steps // EVALUATIONS)

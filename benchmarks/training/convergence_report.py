@@ -117,7 +117,9 @@ class Gap:
     def of(gaps: Sequence[float]) -> Gap:
         interval = Interval.of(gaps)
         deviation = statistics.stdev(gaps) if len(gaps) > 1 else None
-        return Gap(interval.mean, interval.half, deviation, len(gaps), deviation and pairs_for(deviation))
+        return Gap(
+            interval.mean, interval.half, deviation, len(gaps), None if deviation is None else pairs_for(deviation)
+        )
 
 
 def pairs_for(deviation: float) -> int:

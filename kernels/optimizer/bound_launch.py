@@ -21,7 +21,7 @@ from fp8compile.cuda_capture import is_capturing, keep
 from fp8compile.kernels.optimizer.emit_update import ALIGNMENT, columns
 from fp8compile.kernels.optimizer.known_launch import KnownLaunch
 from fp8compile.kernels.optimizer.memory_order import lies_as, transposed_matrices
-from fp8compile.kernels.optimizer.update_launch import SCHEDULE, blocks_of, kernel_of, pinned
+from fp8compile.kernels.optimizer.update_launch import blocks_of, kernel_of, pinned, schedule_of
 from fp8compile.kernels.optimizer.update_spec import Update, from_json
 
 
@@ -41,8 +41,9 @@ class BoundLaunch:
     ) -> None:
         self.update, self.target, self.device = from_json(spec), target, stored[0].device
         self.wide, self.narrow = (self.update.width(x) for x in (self.update.stored, self.update.read))
-        kernel = kernel_of(self.update, SCHEDULE, target, matrices is not None)
-        self.kernel = KnownLaunch(kernel, options=SCHEDULE.options(target))
+        schedule = schedule_of(self.update)
+        kernel = kernel_of(self.update, schedule, target, matrices is not None)
+        self.kernel = KnownLaunch(kernel, options=schedule.options(target))
         self.matrices: tuple[Tensor, ...] = ()  # one more argument of the kernel, or none
         if matrices is not None:
             self.matrices = (torch.tensor(matrices, dtype=torch.int32, device=self.device),)
@@ -53,7 +54,7 @@ class BoundLaunch:
         addresses[:, self.wide :] = _addresses(read).view(count, self.narrow)
         self.addresses = addresses  # on the host
         self.table = addresses.to(self.device)
-        self.blocks = blocks_of(self.sizes, SCHEDULE).to(self.device)
+        self.blocks = blocks_of(self.sizes, schedule).to(self.device)
         self.active: tuple[bool, ...] = (True,) * count
         self.active_sizes = torch.tensor(self.sizes, dtype=torch.int64, device=self.device)
         self.no_numbers = torch.zeros(1, device=self.device)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 FORMATS = ["log", "e4m3", "e5m2", "e4m3/linear", "e5m2/linear"]
 
 
-def both(update: Update, schedule: UpdateSchedule = update_launch.SCHEDULE) -> tuple[Data, Data]:
+def both(update: Update, schedule: UpdateSchedule | None = None) -> tuple[Data, Data]:
     sizes = (*SIZES, 100_000)
     mine, theirs = data_for(update, sizes, "cuda"), data_for(update, sizes)
     update_launch.launch(update.to_json(), mine.stored, mine.read, mine.scalars, "cuda", schedule)
@@ -62,6 +62,12 @@ def test_hard_groups_bit_for_bit(positive: bool, noise: str) -> None:
 @pytest.mark.parametrize("parameter", ["float32", "bfloat16", "stochastic", "split"])
 def test_parameters_bit_for_bit(parameter: str) -> None:
     update = adam("log", "log/stochastic", parameter, "bfloat16", root="abs", quotient="mul")
+    assert_equal(update, *both(update))
+
+
+def test_updates_with_few_registers_bit_for_bit() -> None:
+    update = adam("e4m3/linear", "e5m2/linear", "bfloat16", "bfloat16", root="abs", quotient="mul")
+    assert update_launch.schedule_of(update) == update_launch.LIGHT
     assert_equal(update, *both(update))
 
 

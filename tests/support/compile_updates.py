@@ -79,7 +79,8 @@ def main(verbose: bool) -> None:
     for update in updates:
         # a quarter of a tile takes ptxas a third of the time; a whole one of that which does most
         is_whole = verbose or update.skip is not None
-        schedule = update_launch.SCHEDULE if is_whole else replace(update_launch.SCHEDULE, groups=4)
+        schedule = update_launch.schedule_of(update)
+        schedule = schedule if is_whole else replace(schedule, groups=4)
         cubin = assembly(update, schedule)["cubin"]
         assert isinstance(cubin, bytes)
         if verbose:

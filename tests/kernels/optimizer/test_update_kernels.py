@@ -154,6 +154,21 @@ def test_addresses_that_changed_are_sent_again():
     assert_equal(update, mine, theirs)
 
 
+@pytest.mark.parametrize(("update", "is_light"), [
+    (adam("e4m3/linear", "e5m2/linear", "bfloat16", "bfloat16"), True),
+    (adam("e4m3/linear", "e5m2/linear", "split", "bfloat16"), False),
+    (adam("e4m3/linear", "e5m2/linear", "stochastic", "bfloat16"), False),
+    (adam("e4m3/linear", "e5m2/linear", "float32", "float32"), False),
+    (adam("e4m3/linear", "e5m2/linear/stochastic", "bfloat16", "bfloat16"), False),
+    (adam("e4m3/linear", "log", "bfloat16", "bfloat16"), False),
+    (adam("float32", "float32", "bfloat16", "bfloat16"), False),
+])  # fmt: skip
+def test_simple_updates_have_more_warps(update, is_light):
+    schedule = update_launch.schedule_of(update)
+    assert schedule == (update_launch.LIGHT if is_light else update_launch.SCHEDULE)
+    assert schedule.options("cuda")["maxnreg"] == (96 if is_light else 128)
+
+
 def test_offsets_are_32_bit_and_addresses_64():
     source = update_launch.file_source(adam("log", "log"), SCHEDULE, "cuda")
     load = source[source.index("def load(") : source.index("def finish(")]
