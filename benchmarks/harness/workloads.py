@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 LIBRARY = "transformers"
-TEXT, IMAGES = "AutoModelForCausalLM", "AutoModelForImageClassification"
+TEXT, MASKED_TEXT, IMAGES = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification"
 Sizes = dict[str, Any]
 
 
@@ -22,7 +22,8 @@ Sizes = dict[str, Any]
 class Workload:
     """A model and its batch.
 
-    length: tokens of a sequence, 0 for images; sizes: of the config; tiny: sizes for a CPU, in their place.
+    length: tokens of a sequence, 0 for images; sizes: of the config; tiny: sizes for a CPU, in their place; auto: the
+    class of transformers that makes the model.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Workload:
     length: int
     sizes: Sizes
     tiny: Sizes
+    auto: str = TEXT
 
     def built(self, device: str, tiny: bool = False) -> Trained:
         """Return the model in BF16, in training; equal weights at every call."""
@@ -38,8 +40,8 @@ class Workload:
         config = getattr(transformers, self.config)(**{**self.sizes, **(self.tiny if tiny else {})})
         torch.manual_seed(0)
         with torch.device(device):
-            model = getattr(transformers, TEXT if self.length else IMAGES).from_config(config, dtype=torch.bfloat16)
-        if self.length:
+            model = getattr(transformers, self.auto).from_config(config, dtype=torch.bfloat16)
+        if self.auto == TEXT:
             model.loss_type = "ForCausalLM"  # GPT-2 names none, and the warning about that would break its graph
         return Trained(model.train())
 
@@ -79,6 +81,13 @@ def gpt2(width: int, layers: int, heads: int, **more: Any) -> Sizes:
     return {"n_embd": width, "n_layer": layers, "n_head": heads, "use_cache": False, **more}
 
 
+def bert(width: int, inner: int, layers: int, heads: int, **more: Any) -> Sizes:
+    return {
+        "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        **more,
+    }  # fmt: skip
+
+
 def vit(width: int, inner: int, layers: int, heads: int, **more: Any) -> Sizes:
     return {
         "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -91,6 +100,7 @@ EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "experts_implementa
 MIXTRAL = decoder(2048, 7168, 8, 32, 8, 32000, **EXPERTS)
 TINY_DECODER = decoder(64, 128, 2, 4, 2, 256)
 TINY_GPT2 = gpt2(64, 2, 4, vocab_size=256)
+TINY_BERT = bert(64, 128, 2, 4, vocab_size=256)
 TINY_VIT = vit(64, 128, 2, 4, image_size=32, patch_size=8, num_labels=16)
 
 WORKLOADS = (
@@ -99,7 +109,10 @@ WORKLOADS = (
     Workload("Llama 100M", "LlamaConfig", 16, 1024, decoder(768, 2048, 12, 12, 12, 32000, **TIED), TINY_DECODER),
     Workload("Qwen2 1.5B", "Qwen2Config", 8, 2048, decoder(1536, 8960, 28, 12, 2, 151936, **TIED), TINY_DECODER),
     Workload("GPT-2 XL (16 layers)", "GPT2Config", 8, 1024, gpt2(1600, 16, 25), TINY_GPT2),
-    Workload("ViT-H", "ViTConfig", 64, 0, vit(1280, 5120, 32, 16, patch_size=14, num_labels=1000), TINY_VIT),
+    Workload("GPT-2 medium", "GPT2Config", 8, 1024, gpt2(1024, 24, 16), TINY_GPT2),
+    Workload("BERT-large", "BertConfig", 32, 512, bert(1024, 4096, 24, 16), TINY_BERT, MASKED_TEXT),
+    Workload("ViT-L", "ViTConfig", 64, 0, vit(1024, 4096, 24, 16, num_labels=1000), TINY_VIT, IMAGES),
+    Workload("ViT-H", "ViTConfig", 64, 0, vit(1280, 5120, 32, 16, patch_size=14, num_labels=1000), TINY_VIT, IMAGES),
     Workload("Mixtral (8 layers)", "MixtralConfig", 8, 2048, MIXTRAL, TINY_DECODER),
 )
 FAMILIES = dict.fromkeys(w.config.lower().removesuffix("config") for w in WORKLOADS)

@@ -74,6 +74,7 @@ def shape(role: str, m: int, n: int, k: int) -> tuple[int, int, int]:
     return {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}[role]
 
 
+MODELS = ("Llama 1.1B", "Llama-8B (8 layers)", "Llama 100M", "Qwen2 1.5B", "GPT-2 XL (16 layers)", "ViT-H")
 SHAPES = {
     workload.name: {
         f"{layer}: {role}": shape(role, tokens(workload), *layers)
@@ -81,7 +82,7 @@ SHAPES = {
         for role in ROLES
     }
     for workload in WORKLOADS
-    if workload.config != "MixtralConfig"
+    if workload.name in MODELS
 }
 
 

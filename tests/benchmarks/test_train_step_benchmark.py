@@ -68,7 +68,8 @@ def test_experts_are_measured_in_one_graph() -> None:
 @pytest.mark.parametrize(
     ("name", "millions"),
     [("Llama 1.1B", 1104), ("Llama-8B (8 layers)", 2796), ("Llama 100M", 110), ("Qwen2 1.5B", 1544),
-     ("GPT-2 XL (16 layers)", 574), ("ViT-H", 632), ("Mixtral (8 layers)", 3034)],
+     ("GPT-2 XL (16 layers)", 574), ("ViT-H", 632), ("Mixtral (8 layers)", 3034),
+     ("GPT-2 medium", 355), ("BERT-large", 335), ("ViT-L", 304)],
 )  # fmt: skip
 def test_sizes(name: str, millions: int) -> None:
     model = BY_NAME[name].built("meta")
