@@ -13,7 +13,7 @@ from fp8compile.torch_hooks.calls.user_frame import warn_user
 torch_versions.check(torch.__version__, warn_user)
 
 from fp8compile import delayed  # noqa: E402
-from fp8compile.adaptive.adaptive_graph import AdaptiveGraph, adaptive_graphs  # noqa: E402
+from fp8compile.adaptive.adaptive_graph import AdaptiveGraph, adaptive_graphs, observe_loss  # noqa: E402
 from fp8compile.adaptive.settings import Adaptive  # noqa: E402
 from fp8compile.cuda_graphs.captured_step import capture_step  # noqa: E402
 from fp8compile.distributed.fsdp import prepare_fsdp  # noqa: E402
@@ -104,6 +104,7 @@ __all__ = [
     "load",
     "load_graph",
     "metrics",
+    "observe_loss",
     "plain_state_dict",
     "prepare_fsdp",
     "prepare_optimizer",

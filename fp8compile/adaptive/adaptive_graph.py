@@ -5,6 +5,9 @@ Dynamo's own code and caches stay as they are. Each version exists twice: as it 
 that measure its casts (`passes/matmul/observe_casts.py`). A look is one step through the watched form, so that between
 looks nothing is measured and nothing is slower. Its evidence is read at the next step, when its backward pass has run.
 
+A graph that returns its loss is also looked at from outside: after a spike (`fp8compile/adaptive/loss_spikes.py`) some
+steps run in BF16.
+
 Steps are executions of a training graph. A graph for inference follows the training graph of the same parameters: it
 evaluates what is trained. `adaptive_graphs()` gives all of this process.
 """
@@ -18,11 +21,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fp8compile import devices
 from fp8compile.adaptive.captured import CannotRecompileError, CapturedGraph, Compile, Compiled
+from fp8compile.adaptive.loss_spikes import LossSpikes, loss_among
 from fp8compile.adaptive.policy import Change, Policy, keyed
+from fp8compile.adaptive.ranks import Ranks
 from fp8compile.adaptive.settings import Adaptive
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.plan import cast_statistics, overrides, store
@@ -30,12 +35,13 @@ from fp8compile.plan.cast_rows import Row
 from fp8compile.plan.overrides import Overrides, SavedKey, saved_key
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
-from fp8compile.plan.rows import FP8
+from fp8compile.plan.rows import BF16, FP8
 from fp8compile.recipe import Recipe
 from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 NAME = "the automatic mode"
+ALONE = Ranks()
 PATIENCE = 4  # executions that a look waits for the backward pass of its step
 WITHOUT_CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}  # a replay calls nothing
 logger = logging.getLogger("fp8compile")
@@ -74,15 +80,21 @@ class AdaptiveGraph:
         self._name = f"adaptive{len(_all)}"
         self._saved: dict[SavedKey, str] = dict(options.plan.saved) if options.plan is not None else {}
         self._policy = Policy(self.settings, _has_groups(inputs))
+        self._ranks = Ranks.of(self.settings.ranks)
+        self._losses = LossSpikes(self.settings.spike)
+        self._bf16: Version | None = None
+        self._bf16_until = 0  # the step at which FP8 goes on
+        self._bf16_steps = self.settings.spike_steps  # after the next spike
         self._looking = self._waited = 0  # the look that waits for its evidence began at this step, so many steps ago
         self._next_look, self._gap = 0, 1
         self._versions = 0  # FP8 ones
-        bf16 = replace(self._base, recipe=Recipe("bf16", None, None, None), save=KEEP_ALL)
-        first = bf16 if self.settings.bf16_steps else self._base
+        first = self._in_bf16() if self.settings.bf16_steps else self._base
         compiled, made = compile(gm, inputs, first)  # within Dynamo, whose guards may grow
         self._now = Version(first, made[-1] if made else Plan(), compiled)
         if first is self._base:
             self._begin()
+        else:
+            self._bf16 = self._now
         _all.append(weakref.ref(self))
 
     # ---- for people ---------------------------------------------------------------------------------------------
@@ -116,12 +128,17 @@ class AdaptiveGraph:
             return self._following().plain(*args)
         run = self._advance()
         self.step += 1
-        return run(*args)
+        outputs = run(*args)
+        if self.settings.spike and not self.why_done and (loss := loss_among(outputs)) is not None:
+            observe_loss(loss, self)
+        return outputs
 
     def _advance(self) -> Compiled:
         """Return the compiled form for this step."""
         if self.step == self.settings.bf16_steps and self.step:
             self._start_fp8()
+        if self.step < self._bf16_until and (bf16 := self._bf16_version()) is not None:
+            return bf16.plain
         if self.step < self.settings.bf16_steps or self.why_done:
             return self._now.plain
         if self._looking:
@@ -141,17 +158,20 @@ class AdaptiveGraph:
             options = self._now.options
             mode = WITHOUT_CUDA_GRAPHS.get(options.mode or "", options.mode)
             with store.collected():
-                version = self._version(replace(options, watch=self._name, mode=mode, dump=None))
+                version = self._version(replace(options, watch=self._name, mode=mode, dump=None), self._ranks)
             self._now.watched = version.plain if version is not None else None
         return self._now.watched
 
     def _read(self) -> None:
-        """Decide on what the last look measured, when all of it is there."""
-        rows = [row for row in cast_statistics.rows(self._name) if row.steps]
+        """Decide on what the last look measured, when all of it is there, on all ranks."""
+        there = sum(1 for row in cast_statistics.rows(self._name) if row.steps and row.role != "saved")
         casts = sum(1 for _ in self.plan.converted) * 2
         self._waited += 1
-        if len([r for r in rows if r.role != "saved"]) < casts and self._waited < PATIENCE:
+        if min(self._ranks.gather(there)) < casts and self._waited < PATIENCE:
             return
+        if self._ranks.group is not None:
+            cast_statistics.join(self._name, self._ranks.gather(cast_statistics.sums(self._name)))
+        rows = [row for row in cast_statistics.rows(self._name) if row.steps]
         cast_statistics.stop(self._name)
         looked, self._looking = self._looking - 1, 0
         self.looks, self.measured = self.looks + 1, _of_casts(rows, self.plan)
@@ -173,7 +193,7 @@ class AdaptiveGraph:
         options = replace(
             self._base, plan=Overrides(NAME, overrides.load(replace(plan, saved=[])).graphs, tuple(saved.items()))
         )
-        version = self._version(options)
+        version = self._version(options, self._ranks)
         if version is None:
             return False
         self._replace(version)
@@ -190,21 +210,50 @@ class AdaptiveGraph:
             warn_user(f"fp8: the automatic mode leaves a graph as it is: {why}.")
         logger.info("adaptive: %s", why)
 
+    # ---- spikes of the loss -------------------------------------------------------------------------------------
+
+    def roll_back(self, why: str) -> None:
+        """Run some steps in BF16, then go on in FP8 with a look: a loss was a spike."""
+        if not self.is_training or self.why_done or self.step < max(self._bf16_until, self.settings.bf16_steps):
+            return
+        if self._looking:
+            cast_statistics.stop(self._name)
+        self._looking, self._gap = 0, 1
+        self._bf16_until = self._next_look = self.step + self._bf16_steps
+        change = Change(self.step, "", "matmuls", FP8, f"{BF16} for {self._bf16_steps} steps", why)
+        self._bf16_steps *= 2
+        self.changes.append(change)
+        logger.info("adaptive: %s", change)
+
+    def _bf16_version(self) -> Version | None:
+        """Return the graph in BF16; end the automatic mode where it cannot be compiled."""
+        if self._bf16 is None:
+            with store.collected():
+                self._bf16 = self._version(self._in_bf16(), self._ranks)
+        return self._bf16
+
+    def _in_bf16(self) -> Options:
+        return replace(self._base, recipe=Recipe("bf16", None, None, None), save=KEEP_ALL)
+
     # ---- versions -----------------------------------------------------------------------------------------------
 
-    def _version(self, options: Options) -> Version | None:
-        """Return the graph compiled with other options; end the automatic mode where that cannot be."""
+    def _version(self, options: Options, ranks: Ranks = ALONE) -> Version | None:
+        """Return the graph compiled with other options; end the automatic mode where one of `ranks` cannot."""
+        version, why = None, ""
         try:
             compiled, made = self._captured.again(options)
+            version = Version(options, made[-1] if made else Plan(), compiled)
         except CannotRecompileError as error:
-            self._end(f"not compiled again: {error}")
+            why = str(error)
         except Exception as error:
+            why = failures.first_line(error)
             if options.strict:
+                ranks.first_failure(why)
                 raise
-            self._end(f"not compiled again: {failures.first_line(error)}")
-        else:
-            return Version(options, made[-1] if made else Plan(), compiled)
-        return None
+        if why := ranks.first_failure(why):
+            self._end(f"not compiled again: {why}")
+            return None
+        return version
 
     def _replace(self, version: Version) -> None:
         """Run this version from now on."""
@@ -212,7 +261,7 @@ class AdaptiveGraph:
         self._now = version
 
     def _start_fp8(self) -> None:
-        version = self._version(self._base)
+        version = self._version(self._base, self._ranks)
         if version is not None:
             self._replace(version)
             self._begin()
@@ -240,6 +289,21 @@ class AdaptiveGraph:
 def adaptive_graphs() -> list[AdaptiveGraph]:
     """Return the graphs of this process in automatic mode, oldest first; `changes` says what each did, and why."""
     return [s for ref in _all if (s := ref()) is not None]
+
+
+def observe_loss(loss: Tensor, of: AdaptiveGraph | None = None) -> None:
+    """Take the loss of a step, []: after a spike all graphs in automatic mode run some steps in BF16.
+
+    A graph that returns its loss calls this by itself. Call it where the loss is computed outside of what is compiled,
+    once a step. of: the graph whose losses it is compared with; left out, the first one's.
+    """
+    graphs = [graph for graph in adaptive_graphs() if graph.is_training]
+    judge = of or next((graph for graph in graphs if graph.settings.spike), None)
+    if judge is None:
+        return
+    if why := judge._losses.add(judge._ranks.mean(loss)):
+        for graph in graphs:
+            graph.roll_back(why)
 
 
 def _first_parameter(inputs: Sequence[Any]) -> weakref.ref[torch.nn.Parameter] | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from fp8compile.adaptive.ranks import is_setting
 from fp8compile.errors import OptionError, shown, unknown_name
 
 
@@ -30,6 +31,10 @@ class Adaptive:
     edges: dB more that the first and the last layer must keep, and products of two activations (SwiGLU).
     recompiles: how often a graph may be compiled again, each time with changes of one or more matmuls at once; then it
     is left as it is.
+    spike: a loss so many standard deviations above the mean of the last 32 is a spike; 0 looks at no loss.
+    spike_steps: steps in BF16 after a spike, twice as many after each further one.
+    ranks: "world" or a process group: these ranks, which run the same graphs equally often, decide together, by the
+    measurements of all; None: each decides by itself.
     """
 
     bf16_steps: int = 0
@@ -40,10 +45,16 @@ class Adaptive:
     patience: int = 3
     edges: float = 3.0
     recompiles: int = 8
+    spike: float = 6.0
+    spike_steps: int = 16
+    ranks: Any = None
 
     def __post_init__(self) -> None:
+        if not is_setting(self.ranks):
+            raise OptionError(f'adaptive: ranks is "world", a process group or None, not {shown(self.ranks)}')
         for f in fields(self):
-            _check(f.name, getattr(self, f.name), type(f.default))
+            if f.name != "ranks":
+                _check(f.name, getattr(self, f.name), type(f.default))
 
     @staticmethod
     def parse(value: Any) -> Adaptive | None:
@@ -62,8 +73,8 @@ class Adaptive:
 
 
 def _check(name: str, value: Any, kind: type) -> None:
-    least = 1 if name in ("every", "patience") else 0
-    wanted = "a number of dB" if kind is float else "a whole number"
+    least = 1 if name in ("every", "patience", "spike_steps") else 0
+    wanted = "a whole number" if kind is int else "a number" if name == "spike" else "a number of dB"
     is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
     if not is_number or not least <= value < math.inf:
         raise OptionError(f"adaptive: {name} is {wanted} of at least {least}, not {shown(value)}")

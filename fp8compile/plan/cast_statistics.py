@@ -24,6 +24,7 @@ all else is lost; `by_columns` and `by_rows` see that.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -148,6 +149,22 @@ def probe(x: Tensor, transpose: bool, name: str, key: str) -> Tensor:
 def rows(name: str) -> list[Row]:
     """Return what has been measured under `name`."""
     return _watched[name].rows() if name in _watched else []
+
+
+def sums(name: str) -> dict[str, list[float]]:
+    """Return the sums that have been measured under `name`, by cast: what `join` takes of other ranks."""
+    return {key: x.tolist() for key, x in _watched[name]._sums.items()} if name in _watched else {}
+
+
+def join(name: str, everything: Sequence[dict[str, list[float]]]) -> None:
+    """Let the sums under `name` be those of all ranks together, of casts that each of them measured."""
+    together: dict[str, Tensor] = {}
+    for key in everything[0]:
+        found = [torch.tensor(mine[key], dtype=torch.float64) for mine in everything if key in mine]
+        if len(found) == len(everything):
+            together[key] = functools.reduce(joined, found)
+    if name in _watched:
+        _watched[name]._sums = together
 
 
 def stop(name: str) -> None:
