@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
 from fp8compile.cache_folder import cache_folder
 from fp8compile.options import Options
@@ -34,7 +35,7 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> str:
         f"{x.dtype}{list(x.shape)}{list(x.stride())}{x.device}{getattr(x, 'granularity', '')}"
         if isinstance(x, torch.Tensor)
         else str(x)
-        for x in inputs
+        for x in tree_leaves(inputs)  # an input may be a list, whose text would have all numbers
     ]
     text = "\n".join([compiler, str(torch.is_grad_enabled()), gm.code, *types])
     return hashlib.sha256(text.encode()).hexdigest()
