@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import Ranks
 from sharding import Block, assert_close, backend
 from sharding import Run as Result
@@ -16,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -80,6 +83,56 @@ def sequence_parallel(rank: int) -> None:
     result = run(block, torch.compile(block, backend=backend()), local)
     assert [m for plan in fp8compile.compiles() for m in plan.matmuls if m.decision == "fp8"]
     assert_close(result, in_one_process(), 0.02, 0.15)
+
+
+class Classifier(nn.Module):
+    """A block, and a head over a vocabulary; returns logits, or with targets their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.lm_head = make(), nn.Linear(64, 96, bias=False).bfloat16()
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.lm_head(self.block(x)).flatten(0, 1)
+        return logits if targets is None else F.cross_entropy(logits.float(), targets)
+
+
+def classified(model: nn.Module, call: Any, inside: bool) -> Result:
+    """One step; the loss is computed within what is compiled, or outside."""
+    torch.manual_seed(3)
+    x, targets = inputs(), torch.randint(96, (32,))
+    if inside:
+        loss = call(x, targets)
+    else:
+        logits = call(x)
+        assert not isinstance(logits, DTensor) or logits.to_local().shape == (32, 48)
+        loss = F.cross_entropy(logits.float(), targets)
+    loss.backward()
+    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    named = {name: p.grad for name, p in model.named_parameters()}
+    return Result(
+        [float(loss)], {n: (g.full_tensor() if isinstance(g, DTensor) else g).float() for n, g in named.items()}
+    )
+
+
+def parallel_loss(rank: int, inside: bool) -> None:
+    """Logits stay sharded along the vocabulary; no rank has all of them."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(4)
+    model = Classifier()
+    exact = copy.deepcopy(model)
+    parallelize_module(model.block, mesh, PLAIN)
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, {"lm_head": head})
+    with loss_parallel():
+        result = classified(model, torch.compile(model, backend=backend()), inside)
+    assert [m for plan in fp8compile.compiles() for m in plan.matmuls if m.decision == "fp8"]
+    assert_close(result, classified(exact, exact, inside), 0.02, 0.15)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_loss_parallel(ranks: Ranks, inside: bool) -> None:
+    ranks.run(parallel_loss, inside)
 
 
 @pytest.mark.parametrize("case", [parallel, sequence_parallel], ids=lambda case: case.__name__)
