@@ -27,8 +27,9 @@ from fp8compile import devices
 from fp8compile.adaptive.captured import CannotRecompileError, CapturedGraph, Compile, Compiled
 from fp8compile.adaptive.loss_spikes import LossSpikes, loss_among
 from fp8compile.adaptive.policy import Change, Policy, keyed
-from fp8compile.adaptive.ranks import Ranks
+from fp8compile.adaptive.ranks import mean, ranks_of
 from fp8compile.adaptive.settings import Adaptive
+from fp8compile.distributed.ranks import Ranks
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.plan import cast_statistics, overrides, store
 from fp8compile.plan.cast_rows import Row
@@ -80,7 +81,7 @@ class AdaptiveGraph:
         self._name = f"adaptive{len(_all)}"
         self._saved: dict[SavedKey, str] = dict(options.plan.saved) if options.plan is not None else {}
         self._policy = Policy(self.settings, _has_groups(inputs))
-        self._ranks = Ranks.of(self.settings.ranks)
+        self._ranks = ranks_of(self.settings.ranks)
         self._losses = LossSpikes(self.settings.spike)
         self._bf16: Version | None = None
         self._bf16_until = 0  # the step at which FP8 goes on
@@ -167,10 +168,10 @@ class AdaptiveGraph:
         there = sum(1 for row in cast_statistics.rows(self._name) if row.steps and row.role != "saved")
         casts = sum(1 for _ in self.plan.converted) * 2
         self._waited += 1
-        if min(self._ranks.gather(there)) < casts and self._waited < PATIENCE:
+        if min(self._ranks.gathered(there)) < casts and self._waited < PATIENCE:
             return
         if self._ranks.group is not None:
-            cast_statistics.join(self._name, self._ranks.gather(cast_statistics.sums(self._name)))
+            cast_statistics.join(self._name, self._ranks.gathered(cast_statistics.sums(self._name)))
         rows = [row for row in cast_statistics.rows(self._name) if row.steps]
         cast_statistics.stop(self._name)
         looked, self._looking = self._looking - 1, 0
@@ -301,7 +302,7 @@ def observe_loss(loss: Tensor, of: AdaptiveGraph | None = None) -> None:
     judge = of or next((graph for graph in graphs if graph.settings.spike), None)
     if judge is None:
         return
-    if why := judge._losses.add(judge._ranks.mean(loss)):
+    if why := judge._losses.add(mean(loss, judge._ranks)):
         for graph in graphs:
             graph.roll_back(why)
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8compile.distributed.ranks import Ranks
 from fp8compile.errors import CheckpointError
 from fp8compile.serving.export import Exported, export
 from fp8compile.serving.load import Folder
-from fp8compile.serving.tensors import Ranks
 from fp8compile.serving.write_folder import CONFIG, INDEX, whole_folder, write_tensors
 
 ALONE = Ranks()

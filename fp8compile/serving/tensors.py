@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8compile.distributed.ranks import Ranks
 from fp8compile.errors import CheckpointError
 from fp8compile.serving.layouts import Layout
 
@@ -32,31 +31,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those that export together."""
-
-    rank: int = 0
-    world: int = 1
-
-    def meet(self) -> None:
-        """Wait for all of them."""
-        if self.world > 1:
-            dist.barrier()
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Return what each of them has, by rank."""
-        if self.world == 1:
-            return [value]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
-        return found
-
-
 def ranks_of(model: nn.Module) -> Ranks:
     """Return all ranks if parameters of `model` are sharded; else this process alone."""
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        return Ranks(dist.get_rank(), dist.get_world_size())
+        return Ranks(dist.group.WORLD)
     return Ranks()
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8compile.distributed.ranks import Ranks
 from fp8compile.errors import CheckpointError
-from fp8compile.serving.tensors import Ranks, Revert, is_of_transformers
+from fp8compile.serving.tensors import Revert, is_of_transformers
 
 LARGEST = 4 << 30  # bytes of a file, or one tensor
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"

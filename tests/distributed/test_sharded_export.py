@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from ranks import Ranks
 from safetensors.torch import load_file
 from sharding import Model, make_model
@@ -78,3 +79,50 @@ def test_a_folder_that_is_not_empty(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="is not empty"):
         ranks.run(exported, str(tmp_path))
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def mixtral() -> transformers.MixtralForCausalLM:
+    """A mixture whose experts are one tensor of each kind; files have them one by one."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config).bfloat16()
+
+
+def sharded_experts() -> transformers.MixtralForCausalLM:
+    model = mixtral()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def experts_exported(rank: int, folder: str) -> tuple[str, ...]:
+    return fp8compile.export(sharded_experts(), folder, layers=["*"]).quantized
+
+
+def experts_loaded(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    model = sharded_experts()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    fp8compile.load(model, folder)
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
+
+
+def test_experts_of_sharded_models(ranks: Ranks, tmp_path: Path) -> None:
+    one = fp8compile.export(alone := mixtral(), tmp_path / "one", layers=["*"])
+    assert "model.layers.1.mlp.experts" in one.quantized
+    assert ranks.run(experts_exported, str(tmp_path / "two")) == [one.quantized] * 2
+    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(tmp_path / "two" / name) for name in set(index.values())}
+    expected = load_file(tmp_path / "one" / "model.safetensors")
+    assert index.keys() == expected.keys()
+    assert any("experts.3.w2.weight_scale_inv" in name for name in index)
+    for name, file in index.items():
+        assert torch.equal(files[file][name].view(torch.uint8), expected[name].view(torch.uint8)), name
+    fp8compile.load(alone, tmp_path / "one")
+    for found in ranks.run(experts_loaded, str(tmp_path / "two")):
+        for name, x in alone.state_dict().items():
+            assert torch.equal(found[name], x), name

@@ -1,0 +1,48 @@
+"""The ranks that do something together, and what they tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a process group; without one, this process alone."""
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among them."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def world(self) -> int:
+        """How many they are."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def meet(self) -> None:
+        """Wait for all of them."""
+        if self.group is not None:
+            dist.barrier(self.group)
+
+    def gathered(self, value: T) -> list[T]:
+        """Return what each of them has, by rank; waits for all."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, self.group)
+        return found
+
+    def first_failure(self, why: str) -> str:
+        """Return why this rank failed, or else the first other one that did; "" if none did."""
+        reasons = self.gathered(why)
+        if why or not any(reasons):
+            return why
+        rank = next(i for i, reason in enumerate(reasons) if reason)
+        return f"rank {rank} of the group: {reasons[rank]}"
