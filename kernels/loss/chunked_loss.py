@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import round_up
-from fp8compile.kernels.loss.softmax_step import TERMS, Curve, Step, plain_step
+from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Curve, Step, plain_step
 
 LEAST_ROWS = 2048  # fewer, and reading and writing the sum takes longer than the matmul that adds to it
 
@@ -79,7 +79,11 @@ def run(
     every_term: bool = False,
     step: Step = plain_step,
 ) -> list[Tensor]:
-    """Return log-probabilities or all terms, and gradients (`empty_results`), made in chunks of at most `rows` rows."""
+    """Return log-probabilities or all terms, and gradients (`empty_results`), made in chunks of at most `rows` rows.
+
+    Raises for a label that is no class.
+    """
+    _check_labels(index, weight.shape[0])
     terms, *gradients = empty_results(x, weight, wanted, every_term)
     waiting = iter(gradients)
     of_x, of_weight, of_bias = (next(waiting) if want else None for want in wanted)
@@ -103,6 +107,12 @@ def run(
         if of_bias is not None:
             of_bias += logits.sum(0, dtype=torch.float32)
     return [terms, *gradients]
+
+
+def _check_labels(index: Tensor, classes: int) -> None:
+    """Raise for a label that is no class, as torch's own losses do: on a GPU by an assertion of the device."""
+    bad = (index >= classes) | ((index < 0) & (index != DROPPED))
+    torch._assert_async(~bad.any(), f"a label is out of bounds: it is none of 0 … {classes - 1}, and is not ignored")
 
 
 def _pieces(weight: Tensor) -> list[slice]:

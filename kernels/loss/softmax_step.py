@@ -13,7 +13,8 @@ from torch import Tensor
 
 # of a row: log-probability of its label; Σ log-probabilities of all classes (label smoothing); log Σ exp z; its square
 TERMS = ("chosen", "sum", "normaliser", "square")
-DROPPED = -1  # the label of a row that has none: its terms mean nothing, and its gradient is zero, whatever its logits
+# The label of a row that has none: its terms mean nothing, and its gradient is zero, whatever its logits. No user's.
+DROPPED = -(2**31)
 
 
 @dataclass(frozen=True)

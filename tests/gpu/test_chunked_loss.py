@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -193,3 +195,28 @@ def test_memory_is_what_the_equations_say(parameters: torch.dtype):
     copies = 2 * n * k if parameters is torch.float32 else 0
     assert chunked < 4 * n * k + 2 * n * max(r, k) + copies + small, (chunked, whole)
     assert chunked < whole / 3, (chunked, whole)
+
+
+OUT_OF_BOUNDS = """
+import torch, fp8compile
+from torch import nn
+head = nn.Linear(64, 1000, bias=False).cuda().bfloat16()
+x, labels = torch.randn(4096, 64, device="cuda").bfloat16(), torch.zeros(4096, dtype=torch.int64, device="cuda")
+loss = lambda x, labels: nn.functional.cross_entropy(head(x).float(), labels)
+run = torch.compile(loss, backend="fp8", options={"chunk_loss": 2048})
+run(x, labels).backward()
+torch.cuda.synchronize()
+print("in bounds")
+labels[7] = 1000
+run(x, labels).backward()
+torch.cuda.synchronize()
+print("out of bounds")
+"""
+
+
+def test_a_label_that_is_no_class_is_an_assertion_of_the_device():
+    """In a process of its own, which can use the GPU no more."""
+    done = subprocess.run([sys.executable, "-c", OUT_OF_BOUNDS], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["in", "bounds"], done.stderr
+    assert done.returncode != 0
+    assert "assert" in done.stderr

@@ -434,6 +434,36 @@ def test_all_labels_ignored_is_nan_and_has_no_gradients():
     assert not any(got[name].any() for name in got if name != "loss")
 
 
+LOSSES_OF_LABELS: dict[str, Loss] = {
+    "cross_entropy": F.cross_entropy,
+    "another number ignored": lambda z, y: F.cross_entropy(z, y, ignore_index=3),
+    "smoothed sum": lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1, reduction="sum"),
+    "gathered": lambda z, y: -z.log_softmax(-1).gather(1, y[:, None]).mean(),
+    "some rows dropped": lambda z, y: F.cross_entropy(
+        z.view(8, -1, CLASSES)[:, :-1].flatten(0, 1), y.view(8, -1)[:, 1:].flatten()
+    ),
+    "losses of rows": lambda z, y: (F.cross_entropy(z, y, reduction="none").exp() - 1).mean(),
+}
+
+
+@pytest.mark.parametrize("label", [CLASSES, 10 * CLASSES, -1, -100, -(2**40)])
+@pytest.mark.parametrize("name", LOSSES_OF_LABELS)
+def test_a_label_that_is_no_class_raises(name: str, label: int):
+    """As torch's own losses do, before anything could be trained on."""
+    if label == -100 and name not in ("another number ignored", "gathered"):
+        return  # what they ignore
+    model = Model(LOSSES_OF_LABELS[name])
+    x, labels = inputs()
+    run = compiled(model, chunk_loss=True if name == "losses of rows" else CHUNK)
+    run(x, labels).backward()
+    assert fp8compile.last_compile().plans[0].losses[0].chunk
+    labels[5] = label
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        model(x, labels)
+    with pytest.raises(RuntimeError, match="a label is out of bounds: it is none of 0 … 79"):
+        run(x, labels)
+
+
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
