@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
 from fp8compile import devices
 from fp8compile.adaptive.captured import CannotRecompileError, CapturedGraph, Compile, Compiled
@@ -84,6 +85,7 @@ class AdaptiveGraph:
         self._ranks = ranks_of(self.settings.ranks)
         self._losses = LossSpikes(self.settings.spike)
         self._bf16: Version | None = None
+        self._is_fixed = False  # no other version can be compiled
         self._bf16_until = 0  # the step at which FP8 goes on
         self._bf16_steps = self.settings.spike_steps  # after the next spike
         self._looking = self._waited = 0  # the look that waits for its evidence began at this step, so many steps ago
@@ -130,7 +132,7 @@ class AdaptiveGraph:
         run = self._advance()
         self.step += 1
         outputs = run(*args)
-        if self.settings.spike and not self.why_done and (loss := loss_among(outputs)) is not None:
+        if self.settings.spike and self._is_in_fp8() and (loss := loss_among(outputs)) is not None:
             observe_loss(loss, self)
         return outputs
 
@@ -215,7 +217,8 @@ class AdaptiveGraph:
 
     def roll_back(self, why: str) -> None:
         """Run some steps in BF16, then go on in FP8 with a look: a loss was a spike."""
-        if not self.is_training or self.why_done or self.step < max(self._bf16_until, self.settings.bf16_steps):
+        in_bf16 = self.step < max(self._bf16_until, self.settings.bf16_steps)
+        if not self.is_training or in_bf16 or not self._is_in_fp8():
             return
         if self._looking:
             cast_statistics.stop(self._name)
@@ -225,6 +228,10 @@ class AdaptiveGraph:
         self._bf16_steps *= 2
         self.changes.append(change)
         logger.info("adaptive: %s", change)
+
+    def _is_in_fp8(self) -> bool:
+        """Return True if matmuls are in FP8 and BF16 can be had instead, also where no more changes are made."""
+        return bool(self.plan.converted) and not self._is_fixed
 
     def _bf16_version(self) -> Version | None:
         """Return the graph in BF16; end the automatic mode where it cannot be compiled."""
@@ -252,6 +259,7 @@ class AdaptiveGraph:
                 ranks.first_failure(why)
                 raise
         if why := ranks.first_failure(why):
+            self._is_fixed = True
             self._end(f"not compiled again: {why}")
             return None
         return version
@@ -295,14 +303,15 @@ def adaptive_graphs() -> list[AdaptiveGraph]:
 def observe_loss(loss: Tensor, of: AdaptiveGraph | None = None) -> None:
     """Take the loss of a step, []: after a spike all graphs in automatic mode run some steps in BF16.
 
-    A graph that returns its loss calls this by itself. Call it where the loss is computed outside of what is compiled,
-    once a step. of: the graph whose losses it is compared with; left out, the first one's.
+    A graph that returns its loss, as a plain tensor, calls this by itself. Call it once a step where the loss is computed
+    outside of what is compiled. of: the graph whose losses it is compared with; left out, the first one's.
     """
     graphs = [graph for graph in adaptive_graphs() if graph.is_training]
     judge = of or next((graph for graph in graphs if graph.settings.spike), None)
     if judge is None:
         return
-    if why := judge._losses.add(mean(loss, judge._ranks)):
+    whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    if why := judge._losses.add(mean(whole, judge._ranks)):
         for graph in graphs:
             graph.roll_back(why)
 

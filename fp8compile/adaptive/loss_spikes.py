@@ -56,9 +56,9 @@ class LossSpikes:
 
 
 def loss_among(outputs: Any) -> Tensor | None:
-    """Return the loss among the outputs of a training graph: the first single number that needs a gradient."""
+    """Return the loss among the outputs of a training graph: the first plain single number that needs a gradient."""
     found: Iterable[Any] = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    is_loss = (x for x in found if isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad)
+    is_loss = (x for x in found if type(x) is Tensor and x.dim() == 0 and x.requires_grad)
     return next(is_loss, None)
 
 

@@ -141,6 +141,16 @@ def test_each_further_spike_keeps_bf16_twice_as_long():
     assert [change.after for change in training_graph().changes] == ["bf16 for 1 steps", "bf16 for 2 steps"]
 
 
+def test_a_graph_that_makes_no_more_changes_is_taken_back_all_the_same():
+    model = Regression()
+    adaptive = {"recompiles": 0, "minimum": 100.0, "every": 1}  # more than any cast keeps
+    step = torch.compile(model, backend="fp8", options={**RUN, "adaptive": adaptive})
+    for i in range(LEAST + DELAY + 2):
+        gradient(model, step, 100.0 if i == LEAST else 1.0)
+    assert "recompiles are used up" in training_graph().why_done
+    assert [change.after for change in training_graph().changes] == ["bf16 for 16 steps"]
+
+
 def test_nothing_is_looked_at_where_spikes_are_off():
     model = Regression()
     step = torch.compile(model, backend="fp8", options={**RUN, "adaptive": {"spike": 0}})
