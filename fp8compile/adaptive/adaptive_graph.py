@@ -303,8 +303,8 @@ def adaptive_graphs() -> list[AdaptiveGraph]:
 def observe_loss(loss: Tensor, of: AdaptiveGraph | None = None) -> None:
     """Take the loss of a step, []: after a spike all graphs in automatic mode run some steps in BF16.
 
-    A graph that returns its loss, as a plain tensor, calls this by itself. Where the loss is computed outside of what is
-    compiled, call it once a step. of: the graph whose losses it is compared with; left out, the first one's.
+    A graph that returns its loss, as a plain tensor, calls this by itself. Where the loss is computed outside, call it
+    once a step. of: the graph whose losses it is compared with; left out, the first one's.
     """
     graphs = [graph for graph in adaptive_graphs() if graph.is_training]
     judge = of or next((graph for graph in graphs if graph.settings.spike), None)
