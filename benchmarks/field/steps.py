@@ -289,6 +289,7 @@ def first_step(
         found.add(task.model, loss, wanted[0])
         for batch, reference in zip(task.batches[1:], wanted[1:], strict=True):
             found.add(task.model, backward(row, task, run, batch, case.device), reference)
+    graphs = counters["stats"]["unique_graphs"]  # of the model: a compiled step of the optimizer traces some of its own
     with Span(case.device, turns) as of_update:
         training = Training(row, task, run, *peers.optimizer(system, task.model, case.device), case.device)
         training.opt_step()
@@ -297,7 +298,7 @@ def first_step(
         "model_seconds": of_model.seconds, "optimizer_seconds": of_update.seconds,
         "cold_seconds": of_model.seconds + of_update.seconds, "loss": float(loss),
         "backward_peak_gib": of_model.gib, "update_peak_gib": of_update.gib,
-        "graphs": counters["stats"]["unique_graphs"],
+        "graphs": graphs,
     }  # fmt: skip
     return training, found
 
