@@ -67,10 +67,10 @@ from training import MAX_GRADIENT_NORM, WEIGHT_DECAY, Size, lr_factor
 SIZES = {
     "tiny": Size(LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden=192), 8, 64, 60, 3e-3, 4),
     "125m": Size(LlamaConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, hidden=3584), 32, 1024, 2000, 6e-4, 8),
-    "1b": Size(LlamaConfig(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden=5632), 16, 1024, 3000, 3e-4, 16),
+    "1b": Size(LlamaConfig(dim=2048, n_layers=25, n_heads=32, n_kv_heads=4, hidden=5632), 16, 1024, 3000, 3e-4, 16),
 }
 EVALUATIONS = 40  # in a run
-AVERAGED_SHARE = 10  # one in so many steps, the last ones, is averaged over, weights of every tenth step
+LAST_SHARE = 0.1  # of a run's steps are its last ones, of which every tenth's weights are averaged
 FINAL = 8  # times the batches of an evaluation on the way, for the weights at the end: 2 M tokens, but for tiny runs
 UNTIMED = 5  # steps after a (re)start that are not timed: compilation, autotuning
 
@@ -152,7 +152,7 @@ class Trainer:
             losses.append(loss.detach())
             self.done += 1
             left = self.settings.size.steps - self.done
-            if left * AVERAGED_SHARE < self.settings.size.steps and left % READING == 0:
+            if left < LAST_SHARE * self.settings.size.steps and left % READING == 0:
                 if self.averaged is None:
                     self.averaged = AveragedModel(self.model)
                 self.averaged.update_parameters(self.model)

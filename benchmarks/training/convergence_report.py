@@ -48,9 +48,7 @@ class Run:
     fp8_matmuls: int = 0
     diverged: bool = False
     norms: list[float] = field(default_factory=list)  # of gradients, as readings
-    final: dict[str, float] = field(
-        default_factory=dict
-    )  # measure → held-out loss, of finished runs since there are such
+    final: dict[str, float] = field(default_factory=dict)  # measure → held-out loss; older runs have none
 
     @property
     def finished(self) -> bool:
@@ -59,13 +57,13 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """The held-out loss of the averaged weights; of a run that has none, the smoothed one at the end."""
+        """Return the held-out loss of the averaged weights; of a run that has none, the smoothed one at the end."""
         found = self.measured(AVERAGED)
         return self.smoothed_loss if found is None else found
 
     @property
     def smoothed_loss(self) -> float:
-        """The mean of the last evaluations."""
+        """Return the mean of the last evaluations."""
         return math.inf if self.diverged else statistics.mean(loss for _, loss in self.evaluations[-TAIL:])
 
     def measured(self, measure: str) -> float | None:
@@ -235,7 +233,7 @@ def picture(runs: Sequence[Run]) -> str:
 
 
 def picture_of_norms(runs: Sequence[Run]) -> str:
-    """Norms of gradients over steps, as `picture` shows losses; empty where no run has them."""
+    """Return norms of gradients over steps, drawn as `picture` draws losses; "" where no run has them."""
     found = [
         _curve(name, [READING * (i + 0.5) for i in range(min(len(r.norms) for r in mine))], [r.norms for r in mine])
         for name, mine in _by_name([r for r in runs if r.norms])

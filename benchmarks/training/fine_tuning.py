@@ -1,6 +1,6 @@
 """Does fine-tuning in FP8 lose anything? A model trained in BF16 on Python goes on with C++, in several ways.
 
-    python -m benchmarks.training.fine_tuning --seeds 3 --json FILE     # one GPU, four minutes a seed
+    python -m benchmarks.training.fine_tuning --seeds 3 --json FILE     # one GPU
     python -m benchmarks.training.fine_tuning --tiny                    # on a CPU, in a minute: that it runs
 
 The model is `examples/llama.py`, the first text the installed Python's library (`examples/corpus.py`), the second the
@@ -135,7 +135,7 @@ class Study:
         self, model: nn.Module, step: Any, text: Tensor, steps: int, rate: float, seed: int, eight_bit: bool = False
     ) -> float:
         """Train so many steps; returns the median milliseconds of a step, nan where there are too few to say."""
-        opt = make_optimizer(model, rate) if not eight_bit else _plain(make_optimizer(model, rate))
+        opt = make_optimizer(model, rate)
         schedule = LambdaLR(opt, lambda done: lr_factor(done, steps))
         update: Callable[[], Any] = opt.step
         if eight_bit:
@@ -206,13 +206,6 @@ class Share:
     def value(self) -> float:
         """NaN where nothing was added."""
         return self.hits / self.count if self.count else float("nan")
-
-
-def _plain(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer without fused=True, which is another implementation's name."""
-    for group in opt.param_groups:
-        group["fused"] = None
-    return opt
 
 
 def repeated_words(batch: int, length: int) -> Tensor:

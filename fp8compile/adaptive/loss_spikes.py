@@ -1,7 +1,7 @@
 """Losses of steps, and which of them is a spike: far above those before it.
 
-A loss is copied to the host and read `DELAY` losses later, when it is there in all likelihood: nothing waits for the
-device that was not going to.
+A loss is copied to the host and read `DELAY` losses later: so many steps, and no more, the host may run ahead of the
+device.
 """
 
 from __future__ import annotations

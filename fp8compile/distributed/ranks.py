@@ -18,12 +18,12 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """The place of this process among them."""
+        """Return the place of this process among them."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def world(self) -> int:
-        """How many they are."""
+        """Return how many they are."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def meet(self) -> None:

@@ -159,8 +159,14 @@ def test_nothing_is_looked_at_where_spikes_are_off():
     assert training_graph().changes == []
 
 
-def test_a_loss_without_the_automatic_mode_is_nothing():
-    fp8compile.observe_loss(torch.tensor(1.0))
+def test_a_loss_without_the_automatic_mode_changes_nothing():
+    model = Regression()
+    step = torch.compile(model, backend="fp8", options=RUN)
+    before = gradient(model, step)
+    for _ in range(DELAY + 1):
+        fp8compile.observe_loss(torch.tensor(torch.nan))
+    assert torch.equal(gradient(model, step), before)
+    assert fp8compile.adaptive_graphs() == []
 
 
 @pytest.mark.parametrize(("setting", "message"), [

@@ -32,7 +32,7 @@ def _small() -> Iterator[None]:
     small = replace(tiny, model=replace(tiny.model, n_layers=1), held_out_batches=1)
     with (
         mock.patch.dict(benchmark.SIZES, tiny=small),
-        mock.patch.multiple(benchmark, FINAL=2, AVERAGED_SHARE=3, READING=1),
+        mock.patch.multiple(benchmark, FINAL=2, LAST_SHARE=1 / 3, READING=1),
     ):
         yield
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,20 +20,36 @@ import fp8compile
 from fp8compile.errors import CheckpointError
 
 
-def sharded() -> Model:
-    model = make_model().bfloat16()
-    for block in model.blocks:
+def blocks() -> Model:
+    return make_model().bfloat16()
+
+
+def experts() -> transformers.MixtralForCausalLM:
+    """A mixture whose experts are one tensor of each kind; files have them one by one."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config).bfloat16()
+
+
+LAYERS = {blocks: ["blocks"], experts: ["*"]}
+
+
+def sharded(make: Callable[[], Any]) -> Any:
+    model = make()
+    for block in model.blocks if isinstance(model, Model) else model.model.layers:
         fully_shard(block)
-    fully_shard(model)
-    return model
+    return fully_shard(model)
 
 
-def exported(rank: int, folder: str) -> tuple[str, ...]:
-    return fp8compile.export(sharded(), folder, layers=["blocks"]).quantized
+def exported(rank: int, make: Callable[[], Any], folder: str) -> tuple[str, ...]:
+    return fp8compile.export(sharded(make), folder, layers=LAYERS[make]).quantized
 
 
-def loaded(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    model = sharded()
+def loaded(rank: int, make: Callable[[], Any], folder: str) -> dict[str, torch.Tensor]:
+    model = sharded(make)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
@@ -40,8 +58,8 @@ def loaded(rank: int, folder: str) -> dict[str, torch.Tensor]:
 
 
 def broken(rank: int, folder: str) -> str:
-    """A weight that one rank alone finds not to be finite."""
-    model = sharded()
+    """Return the error of a weight that one rank alone finds not to be finite."""
+    model = sharded(blocks)
     with torch.no_grad():
         model.blocks[1].down.weight.fill_(torch.inf)
     try:
@@ -51,19 +69,24 @@ def broken(rank: int, folder: str) -> str:
     return ""
 
 
-def test_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    alone = make_model().bfloat16()
-    one = fp8compile.export(alone, tmp_path / "one", layers=["blocks"])
-    assert ranks.run(exported, str(tmp_path / "two")) == [one.quantized] * 2
-    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
-    files = {name: load_file(tmp_path / "two" / name) for name in set(index["weight_map"].values())}
+@pytest.mark.parametrize(("make", "written"), [
+    (blocks, "blocks.1.down.weight_scale_inv"),
+    (experts, "model.layers.1.block_sparse_moe.experts.3.w2.weight_scale_inv"),
+])  # fmt: skip
+def test_two_ranks(ranks: Ranks, tmp_path: Path, make: Callable[[], Any], written: str) -> None:
+    alone = make()
+    one = fp8compile.export(alone, tmp_path / "one", layers=LAYERS[make])
+    assert ranks.run(exported, make, str(tmp_path / "two")) == [one.quantized] * 2
+    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(tmp_path / "two" / name) for name in set(index.values())}
     assert len(files) == 2
     expected = load_file(tmp_path / "one" / "model.safetensors")
-    for name, file in index["weight_map"].items():
+    assert written in index
+    assert index.keys() == expected.keys()
+    for name, file in index.items():
         assert torch.equal(files[file][name].view(torch.uint8), expected[name].view(torch.uint8)), name
-    assert index["weight_map"].keys() == expected.keys()
     fp8compile.load(alone, tmp_path / "one")
-    for found in ranks.run(loaded, str(tmp_path / "two")):
+    for found in ranks.run(loaded, make, str(tmp_path / "two")):
         for name, x in alone.state_dict().items():
             assert torch.equal(found[name], x), name
 
@@ -77,52 +100,5 @@ def test_a_rank_that_fails_stops_all(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_folder_that_is_not_empty(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     with pytest.raises(AssertionError, match="is not empty"):
-        ranks.run(exported, str(tmp_path))
+        ranks.run(exported, blocks, str(tmp_path))
     assert (tmp_path / "file").read_text() == "kept"
-
-
-def mixtral() -> transformers.MixtralForCausalLM:
-    """A mixture whose experts are one tensor of each kind; files have them one by one."""
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    return transformers.MixtralForCausalLM(config).bfloat16()
-
-
-def sharded_experts() -> transformers.MixtralForCausalLM:
-    model = mixtral()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def experts_exported(rank: int, folder: str) -> tuple[str, ...]:
-    return fp8compile.export(sharded_experts(), folder, layers=["*"]).quantized
-
-
-def experts_loaded(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    model = sharded_experts()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    fp8compile.load(model, folder)
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
-
-
-def test_experts_of_sharded_models(ranks: Ranks, tmp_path: Path) -> None:
-    one = fp8compile.export(alone := mixtral(), tmp_path / "one", layers=["*"])
-    assert "model.layers.1.mlp.experts" in one.quantized
-    assert ranks.run(experts_exported, str(tmp_path / "two")) == [one.quantized] * 2
-    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())["weight_map"]
-    files = {name: load_file(tmp_path / "two" / name) for name in set(index.values())}
-    expected = load_file(tmp_path / "one" / "model.safetensors")
-    assert index.keys() == expected.keys()
-    assert any("experts.3.w2.weight_scale_inv" in name for name in index)
-    for name, file in index.items():
-        assert torch.equal(files[file][name].view(torch.uint8), expected[name].view(torch.uint8)), name
-    fp8compile.load(alone, tmp_path / "one")
-    for found in ranks.run(experts_loaded, str(tmp_path / "two")):
-        for name, x in alone.state_dict().items():
-            assert torch.equal(found[name], x), name
