@@ -16,6 +16,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import sympy
+import torch
 from torch import fx
 
 from fp8compile import ops
@@ -47,9 +49,21 @@ def _described(node: Any) -> tuple[Any, ...] | None:
     if not isinstance(node, fx.Node) or not is_tensor(node):
         return None
     x = value(node)
-    strides = [str(s) for s, n in zip(x.stride(), x.shape, strict=True) if str(n) not in ("0", "1")]
+    strides = [_text(s) for s, n in zip(x.stride(), x.shape, strict=True) if str(n) not in ("0", "1")]
     owner = _owner(node)
     return str(x.dtype), [str(s) for s in x.shape], strides, owner.name if owner.op == "placeholder" else ""
+
+
+def _text(stride: Any) -> str:
+    """Return a stride as text. Of a tensor with elements Max(1, n) is n, and no stride of one without them is used."""
+    if not isinstance(stride, torch.SymInt):
+        return str(stride)
+    return str(stride.node.expr.replace(_is_one_or_more, lambda most: sympy.Mul(*most.args)))
+
+
+def _is_one_or_more(expression: sympy.Basic) -> bool:
+    """Return True of Max(1, n), torch's own or sympy's."""
+    return expression.func.__name__ == "Max" and len(expression.args) == 2 and sympy.S.One in expression.args
 
 
 def _owner(node: fx.Node) -> fx.Node:

@@ -57,6 +57,7 @@ class GraphEditor:
     def __init__(self, graph: fx.Graph):
         self.graph = graph
         self._sizes: dict[str, fx.Node] | None = None
+        self._late: dict[str, fx.Node] = {}  # that are read off what the graph computes
         self.order: dict[fx.Node, float] = {}
         self.replaced: dict[fx.Node, fx.Node] = {}  # nodes, by what regions store in their place
         self.number()
@@ -116,6 +117,8 @@ class GraphEditor:
         like = nodes[0]
         place = self.place((u for some in readers for u in some), tensors)
         named = [self.size_node(s, like) for s in sizes]
+        if self.waits_for_itself([size for size in named if isinstance(size, fx.Node)], nodes):
+            raise RefusedError("a size that it needs is that of what is made of it")
         schedule = choose_schedule.choose(region)
         call = self.emit(
             ops.region, list(tensors), named, region.to_json(), schedule.to_json(), before=place, like=like
@@ -179,11 +182,19 @@ class GraphEditor:
         return self._computed(size.node.expr, like)
 
     def _find_sizes(self) -> dict[str, fx.Node]:
+        """Return nodes by the sizes that they are; not such as are read off a tensor that the graph computes, if they
+        can be had otherwise: a region that makes this tensor would wait for itself."""
         found: dict[str, fx.Node] = {}
+        of_inputs: set[fx.Node] = set()
+        self._late = {}
         for node in self.graph.nodes:
             val = node.meta.get("val")
+            if node.op == "placeholder" or (
+                isinstance(val, torch.SymInt) and all(i in of_inputs for i in node.all_input_nodes)
+            ):
+                of_inputs.add(node)
             if isinstance(val, torch.SymInt):
-                found.setdefault(str(val), node)
+                (found if node in of_inputs else self._late).setdefault(str(val), node)
         for node in self.graph.find_nodes(op="placeholder"):
             for dim, size in enumerate(value(node).shape if is_tensor(node) else ()):
                 if isinstance(size, torch.SymInt) and str(size) not in found:
@@ -197,14 +208,23 @@ class GraphEditor:
             return int(expr)
         key = str(expr)
         if key not in self._sizes:
-            call = SIZE_CALLS.get(type(expr).__name__)
-            if call is None:
-                raise RefusedError(f"a size {expr} that the graph does not compute")
-            factor, rest = expr.as_coeff_Mul()  # the graph may know `rest`, and not what it is made of
-            args: Any = (factor, rest) if factor != 1 else expr.args
-            computed = [self._computed(arg, like) for arg in args]
-            self._sizes[key] = functools.reduce(lambda a, b: self._size_call(call, a, b, like=like), computed)
+            try:
+                self._sizes[key] = self._of_parts(expr, like)
+            except RefusedError:
+                if key not in self._late:
+                    raise
+                return self._late[key]
         return self._sizes[key]
+
+    def _of_parts(self, expr: sympy.Expr, like: fx.Node) -> fx.Node:
+        """Return an expression of sizes as a new node, computed from its parts."""
+        call = SIZE_CALLS.get(type(expr).__name__)
+        if call is None:
+            raise RefusedError(f"a size {expr} that the graph does not compute")
+        factor, rest = expr.as_coeff_Mul()  # the graph may know `rest`, and not what it is made of
+        args: Any = (factor, rest) if factor != 1 else expr.args
+        computed = [self._computed(arg, like) for arg in args]
+        return functools.reduce(lambda a, b: self._size_call(call, a, b, like=like), computed)
 
     def _size_call(self, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
         """Emit `target` of numbers and nodes, as early as it can be computed: the next to need it may stand

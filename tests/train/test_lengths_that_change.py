@@ -73,3 +73,31 @@ def test_cross_attention_of_torch(need_weights: bool, dynamic: bool | None) -> N
         of = [*inputs, *model.parameters()]
         want, got = (torch.autograd.grad(f(*inputs).square().sum(), of) for f in (model, run))
         assert all(sqnr(w, g) > 12 for w, g in zip(want, got, strict=True) if w.dim() > 1)
+
+
+class Pairs(nn.Module):
+    """A product over triangles of a square of tokens: its sizes are read off views that the graph computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.a, self.b, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = x[:, :, None].expand(-1, -1, x.shape[1], -1), x[:, None].expand(-1, x.shape[1], -1, -1)
+        z = self.pair(rows.contiguous() + columns.contiguous())
+        h = self.norm(z)
+        z = z + self.out(torch.einsum("bikd,bjkd->bijd", self.a(h).sigmoid(), self.b(h)))
+        return z + self.down(F.mish(self.up(self.norm(z))))
+
+
+def test_sizes_of_views_are_computed_from_those_of_inputs() -> None:
+    torch.manual_seed(0)
+    model = Pairs().bfloat16()
+    run = torch.compile(model, backend="fp8", options={**OPTIONS, "save": "auto", "save_min_bytes": 0})
+    for rows in ((1, 16), (1, 24), (2, 16)):
+        x = torch.randn(*rows, 32).bfloat16().requires_grad_()
+        given = [x, *model.parameters()]
+        got, wanted = (torch.autograd.grad(f(x).float().square().mean(), given) for f in (run, model))
+        for a, b in zip(got, wanted, strict=True):
+            assert sqnr(b, a) > 10

@@ -349,3 +349,14 @@ def test_an_optimizer_that_loses_a_write() -> None:
         verify_optimizer, graph, "some_pass", [("torch.float32", ["3"])], written, set(),
         message=f"after some_pass: the graph no longer writes {min(written)}",
     )  # fmt: skip
+
+
+def test_strides_are_compared_as_of_tensors_with_elements() -> None:
+    """A stride is 32 · Max(1, n) where torch made it, and 32 · n in a region's buffer."""
+    graph = make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.randn(3, 5)).graph
+    length = next(iter(graph.nodes)).meta["val"].shape[1]
+    stride = 32 * torch.sym_max(1, length // 2)
+    assert "Max" in str(stride)
+    assert verify_kernels_module._text(stride) == str(32 * (length // 2))
+    assert verify_kernels_module._text(torch.sym_max(2, length // 2)) != str(length // 2)
+    assert verify_kernels_module._text(7) == "7"
