@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
@@ -11,23 +11,29 @@ from torch import Tensor
 
 from fp8compile.optimizer.shared_step.alike import Alike
 from fp8compile.optimizer.shared_step.kinds import Kind
-from fp8compile.optimizer.shared_step.together import Together
+from fp8compile.optimizer.shared_step.together import Together, together
+from fp8compile.options import Options
 
 
 @dataclass
 class GroupStep:
-    """A group as it was when its parameters were sorted by kind. forms: of the settings that may change."""
+    """A group as it was when its parameters were sorted by kind.
+
+    forms: of the settings that may change. shared: by which gradients are unscaled, by name. others: parameters without
+    a state, for want of a gradient. together: made of `alike` by `prepare`.
+    """
 
     parameters: list[Tensor]
     settings: dict[str, Any]
     forms: dict[str, Any]
-    together: list[Together]
-    others: list[Tensor]  # without a state, for want of a gradient
+    alike: list[Alike]
+    shared: Mapping[str, Tensor]
+    others: list[Tensor]
+    together: list[Together] = field(default_factory=list)
 
-    @property
-    def alike(self) -> Iterator[Alike]:
-        """The parameters of each kind."""
-        return (x for kinds in self.together for x in kinds.alike)
+    def prepare(self, group: Mapping[str, Any], options: Options) -> None:
+        """Compile what computes the numbers of each kind."""
+        self.together = together(self.alike, group, self.shared, options)
 
     def is_current(self, states: Mapping[Tensor, Any] | None, group: Mapping[str, Any]) -> bool:
         """Return True if all is as it was but for numbers that may change. states: None for the known ones."""

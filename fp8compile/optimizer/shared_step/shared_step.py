@@ -30,7 +30,6 @@ from fp8compile.optimizer.shared_step.kinds import Kind, kind_of, refusal_of
 from fp8compile.optimizer.shared_step.known_states import KnownStates
 from fp8compile.optimizer.shared_step.roles import NotAlikeError, SparseGradientError, StatesToComeError
 from fp8compile.optimizer.shared_step.template import Template, template_of
-from fp8compile.optimizer.shared_step.together import together
 from fp8compile.optimizer.shared_step.tracing import UNSCALED_BY, trace
 from fp8compile.optimizer.state_conversion import (
     is_prepared,
@@ -95,15 +94,20 @@ class SharedStep:
         self._report(opt)
 
     def _bind(self, opt: Optimizer, indices: Iterable[int]) -> None:
-        """Sort the parameters of groups by kind, and find the template of each; no thread compiles any more then."""
+        """Sort the parameters of groups by kind, and find the template of each; no thread compiles any more then.
+
+        All rules are traced first: threads compile their kernels while the functions of numbers are compiled.
+        """
         with compile_lock:
             try:
-                for index in indices:
-                    self.groups[index] = self._sorted(opt, index)
+                for index, group in [(index, self._sorted(opt, index)) for index in indices]:
+                    group.prepare(opt.param_groups[index], self.options)
+                    self.groups[index] = group
             finally:
                 compile_ahead.wait_for_all()
 
     def _sorted(self, opt: Optimizer, index: int) -> GroupStep:
+        """Return a group sorted by kind, still to be prepared."""
         group = opt.param_groups[index]
         is_told_by_others = any(p.dim() == 0 for p in group["params"])  # what its states are (`kinds.numbers_of`)
         for each in opt.param_groups if is_told_by_others else [group]:
@@ -125,8 +129,7 @@ class SharedStep:
         free |= {name for name in opt.defaults if isinstance(group.get(name), Tensor)}  # read anew in each step
         settings = {name: group[name] for name in opt.defaults if name in group and name not in free}
         forms = {name: form_of(group[name]) for name in free}
-        made = together(alike, group, shared, self.options)
-        return GroupStep(list(group["params"]), settings, forms, made, others)
+        return GroupStep(list(group["params"]), settings, forms, alike, shared, others)
 
     def _moving(self, opt: Optimizer, group: Mapping[str, Any]) -> set[str]:
         """Return the names of the settings that have been seen with several values, as schedules of betas have."""
