@@ -98,6 +98,7 @@ def vit(width: int, inner: int, layers: int, heads: int, **more: Any) -> Sizes:
 TIED = {"tie_word_embeddings": True}
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
 MIXTRAL = decoder(2048, 7168, 8, 32, 8, 32000, **EXPERTS)
+GEMMA = decoder(2048, 16384, 8, 8, 1, 256000, head_dim=256, **TIED)
 TINY_DECODER = decoder(64, 128, 2, 4, 2, 256)
 TINY_GPT2 = gpt2(64, 2, 4, vocab_size=256)
 TINY_BERT = bert(64, 128, 2, 4, vocab_size=256)
@@ -108,6 +109,7 @@ WORKLOADS = (
     Workload("Llama-8B (8 layers)", "LlamaConfig", 4, 4096, decoder(4096, 14336, 8, 32, 8, 128256), TINY_DECODER),
     Workload("Llama 100M", "LlamaConfig", 16, 1024, decoder(768, 2048, 12, 12, 12, 32000, **TIED), TINY_DECODER),
     Workload("Qwen2 1.5B", "Qwen2Config", 8, 2048, decoder(1536, 8960, 28, 12, 2, 151936, **TIED), TINY_DECODER),
+    Workload("Gemma 2B (8 layers)", "GemmaConfig", 4, 2048, GEMMA, {**TINY_DECODER, "head_dim": 16}),
     Workload("GPT-2 XL (16 layers)", "GPT2Config", 8, 1024, gpt2(1600, 16, 25), TINY_GPT2),
     Workload("GPT-2 medium", "GPT2Config", 8, 1024, gpt2(1024, 24, 16), TINY_GPT2),
     Workload("BERT-large", "BertConfig", 32, 512, bert(1024, 4096, 24, 16), TINY_BERT, MASKED_TEXT),

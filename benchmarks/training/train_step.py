@@ -9,6 +9,7 @@ ms        median time of a step, from the end of one to the end of the next
 peak      GiB allocated at most; above: beyond weights and optimizer states
 states    bytes of optimizer state a parameter
 compile   seconds of the first step, with empty caches: compiling, and running once
+at first  GiB allocated at most during that step, compiling included
 loss      at the last step: it shows that a system trains
 
 `--help` and runs.py have the other options.
@@ -45,6 +46,7 @@ COLUMNS = (
     figure("above", "above_gib", ".2f"),
     figure("states", "state_bytes", ".2f"),
     figure("compile", "compile_seconds"),
+    figure("at first", "first_peak_gib", ".2f"),
     figure("loss", "loss", ".4f"),
 )
 
@@ -84,7 +86,8 @@ class Training:
 def measure(case: Case) -> dict[str, Any]:
     """Return the figures of one system on one model."""
     training = Training(case)
-    first = training.timed_step()
+    first: list[float] = []
+    first_peak, _ = peak_gib(lambda: first.append(training.timed_step()), 1, case.device)
     graphs = counters["stats"]["unique_graphs"]
     count = TINY_STEPS if case.tiny else STEPS
     for _ in range(1 if case.tiny else WARMUP):
@@ -99,7 +102,8 @@ def measure(case: Case) -> dict[str, Any]:
         "peak_gib": peak,
         "above_gib": above,
         "state_bytes": training.state_bytes(),
-        "compile_seconds": None if case.turns else first,
+        "compile_seconds": None if case.turns else first[0],
+        "first_peak_gib": first_peak,
         "loss": float(training.loss),
         "parameters": sum(p.numel() for p in training.model.parameters()),
         "graphs": graphs,
