@@ -5,11 +5,11 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fp8compile import environment
-from fp8compile.adaptive.settings import Adaptive
+from fp8compile.adaptive.settings import BUDGET, Adaptive
 from fp8compile.errors import OptionError, shown, unknown_name
 from fp8compile.levels import with_level
 from fp8compile.optimizer.state_recipe import StateRecipe
@@ -26,7 +26,8 @@ class Options:
     """All options of the backend.
 
     level: "O1", "O2" or "O3": options under a name (`fp8compile/levels.py`); what is given beside it wins.
-    recipe: a recipe's name, a `Recipe`, or {"base": name, role: {…}} (`Recipe.parse`).
+    recipe: a recipe's name, a `Recipe`, or {"base": name, role: {…}} (`Recipe.parse`). "auto" begins as "mixed" and
+        lets the automatic mode choose casts by what they lose and cost (option `adaptive` with a `budget`).
     select: "profitable" converts the matmuls that FP8 makes faster by the cost model, and none where a short step waits
         for its host; "all" converts whatever can run.
     operations: which matmuls may become FP8: "linear" (mm, addmm, grouped), "batched" (bmm), "convolution".
@@ -116,6 +117,8 @@ class Options:
         values = {name: read_option(name, value) for name, value in given.items()}
         if "dump" not in values and (folder := environment.dump_folder()):
             values["dump"] = writable_folder("FP8COMPILE_DUMP", folder)
+        if "recipe" in values and values["recipe"].is_auto:
+            values["adaptive"] = _with_budget(values.get("adaptive", Adaptive()))
         if values.get("adaptive") is not None and values.get("watch") is not None:
             raise OptionError(
                 "options 'adaptive' and 'watch': the automatic mode measures by itself, leave 'watch' out"
@@ -141,6 +144,11 @@ class Options:
 @functools.cache
 def _defaults() -> Options:
     return Options()
+
+
+def _with_budget(adaptive: Adaptive | None) -> Adaptive | None:
+    """Return the settings of recipe "auto": with its budget, if they name none. None: casts stay as they begin."""
+    return replace(adaptive, budget=BUDGET) if adaptive is not None and not adaptive.budget else adaptive
 
 
 def matching(given: Sequence[str], path: str) -> str | None:

@@ -13,6 +13,7 @@ Each `Role` says how its left and right operand become FP8 (a `Cast` each), or i
 | rowwise              | row × row               | row × row               | row × row |
 | rowwise_with_gw_hp   | row × row               | row × row               | BF16 |
 | blockwise            | group(128) × block(128) | group(128) × block(128) | group(128) × group(128) |
+| auto                 | as mixed at first; then what is measured decides (`fp8compile/adaptive/`) | | |
 
 Grouped matmuls (experts) run as row × row under every recipe (`passes/matmul/grouped_matmuls.py`). A row or group
 always lies along the contracted dimension. In grad_weight that is the token dimension: the matmul units allow nothing
@@ -45,6 +46,7 @@ from fp8compile.formats import (
 )
 
 ROLES = ("output", "grad_input", "grad_weight")
+AUTO = "auto"
 LONGEST_HISTORY = 65536  # amaxes, which one kernel a cast reads each step
 WIDEST_MARGIN = 64  # powers of two; beyond, scales leave the range of FP32
 
@@ -196,6 +198,11 @@ class Recipe:
         roles = [r for r in (self.output, self.grad_input, self.grad_weight) if r is not None]
         return any(cast.delayed for r in roles for cast in (r.left, r.right))
 
+    @property
+    def is_auto(self) -> bool:
+        """True for the recipe "auto", also with other casts to begin with: casts are chosen by what they lose."""
+        return self.name.rstrip("*") == AUTO
+
     def role(self, name: str) -> Role | None:
         """Return the `Role` called `name`; None where that matmul stays BF16."""
         return getattr(self, name)
@@ -262,6 +269,7 @@ def _recipes() -> dict[str, Recipe]:
         Recipe("rowwise_with_gw_hp", Role(row, row, fast_accumulation=True), rows, None),
         Recipe("blockwise", Role(group, block), Role(group, block), Role(group, group)),
     ]
+    made.append(dataclasses.replace(made[0], name=AUTO))
     return {recipe.name: recipe for recipe in made}
 
 

@@ -1,4 +1,4 @@
-"""Models that are made to fail in FP8: BF16, fixed FP8 and options={"adaptive": "auto"}, with every change it makes.
+"""Models that are made to fail in FP8: BF16, fixed FP8, and what follows the training, with every change it makes.
 
     python -m benchmarks.training.adaptive [--steps 240] [--seeds 3] [--json FILE] [NAME …]
 
@@ -9,6 +9,9 @@
 | vanishing | half of the examples have gradients ten million times smaller; Adam would learn from them all the same |
 | jump      | early in training one token of each batch becomes a million times the others (an attention sink) |
 | tame      | nothing: there is nothing to do, and nothing is done |
+
+Modes: BF16; "fixed", the recipe `mixed` as it is; "rowwise", that recipe; "auto", options={"adaptive": "auto"};
+"recipe", options={"recipe": "auto"}, which also spends time on casts that add less noise.
 
 Each is a teacher's targets with noise that nobody can learn, so that a loss has a floor and losses of runs that learn
 the same differ little. What is planted has no influence on what the model computes: only a cast that gives everything
@@ -35,7 +38,10 @@ WIDTH, INNER, OUT, BATCH = 64, 256, 32, 256
 LARGE = 1e6
 OPTIONS = {"select": "all", "executor": "eager", "strict": True, "save_min_bytes": 0}
 ADAPTIVE = {"every": 8}
-MODES: dict[str, dict[str, Any] | None] = {"bf16": None, "fixed": {}, "auto": {"adaptive": ADAPTIVE}}
+MODES: dict[str, dict[str, Any] | None] = {
+    "bf16": None, "fixed": {}, "rowwise": {"recipe": "rowwise"}, "auto": {"adaptive": ADAPTIVE},
+    "recipe": {"recipe": "auto", "adaptive": ADAPTIVE},
+}  # fmt: skip
 
 
 class Masked(nn.Linear):
@@ -183,7 +189,7 @@ class Teacher:
 
 
 def run(plant: str, mode: str, seed: int = 0, steps: int = 240) -> Result:
-    """Train `plant` in BF16, fixed FP8 or in automatic mode; its held-out loss is that of the last fifth."""
+    """Train `plant` in one of the `MODES`; its held-out loss is that of the last fifth."""
     torch.compiler.reset()
     torch.manual_seed(seed)
     model = PLANTS[plant]()
@@ -204,7 +210,7 @@ def run(plant: str, mode: str, seed: int = 0, steps: int = 240) -> Result:
         opt.zero_grad()
         if step >= steps * 4 // 5:  # fresh examples, not trained on yet
             losses.append(squared.detach()[model.weights(x) > 0].mean())
-    found = [s for s in fp8compile.adaptive_graphs() if s.is_training][-1:] if mode == "auto" else []
+    found = [s for s in fp8compile.adaptive_graphs() if s.is_training][-1:] if mode in ("auto", "recipe") else []
     changes = [str(change) for s in found for change in s.changes]
     changed = sorted({(change.path, change.role) for s in found for change in s.changes if change.role != "saved"})
     held_out = float(torch.stack(losses).mean())
@@ -219,17 +225,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     results: list[Result] = []
-    print(f"{'planted':<10} {'seed':>4} {'BF16':>9} {'fixed FP8':>20} {'auto':>20} recompiles")
+    print(f"{'planted':<10} {'seed':>4} {'BF16':>9}" + "".join(f"{mode:>10}" for mode in MODES if mode != "bf16"))
     for plant in given.names or PLANTS:
         for seed in range(given.seeds):
-            bf16, fixed, auto = (run(plant, mode, seed, given.steps) for mode in MODES)
-            results += [bf16, fixed, auto]
-            shown = [f"{r.held_out:9.4f} ({r.held_out / bf16.held_out - 1:+8.2%})" for r in (fixed, auto)]
-            print(
-                f"{plant:<10} {seed:4} {bf16.held_out:9.4f} {shown[0]:>20} {shown[1]:>20} {auto.recompiles}", flush=True
-            )
-        for change in results[-1].changes:
-            print(f"    {change}")
+            bf16, *others = (run(plant, mode, seed, given.steps) for mode in MODES)
+            results += [bf16, *others]
+            apart = "".join(f"{r.held_out / bf16.held_out - 1:+10.2%}" for r in others)
+            print(f"{plant:<10} {seed:4} {bf16.held_out:9.4f}{apart}", flush=True)
+        for result in results[-2:]:
+            print(f"    {result.mode}: {result.recompiles} recompiles")
+            for change in result.changes:
+                print(f"        {change}")
     if given.json:
         given.json.write_text(json.dumps([asdict(r) for r in results], indent=1))
 

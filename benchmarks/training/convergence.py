@@ -9,8 +9,8 @@ The model is `examples/llama.py` (`--size 125m`), its text `examples/corpus.py`.
 the data, for every configuration alike. `BF16` is FP32 parameters under BF16 autocast, torch's fused AdamW, Inductor;
 the others differ in what their name says: `8-bit states` in those of the optimizer alone (its step is compiled), O2 in
 its matmuls, O3 in matmuls, saved activations and states; "two passes" computes every amax first, "FP8 head" converts
-the head too, "auto" is the automatic mode. With `--parameters bf16` the parameters of ours are BF16, with the masters
-of their level.
+the head too, "auto" is the automatic mode, "recipe auto" the recipe of that name. With `--parameters bf16` the
+parameters of ours are BF16, with the masters of their level.
 
 **Less noise.** Trainings are chaotic: two runs that differ in one rounding end apart by more than FP8 costs. So the
 weights of the last tenth of a run are averaged, and both they and the last weights are evaluated on 2 M held-out

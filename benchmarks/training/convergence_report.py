@@ -19,6 +19,7 @@ OURS: dict[str, dict[str, Any]] = {
     "O3 two passes": {"level": "O3", "one_pass_casts": False},
     "O3 FP8 head": {"level": "O3", "lm_head": True},
     "O3 auto": {"level": "O3", "adaptive": "auto"},
+    "O3 recipe auto": {"level": "O3", "recipe": "auto"},
 }
 STATES = "8-bit states"  # the model as BF16's, the optimizer's step compiled
 CONFIGURATIONS = ("BF16", STATES, *OURS, "torchao tensorwise")

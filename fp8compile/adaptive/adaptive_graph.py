@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from fp8compile import devices
 from fp8compile.adaptive.captured import CannotRecompileError, CapturedGraph, Compile, Compiled
+from fp8compile.adaptive.choices import keyed
 from fp8compile.adaptive.loss_spikes import LossSpikes, loss_among
-from fp8compile.adaptive.policy import Change, Policy, keyed
+from fp8compile.adaptive.policy import Change, Policy
 from fp8compile.adaptive.ranks import mean, ranks_of
 from fp8compile.adaptive.settings import Adaptive
 from fp8compile.distributed.ranks import Ranks
@@ -188,6 +189,7 @@ class AdaptiveGraph:
         """Change what should be changed. Returns True if anything was."""
         plan, changes = self._policy.look(self.plan, rows, self.step)
         if not changes:
+            self.plan.matmuls[:] = plan.matmuls  # with what was seen, in their reasons
             return False
         if self.recompiles >= self.settings.recompiles:
             self._end(f"{self.settings.recompiles} recompiles are used up, and {len(changes)} more changes were due")

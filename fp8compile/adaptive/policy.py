@@ -11,6 +11,9 @@ looks in a row. A grouped matmul has two choices, the recipe's (rows) and BF16.
 A saved tensor has two choices: FP8 as the compiler would keep it, and its own dtype, where it then stays: kept as it is
 it has no cast to measure.
 
+With a `budget` (recipe "auto") a matmul that keeps what is demanded also takes other casts where they add less noise,
+as far as the budget of time reaches (`fp8compile/adaptive/best_casts.py`).
+
 Rules: the first and the last layer, and products of two activations, must keep `edges` more. Such a product (SwiGLU in
 front of its down projection) has outlier channels that grow in training: they lie along the contracted dimension, where
 rows separate nothing, so it never stops at rows. A few tokens far above the rest (attention sinks) show as few rows
@@ -22,31 +25,30 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
+from fp8compile.adaptive.best_casts import WORTH, Way, all_choices, is_better, select, way, worthwhile
+from fp8compile.adaptive.choices import (
+    COARSE,
+    GROUPS,
+    Choice,
+    Key,
+    Sides,
+    choice_of,
+    kept,
+    keyed,
+    rank,
+    short,
+    worst,
+)
 from fp8compile.adaptive.settings import Adaptive
 from fp8compile.plan.cast_rows import Row
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import ADAPTED, Reason
 from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Saved
 
-Key: TypeAlias = tuple[str, str, int]  # module path, role, occurrence
-GROUP = "e4m3 group(128)"
-COARSE = (("tensor", "tensor"), ("row", "tensor"), ("tensor", "row"), ("row", "row"))
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A way in which a matmul may run; without casts: in BF16."""
-
-    left: Operand | None = None
-    right: Operand | None = None
-    fast_accumulation: bool = False
-
-    def __str__(self) -> str:
-        return BF16 if self.left is None else f"{self.left} × {self.right}"
+CHOSEN = "; auto: "  # begins what a budget adds to the reason of a matmul that keeps its casts
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,19 @@ class Change:
         return f"step {self.step}: {where}: {self.before} → {self.after}: {self.evidence}"
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A matmul of which both operands were measured. edge: of the first or last layer; product: it reads a product of
+    two activations; more: dB that it must keep beyond what others must."""
+
+    row: Matmul
+    key: Key
+    sides: Sides
+    edge: bool
+    product: bool
+    more: float
+
+
 @dataclass
 class Policy:
     """The policy for one graph, with what it knows of its matmuls between looks.
@@ -86,53 +101,93 @@ class Policy:
         """Take the plan that the recipe gave for the baseline."""
         for row, _, members in keyed(plan.matmuls):
             for member in members:
-                self.baselines.setdefault(member, _choice(row))
+                self.baselines.setdefault(member, choice_of(row))
 
     def look(self, plan: Plan, measured: Sequence[Row], step: int) -> tuple[Plan, list[Change]]:
-        """Return the plan as it should be, and the changes that make it so."""
+        """Return the plan as it should be, with what was seen in its reasons, and the changes that make it so."""
         known: dict[Key, dict[str, Row]] = {}
         for m in measured:
             known.setdefault((m.path, m.role, m.occurrence), {})[m.side] = m
         edges = outermost(row.path for row in plan.matmuls if row.role == "output")
         changes: list[Change] = []
-        rows = []
+        rows, seen = [], []
         for row, key, members in keyed(plan.matmuls):
             sides = known.get(key, {})
-            after, why = _choice(row), ""
+            after, why = choice_of(row), ""
             if set(sides) == {"left", "right"} and members[0] in self.baselines:
-                after, why = self._choose(row, members, sides, row.path in edges)
+                matmul = self._seen(row, members[0], sides, row.path in edges)
+                after, why = self._choose(matmul)
+                seen += [] if why else [(len(rows), matmul)]
             if why:
-                before = _choice(row)
-                cheaper = _cost(after) < _cost(before)
-                changes.append(Change(step, row.path, row.role, str(before), str(after), why, cheaper))
-                row = _changed(row, after, why)
+                row = _change(row, after, why, step, changes)
             rows.append(row)
+        if self.settings.budget:
+            self._spend(rows, seen, step, changes)
         saved = [self._saved(row, key, measured, step, changes) for row, key in _saved_keys(plan.saved)]
         return replace(plan, matmuls=rows, saved=saved), changes
 
     # ---- matmuls ------------------------------------------------------------------------------------------------
 
-    def _choose(self, row: Matmul, members: Sequence[Key], sides: Mapping[str, Row], edge: bool) -> tuple[Choice, str]:
-        """Return the choice for a matmul, and why if it is another one."""
-        now, baseline = _choice(row), self.baselines[members[0]]
+    def _seen(self, row: Matmul, key: Key, sides: Sides, edge: bool) -> _Seen:
         activations = [sides["right"]] if row.role == "grad_weight" else list(sides.values())
         product = row.role != "grad_input" and any(m.trait == "product" for m in activations)
-        more = self.settings.edges if edge or product else 0.0
-        choices = [*dict.fromkeys((baseline, Choice()))] if row.kind == "grouped" else self._choices(baseline, product)
+        return _Seen(row, key, sides, edge, product, self.settings.edges if edge or product else 0.0)
+
+    def _choose(self, matmul: _Seen) -> tuple[Choice, str]:
+        """Return the choice for a matmul, and why if it is another one."""
+        row, key, sides, more = matmul.row, matmul.key, matmul.sides, matmul.more
+        now, baseline = choice_of(row), self.baselines[key]
+        is_grouped = row.kind == "grouped"
+        choices = [*dict.fromkeys((baseline, Choice()))] if is_grouped else self._choices(baseline, matmul.product)
         place = choices.index(now) if now in choices else len(choices)
-        worst = _worst(now, sides, self.settings, more)
-        if now.left is not None and worst is not None:
-            self.cheaper_looks[members[0]] = 0
-            fits = (c for c in choices if c != now and _worst(c, sides, self.settings, more) is None)
-            after = next(fits, Choice())
-            rules = " (first or last layer)" * edge + " (a product of activations)" * product
-            return after, worst + rules
-        cheaper = [c for c in choices[:place] if _worst(c, sides, self.settings, more + self.settings.margin) is None]
-        self.cheaper_looks[members[0]] = self.cheaper_looks[members[0]] + 1 if cheaper else 0
-        if self.cheaper_looks[members[0]] < self.settings.patience:
+        lost = worst(now, sides, self.settings, more)
+        if now.left is not None and lost is not None:
+            self.cheaper_looks[key] = 0
+            fits = (c for c in choices if c != now and worst(c, sides, self.settings, more) is None)
+            rules = " (first or last layer)" * matmul.edge + " (a product of activations)" * matmul.product
+            return next(fits, Choice()), lost + rules
+        if self.settings.budget and now.left is not None:  # `_spend` compares it with all others
             return now, ""
-        self.cheaper_looks[members[0]] = 0
-        return cheaper[0], f"{self.settings.patience} looks in a row it would have kept {_kept(cheaper[0], sides)}"
+        cheaper = [c for c in choices[:place] if worst(c, sides, self.settings, more + self.settings.margin) is None]
+        self.cheaper_looks[key] = self.cheaper_looks[key] + 1 if cheaper else 0
+        if self.cheaper_looks[key] < self.settings.patience:
+            return now, ""
+        self.cheaper_looks[key] = 0
+        return cheaper[0], f"{self.settings.patience} looks in a row it would have kept {kept(cheaper[0], sides)}"
+
+    def _spend(self, rows: list[Matmul], seen: Sequence[tuple[int, _Seen]], step: int, changes: list[Change]) -> None:
+        """Spend the budget: give the matmuls of `seen`, by their places in `rows`, the casts that add least noise."""
+        weighed = [(place, *found) for place, matmul in seen if (found := self._ways(matmul)) is not None]
+        if not weighed:
+            return
+        ways = [each for _, each, _ in weighed]
+        fastest = sum(min(x.milliseconds for x in each) for each in ways)
+        places = {place for place, _, _ in weighed}
+        of_others = sum(_milliseconds(row) for i, row in enumerate(rows) if i not in places)
+        wanted = select(ways, self.settings.budget * (fastest + of_others))
+        if not is_better([now for _, _, now in weighed], wanted):
+            wanted = [now for _, _, now in weighed]
+        for (place, each, now), then in zip(weighed, wanted, strict=True):
+            if then == now:
+                rows[place] = _explained(rows[place], each, now)
+            else:
+                why = f"both operands together keep {now.decibels:.1f} → {then.decibels:.1f} dB, for {_more(now, then)}"
+                rows[place] = _change(rows[place], then.choice, why, step, changes)
+
+    def _ways(self, matmul: _Seen) -> tuple[list[Way], Way] | None:
+        """Return the ways that a matmul may run, and how it runs; None of one that has no choice."""
+        row, sides = matmul.row, matmul.sides
+        now, baseline = choice_of(row), self.baselines[matmul.key]
+        if row.kind == "grouped" or now.left is None or baseline.left is None:
+            return None
+        found = {}
+        for choice in dict.fromkeys((*all_choices(row, baseline, self.grouped), now)):
+            fits = worst(choice, sides, self.settings, matmul.more) is None
+            if fits and (known := way(row, choice, sides)) is not None:
+                found[choice] = known
+        if now not in found:
+            return None
+        return worthwhile(list(found.values()), found.get(baseline), found[now]), found[now]
 
     def _choices(self, baseline: Choice, product: bool) -> list[Choice]:
         """Return all choices from the baseline on, cheapest first."""
@@ -141,11 +196,11 @@ class Policy:
             if not (product and "row" in (left, right)):
                 choices.append(Choice(Operand("e4m3", left), Operand("e4m3", right), baseline.fast_accumulation))
         if self.grouped:
-            choices.append(Choice(Operand("e4m3", "group(128)"), Operand("e4m3", "group(128)")))
+            choices.append(Choice(Operand("e4m3", GROUPS[0]), Operand("e4m3", GROUPS[1])))
         if baseline.left is None:
             return [baseline]
-        kept = [c for c in choices if c == baseline or _cost(c) >= _cost(baseline)]
-        return [*dict.fromkeys(kept), Choice()]
+        not_below = [c for c in choices if c == baseline or rank(c) >= rank(baseline)]
+        return [*dict.fromkeys(not_below), Choice()]
 
     # ---- saved tensors ------------------------------------------------------------------------------------------
 
@@ -153,7 +208,7 @@ class Policy:
         found = [m for m in measured if m.role == "saved" and (m.path, m.side, m.occurrence) == key]
         if row.form == row.dtype or not found:
             return row
-        why = _short(found[0], found[0].cast, self.settings, 0.0)
+        why = short(found[0], found[0].cast, self.settings, 0.0)
         if why is None:
             return row
         changes.append(Change(step, row.path, "saved", row.form, row.dtype, why))
@@ -169,25 +224,13 @@ def _saved_keys(rows: Iterable[Saved]) -> Iterator[tuple[Saved, tuple[str, str, 
         seen[row.path, rest] += 1
 
 
-# ---- choices --------------------------------------------------------------------------------------------------------
+# ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-def keyed(rows: Iterable[Matmul]) -> Iterator[tuple[Matmul, Key, list[Key]]]:
-    """Yield (row, its key, the keys of what it was merged of), as statistics and given plans count them."""
-    own: Counter[tuple[str, str]] = Counter()
-    members: Counter[tuple[str, str]] = Counter()
-    for row in rows:
-        paths = row.merged or (row.path,)
-        yield row, (row.path, row.role, own[row.path, row.role]), [(p, row.role, members[p, row.role]) for p in paths]
-        own[row.path, row.role] += 1
-        members.update((p, row.role) for p in paths)
-
-
-def _choice(row: Matmul) -> Choice:
-    return Choice(row.left, row.right, row.fast_accumulation) if row.decision == FP8 else Choice()
-
-
-def _changed(row: Matmul, choice: Choice, why: str) -> Matmul:
+def _change(row: Matmul, choice: Choice, why: str, step: int, changes: list[Change]) -> Matmul:
+    """Return the row of a matmul that changes; note it in `changes`."""
+    before = choice_of(row)
+    changes.append(Change(step, row.path, row.role, str(before), str(choice), why, rank(choice) < rank(before)))
     decision = FP8 if choice.left is not None else BF16
     return replace(
         row, decision=decision, reason=ADAPTED + why, code=Reason.ADAPTIVE, remarks=(), left=choice.left,
@@ -195,12 +238,24 @@ def _changed(row: Matmul, choice: Choice, why: str) -> Matmul:
     )  # fmt: skip
 
 
-def _cost(choice: Choice) -> int:
-    """Return the rank of a choice: 0 to 2 by its scales of rows, 3 with groups, 4 for BF16."""
-    if choice.left is None or choice.right is None:
-        return 4
-    kinds = [o.granularity for o in (choice.left, choice.right)]
-    return 3 if any(k.startswith(("group", "block")) for k in kinds) else kinds.count("row")
+def _explained(row: Matmul, ways: Sequence[Way], now: Way) -> Matmul:
+    """Return the row of a matmul that keeps its casts, with what others would keep in its reason."""
+    text = f"both operands together keep {now.decibels:.1f} dB"
+    least = min(ways, key=lambda x: x.noise)
+    if least.noise > WORTH * now.noise:
+        text += ", no other casts 1 dB more"
+    else:
+        text += f"; {least.choice} would keep {least.decibels:.1f} dB for {_more(now, least)}"
+    return replace(row, reason=row.reason.partition(CHOSEN)[0] + CHOSEN + text)
+
+
+def _more(now: Way, then: Way) -> str:
+    """Return how much longer a matmul takes, in words."""
+    return f"{then.milliseconds - now.milliseconds:+.2g} ms of {now.milliseconds:.2g}"
+
+
+def _milliseconds(row: Matmul) -> float:
+    return (row.milliseconds_fp8 if row.decision == FP8 else row.milliseconds_bf16) or 0.0
 
 
 def outermost(paths: Iterable[str]) -> set[str]:
@@ -215,43 +270,3 @@ def outermost(paths: Iterable[str]) -> set[str]:
         low, high = ends.get(name, (number, number))
         ends[name] = min(low, number), max(high, number)
     return {p for p, (name, number) in numbered.items() if number in ends[name]}
-
-
-# ---- evidence -------------------------------------------------------------------------------------------------------
-
-
-def _worst(choice: Choice, sides: Mapping[str, Row], settings: Adaptive, more: float) -> str | None:
-    """Return what an operand does not keep with a choice; None if both keep all that is demanded."""
-    for side, operand in (("left", choice.left), ("right", choice.right)):
-        cast = f"{operand.format} {operand.granularity}" if operand is not None else None
-        why = _short(sides[side], cast, settings, more) if cast is not None else None
-        if why is not None:
-            return f"{side} operand: {why}"
-    return None
-
-
-def _short(row: Row, cast: str, settings: Adaptive, more: float) -> str | None:
-    """Return what a cast loses more of than it may; None if nothing."""
-    if cast == row.cast:
-        sqnr, even = row.sqnr, (row.by_rows, row.by_columns)
-    else:  # blocks of a weight lie between a tensor and groups; nothing is measured of them unless they are in use
-        known = cast if cast in row.what_if else f"{cast.split(' ')[0]} tensor"
-        sqnr, even = row.what_if[known], row.evenly[known]
-    rest = f"amax {row.amax:.3g}, {row.underflown:.1%} underflow"
-    if sqnr is not None and sqnr < settings.minimum + more:
-        return f"SQNR {sqnr:.1f} dB of {settings.minimum + more:g}, {rest}"
-    for name, value in zip(("rows", "columns"), even, strict=True):
-        if value is not None and value < settings.even + more:
-            what = "a few rows hide the rest" if name == "rows" else "outlier channels"
-            return f"{what}: by {name} {value:.1f} dB of {settings.even + more:g}, {rest}"
-    return None
-
-
-def _kept(choice: Choice, sides: Mapping[str, Row]) -> str:
-    """Return the least that each operand keeps with a choice, by any of the three measures."""
-    found = []
-    for side, operand in (("left", choice.left), ("right", choice.right)):
-        known = f"{operand.format} {operand.granularity}" if operand is not None else ""
-        values = [v for v in (sides[side].what_if.get(known), *sides[side].evenly.get(known, ())) if v is not None]
-        found.append(f"{min(values):.1f}" if values else "-")
-    return f"{' and '.join(found)} dB"

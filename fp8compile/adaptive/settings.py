@@ -2,6 +2,7 @@
 
 options={"adaptive": "auto"}                       the settings below
 options={"adaptive": {"bf16_steps": 100, …}}       with some of them changed
+options={"recipe": "auto"}                         those of a recipe that is chosen while it trains: with a budget
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 from fp8compile.adaptive.ranks import is_setting
 from fp8compile.errors import OptionError, shown, unknown_name
+
+BUDGET = 0.02  # of recipe "auto"
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Adaptive:
     edges: dB more that the first and the last layer must keep, and products of two activations (SwiGLU).
     recompiles: how often a graph may be compiled again, each time with changes of one or more matmuls at once; then it
     is left as it is.
+    budget: share of the time of all matmuls that casts may cost which add less noise (0.02: two percent); 0: casts
+    change where too much is lost, and nowhere else.
     spike: a loss so many standard deviations above the mean of the last 32 is a spike; 0 looks at no loss.
     spike_steps: steps in BF16 after a spike, twice as many after each further one.
     ranks: "world" or a process group: these ranks, which run the same graphs equally often, decide together, by the
@@ -45,6 +50,7 @@ class Adaptive:
     patience: int = 3
     edges: float = 3.0
     recompiles: int = 8
+    budget: float = 0.0
     spike: float = 6.0
     spike_steps: int = 16
     ranks: Any = None
@@ -74,7 +80,7 @@ class Adaptive:
 
 def _check(name: str, value: Any, kind: type) -> None:
     least = 1 if name in ("every", "patience", "spike_steps") else 0
-    wanted = "a whole number" if kind is int else "a number" if name == "spike" else "a number of dB"
+    wanted = "a whole number" if kind is int else "a number" if name in ("spike", "budget") else "a number of dB"
     is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
     if not is_number or not least <= value < math.inf:
         raise OptionError(f"adaptive: {name} is {wanted} of at least {least}, not {shown(value)}")

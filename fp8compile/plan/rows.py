@@ -39,6 +39,7 @@ class Matmul:
     for programs, remarks: the codes of what the reason adds (`fp8compile.plan.reasons.Reason`; "" in older plans).
     left, right: the casts of an FP8 matmul; merged: paths of the matmuls that this one took in.
     padded: dimensions that were filled up with zeros, as "K 1000→1008".
+    milliseconds_by_casts: estimates with other granularities, as "row × tensor" (recipe "auto" alone chooses by them).
     m, n, k may be strings where they are symbolic.
     """
 
@@ -64,6 +65,7 @@ class Matmul:
     groups: int | str = 1
     code: str = ""
     remarks: tuple[str, ...] = ()
+    milliseconds_by_casts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class MatmulNode:
     "addmm", "bmm", "grouped", "convolution", or an operator that is none of these in words. result: which gradient of a
     convolution's backward it is. groups: of a grouped matmul. forward: the matmul whose gradient this is; grads: the
     gradients of this one.
-    why_other: why it has no role. override: what a given plan says of it.
+    why_other: why it has no role. override: what a given plan says of it. milliseconds_by_casts: estimates with other
+    granularities.
     """
 
     node: fx.Node
@@ -67,6 +68,7 @@ class MatmulNode:
     padded: tuple[str, ...] = ()
     milliseconds_bf16: float | None = None
     milliseconds_fp8: float | None = None
+    milliseconds_by_casts: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Name it after its node."""
@@ -164,6 +166,7 @@ class MatmulNode:
             str(self.dtype).removeprefix("torch."), self.decision, why.text if why else "", self.left_cast,
             self.right_cast, self.fast_accumulation, self.merged, self.padded, self.milliseconds_bf16,
             self.milliseconds_fp8, groups, why.code if why else "", why.remarks if why else (),
+            self.milliseconds_by_casts,
         )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ on matmuls that fill a device.
 Grouped matmuls have a share of the rate by their tiles (`passes/matmul/grouped_matmuls.py`).
 
 An operand with a scale of the whole tensor is read twice, for its amax and to be cast; one with scales of rows, groups
-or blocks once. Where a generated kernel computes it (norms, activation functions and their gradients), one read falls
+or blocks once; one whose rows are columns of what lies in memory twice, by itself, as its amaxes are known at the end
+alone. Where a generated kernel computes it (norms, activation functions and their gradients), one read falls
 away. Matmuls of all roles that read a tensor share its reads, since both layouts are stored from one; those of one role
 (q, k and v of x) share the payload. So each depends on what the others do: `passes/matmul/profitability.py`
 begins with all in FP8 that can be, and leaves out what makes the sum of all times less.
@@ -50,7 +51,7 @@ from fp8compile.kernels.reference.grouped_reference import padded_tokens
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.aten_views import Concatenation
 from fp8compile.passes.core.compilation import VIEWS, base, hint, value
-from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode
 from fp8compile.passes.core.walk import users_of, walk
 from fp8compile.passes.matmul.grouped_matmuls import GROUPED, share_of_rate
 from fp8compile.passes.matmul.unpack_costs import Unpacked
@@ -125,8 +126,8 @@ class Costs:
             rate *= d.filled(self._merged_tiles(matmul)) * share_of_rate(matmul, role)
         weights = hint(matmul.groups) if value(right).dim() == 3 and matmul.kind == GROUPED else 1
         moved = kernels = 0.0
-        sides = (left, role.left.granularity, m), (right, role.right.granularity, np_ * weights)
-        for operand, granularity, rows in sides:
+        sides = (left, role.left.granularity, m, True), (right, role.right.granularity, np_ * weights, False)
+        for operand, granularity, rows, contracted_last in sides:
             node = base(operand)
             if node in self.kept:
                 continue
@@ -135,6 +136,8 @@ class Costs:
             reads, spared = float(_reads(node, granularity)), self._spared(matmul, node, granularity, readers)
             if matmul.contracts_groups:  # which a kernel of their own casts
                 reads, spared, readers = READS_OF_GROUPS, 0.0, of_role
+            elif granularity.kind == "row" and _is_turned(matmul, operand, contracted_last):
+                reads, readers = reads + 1, of_role
             moved += batch * rows * kp * ((reads - spared) / readers * value(node).element_size() + 1 / of_role)
             kernels += reads / readers
         alone = alone_in_bf16(matmul, d, self.kept)
@@ -287,6 +290,14 @@ def _read_by_matmuls_alone(node: fx.Node) -> int:
         elif not fusible.is_col_sum(user):
             return 0
     return found
+
+
+def _is_turned(matmul: MatmulNode, operand: fx.Node, contracted_last: bool) -> bool:
+    """Return True if what is contracted, the operand's last dimension or else its first, does not lie in memory as rows
+    do; False where nobody knows: of groups and patches."""
+    if matmul.kind in (GROUPED, CONVOLUTION):
+        return False
+    return hint(value(operand).stride(-1 if contracted_last else -2)) != 1
 
 
 def _reads(node: fx.Node, granularity: Granularity) -> int:

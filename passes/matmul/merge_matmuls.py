@@ -22,7 +22,7 @@ scale makes zeros. Then `skip` one of the two, or take rows or groups for scales
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -251,7 +251,8 @@ def _merge_records(c: Compilation, members: list[MatmulNode], product: fx.Node, 
         members[0], node=product, name=product.name, kind="mm", path=common_path([m.path for m in members]),
         merged=tuple(m.path for m in members), weight_on_left=False, grads=[],
         milliseconds_bf16=_sum(m.milliseconds_bf16 for m in members),
-        milliseconds_fp8=_sum(m.milliseconds_fp8 for m in members), **sizes,
+        milliseconds_fp8=_sum(m.milliseconds_fp8 for m in members),
+        milliseconds_by_casts=_sums_by_name([m.milliseconds_by_casts for m in members]), **sizes,
     )  # fmt: skip
     c.matmuls.merge(members, merged)
 
@@ -260,6 +261,11 @@ def _sum(times: Iterable[float | None]) -> float | None:
     """Return the sum of estimates; None where there are none."""
     known = [t for t in times if t is not None]
     return sum(known) if known else None
+
+
+def _sums_by_name(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums of the estimates that all have."""
+    return {name: sum(t[name] for t in times) for name in times[0] if all(name in t for t in times)}
 
 
 def common_path(paths: list[str]) -> str:

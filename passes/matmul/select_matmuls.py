@@ -20,7 +20,7 @@ from fp8compile.passes.core.compilation import Compilation, hint, value
 from fp8compile.passes.core.derivatives import is_differentiated
 from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode, Matmuls
 from fp8compile.passes.core.walk import walk
-from fp8compile.passes.matmul import host_costs
+from fp8compile.passes.matmul import alternative_costs, host_costs
 from fp8compile.passes.matmul.gathered_weights import gathered
 from fp8compile.passes.matmul.grouped_matmuls import GROUPED, casts_of, takes_rows_alone, why_not_grouped
 from fp8compile.passes.matmul.matmul_costs import Costs
@@ -70,6 +70,7 @@ def run(c: Compilation) -> None:
     for x in candidates:
         _decide(x, costs, c)
         _override(x, costs, c)
+    alternative_costs.record(c, matmuls, costs)
     c.matmuls = Matmuls(matmuls)
 
 

@@ -21,6 +21,7 @@ TABLE = {
         "e4m3 group(128) × e4m3 block(128)",
         "e4m3 group(128) × e4m3 group(128)",
     ),
+    "auto": ("e4m3 row × e4m3 tensor", "e4m3 tensor × e4m3 tensor", "e4m3 tensor × e4m3 tensor"),  # at first
 }
 
 
@@ -61,8 +62,8 @@ def test_a_recipe_is_given_by_name_object_or_mapping():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("rowise", r"unknown recipe 'rowise'\. Did you mean 'rowwise'\? Valid: blockwise, mixed, rowwise, "),
-        ("xyz", r"unknown recipe 'xyz'\. Valid: blockwise, mixed"),
+        ("rowise", r"unknown recipe 'rowise'\. Did you mean 'rowwise'\? Valid: auto, blockwise, mixed, rowwise, "),
+        ("xyz", r"unknown recipe 'xyz'\. Valid: auto, blockwise, mixed"),
         ({"base": "mixd"}, r"unknown recipe 'mixd'\. Did you mean 'mixed'\?"),
         ({"base": "mixed", "ouput": None}, r"unknown role 'ouput'\. Did you mean 'output'\?"),
         (17, "recipe must be a name, a Recipe or a mapping, not 17"),

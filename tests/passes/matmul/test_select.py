@@ -345,6 +345,24 @@ def test_the_rate_is_that_of_the_coarser_granularity(recipe, rate):
     assert decide(less, less, less, recipe=recipe)[0].decision == "bf16"
 
 
+def test_rows_that_lie_as_columns_are_read_twice_and_by_one_role_alone():
+    rows = {row.role: row.milliseconds_fp8 for row in decide_training(8192, 4096, 2048, "rowwise", select="all")}
+    m, n, k = 8192, 4096, 2048
+    work, byte, launch = 2 * m * n * k / ROW_RATE * 1e-9, 1e-9 / CASTS, LAUNCH * 1e-3
+    once = 2 / 2 + 1, 1 / 2  # what rows are: read once, by the two roles that read the tensor; bytes and launches
+    twice = 2 * 2 + 1, 2
+    gradient, activation, weight = m * n, m * k, n * k
+    assert rows["output"] == pytest.approx(
+        work + (activation * once[0] + weight * once[0]) * byte + (once[1] + once[1]) * launch
+    )
+    assert rows["grad_input"] == pytest.approx(
+        work + (gradient * once[0] + weight * twice[0]) * byte + (once[1] + twice[1]) * launch
+    )
+    assert rows["grad_weight"] == pytest.approx(
+        work + (gradient * twice[0] + activation * twice[0]) * byte + (twice[1] + twice[1]) * launch
+    )
+
+
 def test_a_cast_shared_by_several_matmuls_costs_each_less():
     m = k = 4096
 
@@ -431,8 +449,9 @@ def test_a_small_gradient_and_half_of_one_in_fp8_are_spared_nothing():
     assert large["grad_input"] < 4 * small["grad_input"]
     rows = {row.role: row for row in decide_training(8192, 2048, 2048, "rowwise_with_gw_hp", made=computed)}
     assert rows["grad_weight"].decision == "bf16"
-    alone = 8192 * 2048 * (2 * (1 - 1) + 1) + 2048**2 * (2 * 1 / 2 + 1)  # BF16 is written for grad_weight
-    times = 2 * 8192 * 2048**2 / ROW_RATE * 1e-9 + alone / CASTS * 1e-9 + 1 / 2 * LAUNCH * 1e-3
+    # BF16 is written for grad_weight; the weight's columns are this role's alone, and are read twice
+    alone = 8192 * 2048 * (2 * (1 - 1) + 1) + 2048**2 * (2 * 2 + 1)
+    times = 2 * 8192 * 2048**2 / ROW_RATE * 1e-9 + alone / CASTS * 1e-9 + 2 * LAUNCH * 1e-3
     assert rows["grad_input"].milliseconds_fp8 == pytest.approx(times)
 
 
