@@ -222,6 +222,27 @@ def noise_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) if len(lines) > 1 else ""
 
 
+def running_table(runs: Sequence[Run]) -> str:
+    """Return, for people, how runs that are not finished stand beside BF16's of the same seed, at a step of both."""
+    lines = [
+        f"{'not finished':<20}{'seed':>5}{'at step':>13}{'loss':>9}{'BF16':>9}{'gap':>8}{'ms/step':>9}{'spikes':>8}"
+    ]
+    bf16 = {r.seed: r for r in runs if r.name == "BF16" and r.evaluations}
+    for r in runs:
+        base = bf16.get(r.seed)
+        if base is None or base is r or not r.evaluations or (r.finished and base.finished):
+            continue
+        mine, others = (dict(smoothed(x)) for x in (r, base))
+        step = max(mine.keys() & others.keys(), default=None)
+        if step is not None:
+            gap = mine[step] / others[step] - 1
+            lines.append(
+                f"{r.name:<20}{r.seed:>5}{f'{step} of {r.steps}':>13}{mine[step]:>9.4f}{others[step]:>9.4f}{gap:>+8.2%}"
+                f"{1000 * r.seconds_per_step:>9.1f}{f'{base.spikes} → {r.spikes}':>8}"
+            )
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
 def picture(runs: Sequence[Run]) -> str:
     """Smoothed held-out losses over training time, as means over seeds with the range of the intervals as bands."""
     found = []
@@ -262,7 +283,7 @@ def report(folder: Path, settings: dict[str, Any]) -> str:
         (folder / "loss.svg").write_text(picture(runs))
     if norms := picture_of_norms(runs):
         (folder / "norms.svg").write_text(norms)
-    return "\n\n".join(part for part in (table(rows), noise_table(rows)) if part)
+    return "\n\n".join(part for part in (table(rows), noise_table(rows), running_table(runs)) if part)
 
 
 def read_runs(folder: Path) -> list[Run]:

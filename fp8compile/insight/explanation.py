@@ -109,4 +109,5 @@ def _flat(row: dict[str, Any], left: Operand | None, right: Operand | None) -> d
 
 
 def _joined(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: ", ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for k, v in row.items()}
+    lists = {k: [f"{name}: {x}" for name, x in v.items()] if isinstance(v, dict) else v for k, v in row.items()}
+    return {k: ", ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for k, v in lists.items()}

@@ -308,7 +308,7 @@ def _save(
     record: Record | None,
 ) -> list[fx.Node]:
     """Return the nodes that are saved, payloads in place of values, and tell the plan; `sizes` gets what they need."""
-    again = run_again(gm.graph, nodes, halves)
+    again = run_again(gm.graph, [*nodes, *sizes], halves)
     restored = recomputed_rows(again, halves)  # before nodes are doubled
     saved = saved_values(nodes, halves.forms, halves.static)
     override_saved(saved, options.plan)

@@ -224,7 +224,14 @@ def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return str(a) == str(b) or statically_known_true(a == b)
+    return str(a) == str(b) or statically_known_true(a == b) or _is_guarded(a == b)
+
+
+def _is_guarded(known: Any) -> bool:
+    """Return True if a guard says this of sizes in so many words, which torch does not always see."""
+    return isinstance(known, torch.SymBool) and any(
+        guard.expr == known.node.expr for guard in known.node.shape_env.guards
+    )
 
 
 def hint(size: Any, unknown: int = 4096) -> int:
@@ -323,7 +330,10 @@ def divides(multiple: int, size: Any) -> bool:
     """Return True if `size` is known to be a multiple of `multiple`, without adding a guard."""
     if isinstance(size, int):
         return size % multiple == 0
-    return statically_known_true(size % multiple == 0)
+    if statically_known_true(size % multiple == 0):
+        return True
+    seen = hint(size, unknown=1)  # a number in other words: 4 · (32 · s // s)
+    return seen % multiple == 0 and _same(size, seen)
 
 
 def reshape(c: Compilation, node: fx.Node, shape: Sequence[Any], like: fx.Node) -> fx.Node:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -84,6 +85,7 @@ def _rewrite(c: Compilation, matmul: MatmulNode, key: str) -> None:
     else:
         left_operand = _operand(c, left, True, left_cast, f"{key}/left", m_rows, cols, node)
         right_operand = _operand(c, right, False, right_cast, f"{key}/right", n_rows, cols, node)
+        _know_as_equal(left_operand[0], right_operand[0])
     fits = matmul.bias is not None and same_sizes(value(matmul.bias).shape, [matmul.n]) and n_rows == m_rows == 1
     bias = matmul.bias if fits else None
     out = c.emit(
@@ -104,6 +106,17 @@ def _rewrite(c: Compilation, matmul: MatmulNode, key: str) -> None:
         for what, multiple in (k, (f"N {matmul.n}", n_rows), (f"M {matmul.m}", m_rows))
         if multiple > 1
     )
+
+
+def _know_as_equal(left: fx.Node, right: fx.Node) -> None:
+    """Let the sizes' environment know that two payloads contract equally many elements.
+
+    Of the operands a guard says so, however their sizes are written (T // 4 · 4, say, and T); it says nothing of what
+    those become when they are filled up to a multiple.
+    """
+    a, b = (value(x).shape[-1] for x in (left, right))
+    if not same_sizes([a], [b]):
+        torch._check(a == b)
 
 
 def _multiples(matmul: MatmulNode) -> tuple[int, int, int]:

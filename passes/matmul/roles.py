@@ -18,6 +18,8 @@ and the sizes agree; where several agree, the sequence number that autograd gave
 
 from __future__ import annotations
 
+from itertools import permutations
+
 from torch import fx
 
 from fp8compile.passes.core.compilation import Compilation, base, dependents, is_tangent, same_sizes
@@ -100,14 +102,18 @@ def _assign_backward_role(
     matmul.weight_on_left = plain is left  # the operand that is no gradient
 
 
+def _has_sizes_of(a: MatmulNode, b: MatmulNode) -> bool:
+    """Return True if two matmuls have the same three sizes, in any order and however written; and batch and groups."""
+    mine, others = (a.m, a.n, a.k), (b.m, b.n, b.k)
+    alike = sorted(map(str, mine)) == sorted(map(str, others))
+    alike = alike or any(same_sizes(mine, order) for order in permutations(others))
+    return alike and same_sizes((a.batch, a.groups), (b.batch, b.groups))
+
+
 def _matching(matmul: MatmulNode, plain: fx.Node, forward: dict[fx.Node, list[MatmulNode]]) -> MatmulNode | None:
     """Return the forward matmul that has `plain` among its operands and the same three sizes; None if there is none."""
-    sizes = sorted(map(str, (matmul.m, matmul.n, matmul.k)))
-    found = [
-        f
-        for f in forward.get(base(plain), [])
-        if sorted(map(str, (f.m, f.n, f.k))) == sizes and same_sizes((f.batch, f.groups), (matmul.batch, matmul.groups))
-    ]
+    candidates = forward.get(base(plain), [])
+    found = [f for f in candidates if _has_sizes_of(f, matmul)]
     number = matmul.node.meta.get("seq_nr")
     exact = [f for f in found if number is not None and f.node.meta.get("seq_nr") == number]
     return (exact or found or [None])[0]

@@ -74,7 +74,7 @@ def save_as_fp8(c: Cut, saved: Sequence[SavedValue], halves: Halves) -> None:
 
     Casts are measured with option `watch`.
     """
-    again = run_again(c.graph, (s.node for s in saved), halves)
+    again = run_again(c.graph, (*(s.node for s in saved), *c.sizes), halves)
     random = _read_by_random(c.graph, (s.node for s in saved), again)
     for one in saved:
         if one.node in random:

@@ -158,6 +158,18 @@ def test_gaps_are_told_by_measure():
     assert set(shown.summary(runs)[1]["gaps"]) == {shown.SMOOTHED}
 
 
+def test_runs_that_are_not_finished_are_compared_at_a_step_of_both():
+    def run(name: str, seed: int, losses: list[float], steps: int = 40) -> shown.Run:
+        evaluations = [(10 * (i + 1), loss) for i, loss in enumerate(losses)]
+        return shown.Run(name, seed, steps, evaluations, readings=[2.0, 1.0, 1.5], seconds=[0.5])
+
+    runs = [run("BF16", 0, [4.0, 3.0, 2.0]), run("O3 mixed", 0, [4.0, 3.3]), run("O3 mixed", 1, [1.0])]
+    _, line = shown.running_table(runs).splitlines()  # seed 1 has no BF16 beside it
+    assert line.split() == ["O3", "mixed", "0", "20", "of", "40", "3.6500", "3.5000", "+4.29%", "500.0", "1", "→", "1"]
+    ended = [run("BF16", 0, [4.0, 3.0], 20), run("O3 mixed", 0, [4.0, 3.3], 20)]
+    assert shown.running_table(ended) == ""
+
+
 def test_intervals_are_student_s():
     found = shown.Interval.of([1.0, 2.0, 4.0])
     # mean 7/3, deviation √(7/3), times 4.303 / √3

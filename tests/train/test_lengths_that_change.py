@@ -101,3 +101,76 @@ def test_sizes_of_views_are_computed_from_those_of_inputs() -> None:
         got, wanted = (torch.autograd.grad(f(x).float().square().mean(), given) for f in (run, model))
         for a, b in zip(got, wanted, strict=True):
             assert sqnr(b, a) > 10
+
+
+class Regrouped(nn.Module):
+    """Linear layers around a regrouping of tokens, whose sizes are quotients: that they fit is known by guards alone."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.a, self.b, self.merge = nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        match self.form:
+            case "patches":
+                return self.merge(x.reshape(batch, length // 4, 4 * width))
+            case "unflattened patches":
+                return self.merge(x.unflatten(1, (-1, 4)).flatten(2))
+            case "inferred features":
+                y = self.a(x).view(batch, length, 4, -1).transpose(1, 2).reshape(batch, -1, 128)
+                return self.b(y)
+            case "even and odd":
+                return self.a(x[:, ::2]) + self.a(x[:, 1::2])
+            case _:
+                return (self.a(x) @ self.a.weight).unflatten(1, (length // 2, 2)).flatten(0, 1)
+
+
+FORMS = ("patches", "unflattened patches", "inferred features", "even and odd", "rows by twos")
+
+
+@pytest.mark.parametrize(
+    ("form", "executor"), [*((form, "eager") for form in FORMS), ("patches", "inductor"), ("even and odd", "inductor")]
+)
+def test_lengths_that_are_quotients(form: str, executor: str) -> None:
+    torch.manual_seed(0)
+    model = Regrouped(form).bfloat16()
+    options = {**OPTIONS, "save": "auto", "save_min_bytes": 0, "executor": executor}
+    run = torch.compile(model, backend="fp8", dynamic=True, options=options)
+    for rows in ((2, 24), (3, 8), (1, 44)):
+        x = torch.randn(*rows, 64).bfloat16().requires_grad_()
+        given = [x, *(p for p in model.parameters())]
+        got, wanted = (
+            torch.autograd.grad(f(x).float().square().mean(), given, allow_unused=True) for f in (run, model)
+        )
+        for a, b in zip(got, wanted, strict=True):
+            assert (a is None) == (b is None)
+            assert b is None or sqnr(b, a) > 12
+    assert all(m.decision == "fp8" for m in fp8compile.last_compile().plans[0].matmuls), fp8compile.last_compile()
+
+
+class Expanded(nn.Module):
+    """A sequence expanded by its own length between linear layers: backward needs sizes of what forward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.gelu(self.a(x[:, :, None].expand(-1, -1, x.shape[1], -1)))).sum(2)
+
+
+def test_no_matmul_runs_again_for_the_size_of_its_result() -> None:
+    torch.manual_seed(0)
+    model = Expanded().bfloat16()
+    options = {**OPTIONS, "save": "auto", "save_min_bytes": 0}
+    run = torch.compile(model, backend="fp8", dynamic=True, options=options)
+    for rows in ((2, 24), (3, 8)):
+        x = torch.randn(*rows, 64).bfloat16().requires_grad_()
+        given = [x, *model.parameters()]
+        got, wanted = (torch.autograd.grad(f(x).float().square().mean(), given) for f in (run, model))
+        assert all(sqnr(b, a) > 12 for a, b in zip(got, wanted, strict=True))
+    (plan,) = fp8compile.last_compile().plans
+    assert any(row.form.startswith("e4m3") for row in plan.saved)
+    assert all(row.shape for row in plan.restored)  # sizes are kept, as numbers
