@@ -137,7 +137,7 @@ def _computed(
 ) -> tuple[Builder, list[str]]:
     """Return what computes the cluster's sinks, and behind them what others need of it; and why sinks were left."""
     builder, reasons = Builder(cluster.rows, cluster.cols, is_leaf), []
-    for sink in cluster.sinks:
+    for sink in (s for s in cluster.sinks if not s._erased):  # as what read it, when a region took its place
         try:
             builder.sinks.append(sink_of(builder, sink))
         except (RefusedError, NoAccessError) as why:

@@ -58,3 +58,19 @@ def test_steps_after_a_spike_run_in_bf16(mode: str | None) -> None:
     assert all((error < 0.01) == (i in in_bf16) for i, error in enumerate(errors)), errors
     (graph,) = [g for g in fp8compile.adaptive_graphs() if g.is_training]
     assert [change.after for change in graph.changes] == [f"bf16 for {STEPS} steps"]
+
+
+def test_recipe_auto_gives_a_large_row_scales_of_its_own() -> None:
+    model, reference = Regression().cuda().bfloat16(), Regression().cuda().bfloat16()
+    for each in (model, reference):
+        with torch.no_grad():
+            each.layers[2].weight[7] *= 1e5
+    step = torch.compile(model, backend="fp8", options={"recipe": "auto", "select": "all", "strict": True})
+    exact = gradient(reference, reference)
+    errors = [float((gradient(model, step) - exact).norm() / exact.norm()) for _ in range(4)]
+    graph = [g for g in fp8compile.adaptive_graphs() if g.is_training and g.plan.converted][-1]
+    assert any((change.path, change.step) == ("layers.2", 1) for change in graph.changes), str(graph)
+    assert errors[-1] <= 1.05 * errors[0], errors
+    for row in graph.plan.matmuls:
+        assert row.milliseconds_by_casts["row × row"] > 0
+        assert "both operands together keep" in row.reason or row.decision == "bf16"

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_quantized import sqnr
+from regrouped_tokens import FORMS, Expanded, Regrouped
 from torch import Tensor, nn
 
 import fp8compile
@@ -55,3 +56,23 @@ def _gradients(run: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     run(x).float().square().mean().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("form", [*FORMS, "expanded"])
+def test_sizes_that_are_quotients(form: str) -> None:
+    torch.compiler.reset()
+    store.reset()
+    torch.manual_seed(0)
+    model = (Expanded() if form == "expanded" else Regrouped(form)).cuda().bfloat16()
+    options = {"select": "all", "strict": True, "save_min_bytes": 0}
+    call = torch.compile(model, backend="fp8", dynamic=True, options=options)
+    for rows in ((2, 48), (3, 8), (1, 44)):
+        x = torch.randn(*rows, 64, device="cuda").bfloat16().requires_grad_()
+        given = [x, *model.parameters()]
+        got, wanted = (
+            torch.autograd.grad(run(x).float().square().mean(), given, allow_unused=True) for run in (call, model)
+        )
+        for mine, exact in zip(got, wanted, strict=True):
+            assert (mine is None) == (exact is None)
+            assert exact is None or sqnr(exact, mine) > 12
+    assert all(m.decision == "fp8" for m in fp8compile.last_compile().plans[0].matmuls)

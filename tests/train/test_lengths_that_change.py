@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fake_quantized import sqnr
+from regrouped_tokens import FORMS, Expanded, Regrouped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8compile
+from fp8compile.passes.save import save_as_fp8
 
 WIDTH, INNER, HEADS = 64, 96, 4
 OPTIONS = {"select": "all", "executor": "eager", "strict": True, "save": "bf16"}  # what is kept is decided by sizes
@@ -103,33 +107,6 @@ def test_sizes_of_views_are_computed_from_those_of_inputs() -> None:
             assert sqnr(b, a) > 10
 
 
-class Regrouped(nn.Module):
-    """Linear layers around a regrouping of tokens, whose sizes are quotients: that they fit is known by guards alone."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.form = form
-        self.a, self.b, self.merge = nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        match self.form:
-            case "patches":
-                return self.merge(x.reshape(batch, length // 4, 4 * width))
-            case "unflattened patches":
-                return self.merge(x.unflatten(1, (-1, 4)).flatten(2))
-            case "inferred features":
-                y = self.a(x).view(batch, length, 4, -1).transpose(1, 2).reshape(batch, -1, 128)
-                return self.b(y)
-            case "even and odd":
-                return self.a(x[:, ::2]) + self.a(x[:, 1::2])
-            case _:
-                return (self.a(x) @ self.a.weight).unflatten(1, (length // 2, 2)).flatten(0, 1)
-
-
-FORMS = ("patches", "unflattened patches", "inferred features", "even and odd", "rows by twos")
-
-
 @pytest.mark.parametrize(
     ("form", "executor"), [*((form, "eager") for form in FORMS), ("patches", "inductor"), ("even and odd", "inductor")]
 )
@@ -150,17 +127,6 @@ def test_lengths_that_are_quotients(form: str, executor: str) -> None:
     assert all(m.decision == "fp8" for m in fp8compile.last_compile().plans[0].matmuls), fp8compile.last_compile()
 
 
-class Expanded(nn.Module):
-    """A sequence expanded by its own length between linear layers: backward needs sizes of what forward computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(F.gelu(self.a(x[:, :, None].expand(-1, -1, x.shape[1], -1)))).sum(2)
-
-
 def test_no_matmul_runs_again_for_the_size_of_its_result() -> None:
     torch.manual_seed(0)
     model = Expanded().bfloat16()
@@ -174,3 +140,18 @@ def test_no_matmul_runs_again_for_the_size_of_its_result() -> None:
     (plan,) = fp8compile.last_compile().plans
     assert any(row.form.startswith("e4m3") for row in plan.saved)
     assert all(row.shape for row in plan.restored)  # sizes are kept, as numbers
+
+
+def test_a_cast_that_nobody_reads_any_more_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader was a matmul of which only a size was read: a region computes that from sizes of inputs."""
+    real = save_as_fp8.run_again
+
+    def with_sizes(graph: Any, saved: Any, halves: Any) -> Any:
+        return real(graph, [node for node in saved if isinstance(node.meta["val"], Tensor)], halves)
+
+    monkeypatch.setattr(save_as_fp8, "run_again", with_sizes)
+    model = Expanded().bfloat16()
+    run = torch.compile(model, backend="fp8", dynamic=True, options={**OPTIONS, "save": "auto", "save_min_bytes": 0})
+    x = torch.randn(2, 24, 64).bfloat16().requires_grad_()
+    got, wanted = (torch.autograd.grad(f(x).float().square().mean(), [x]) for f in (run, model))
+    assert sqnr(wanted[0], got[0]) > 12
