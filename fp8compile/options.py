@@ -119,6 +119,11 @@ class Options:
             values["dump"] = writable_folder("FP8COMPILE_DUMP", folder)
         if "recipe" in values and values["recipe"].is_auto:
             values["adaptive"] = _with_budget(values.get("adaptive", Adaptive()))
+        elif getattr(values.get("adaptive"), "budget", 0):
+            raise OptionError(
+                "adaptive: a budget is of recipe 'auto', which begins as 'mixed', or with casts of your own: "
+                "options={'recipe': {'base': 'auto', role: {…}}, …}"
+            )
         if values.get("adaptive") is not None and values.get("watch") is not None:
             raise OptionError(
                 "options 'adaptive' and 'watch': the automatic mode measures by itself, leave 'watch' out"

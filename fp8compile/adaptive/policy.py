@@ -45,10 +45,8 @@ from fp8compile.adaptive.choices import (
 from fp8compile.adaptive.settings import Adaptive
 from fp8compile.plan.cast_rows import Row
 from fp8compile.plan.plan import Plan
-from fp8compile.plan.reasons import ADAPTED, Reason
+from fp8compile.plan.reasons import ADAPTED, CHOSEN, Reason
 from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Saved
-
-CHOSEN = "; auto: "  # begins what a budget adds to the reason of a matmul that keeps its casts
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from fp8compile.adaptive.choices import Choice, choice_of, measures, noise
 from fp8compile.adaptive.policy import Policy
 from fp8compile.adaptive.settings import BUDGET, Adaptive
 from fp8compile.errors import OptionError
+from fp8compile.insight.tables.grouping import matmul_groups
 from fp8compile.kernels.casts.loss_sums import ALTERNATIVES
 from fp8compile.options import Options
 from fp8compile.plan.plan import Plan
@@ -184,6 +185,15 @@ def test_grouped_matmuls_and_those_without_times_are_left_alone():
     assert policy.look(Plan(matmuls=LAYERS), seen, 1)[1] == []
 
 
+def test_layers_that_differ_in_what_was_measured_alone_are_shown_as_one():
+    def shown(*reasons: str) -> list[str]:
+        rows = [replace(matmul(f"layers.{i}.fc"), reason=reason) for i, reason in enumerate(reasons)]
+        return [f"{group.path} {group.count}" for group in matmul_groups(Plan(matmuls=rows))]
+
+    assert shown("faster; auto: 28.1 dB", "faster; auto: 28.3 dB") == ["layers.{0-1}.fc 2"]
+    assert shown("faster; auto: 28.1 dB", "adaptive: 28.3 dB") == ["layers.0.fc 1", "layers.1.fc 1"]
+
+
 # ---- as people use it -----------------------------------------------------------------------------------------------
 
 
@@ -256,6 +266,8 @@ def test_options():
     assert Options.parse({"recipe": begun}).adaptive == Adaptive(budget=BUDGET)
     with pytest.raises(OptionError, match="leave 'watch' out"):
         Options.parse({"recipe": "auto", "watch": "x"})
+    with pytest.raises(OptionError, match="a budget is of recipe 'auto'"):
+        Options.parse({"adaptive": {"budget": 0.1}, "recipe": "rowwise"})
     with pytest.raises(OptionError, match="budget is a number of at least 0"):
         Options.parse({"adaptive": {"budget": -1.0}})
 

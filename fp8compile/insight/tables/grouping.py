@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from fp8compile.optimizer.parameter_groups import plain_bytes
 from fp8compile.plan.plan import Plan
+from fp8compile.plan.reasons import CHOSEN
 from fp8compile.plan.rows import Kernel, Matmul, Recomputed, Saved, State, Transfer
 
 ROLES = ("output", "grad_input", "grad_weight", "other")
@@ -115,7 +116,8 @@ def _matmul_key(m: Matmul) -> Hashable:
     times = tuple(None if t is None else round(t, 6) for t in (m.milliseconds_bf16, m.milliseconds_fp8))
     # addmm is mm with a bias: the backward half has no addmm, and no reader needs the difference
     sizes = (m.batch, m.groups, m.m, m.n, m.k)
-    return (m.role, m.kind.removeprefix("add"), sizes, m.dtype, m.decision, m.reason, casts, times)
+    reason = m.reason.partition(CHOSEN)[0]  # what was measured differs in every layer
+    return (m.role, m.kind.removeprefix("add"), sizes, m.dtype, m.decision, reason, casts, times)
 
 
 def _saved_key(row: Saved) -> Hashable:
