@@ -3,9 +3,9 @@
     noise           measured at a look: of both operands, relative to the signal (`choices.noise`)
     milliseconds    estimated by the cost model when the graph was compiled (`Matmul.milliseconds_by_casts`)
 
-Less noise is the only reason for other casts: the recipe's own are as fast as any, by measurement. All matmuls begin
-with the fastest of their choices; choices are exchanged in the order of the noise that they spare for a millisecond,
-until `allowed` milliseconds are spent.
+Less noise is the only reason for other casts: times are estimates, and the recipe's own casts are those of which whole
+steps have been measured. All matmuls begin with the fastest of their choices; choices are exchanged in the order of the
+noise that they spare for a millisecond, until `allowed` milliseconds are spent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Way:
 
     @property
     def decibels(self) -> float:
-        """What both operands together keep."""
+        """Return what both operands together keep, in dB."""
         return 200.0 if self.noise == 0 else -10 * math.log10(self.noise)
 
 

@@ -140,7 +140,7 @@ def test_no_matmul_runs_again_for_the_size_of_its_result(tmp_path: Path) -> None
         assert all(sqnr(b, a) > 12 for a, b in zip(got, wanted, strict=True))
     (plan,) = fp8compile.last_compile().plans
     assert any(row.form.startswith("e4m3") for row in plan.saved)
-    (backward,) = tmp_path.glob("**/*_backward_combine_regions.txt")
+    (backward,) = tmp_path.glob("**/*_backward_cut.txt")
     assert backward.read_text().count("fp8.scaled_mm(") == 4  # gradients of two layers
 
 
