@@ -69,6 +69,12 @@ def is_freed(x: Tensor) -> bool:
     return use is not None and use.freed is not None and use.freed.nothing.data_ptr() == x.data_ptr()
 
 
+def shown_of(weight: Tensor) -> Tensor | None:
+    """Return the NaN that a freed weight shows, []; None of any other."""
+    freed = _uses[id(weight)].freed if is_freed(weight) else None
+    return None if freed is None else freed.nothing
+
+
 def is_unwritten(weight: Tensor) -> bool:
     """Return True for a freed weight that nobody has written since: some operations take its one NaN for all of it."""
     freed = _use_of(weight).freed

@@ -28,7 +28,7 @@ from fp8compile import devices
 from fp8compile.adaptive.captured import CannotRecompileError, CapturedGraph, Compile, Compiled
 from fp8compile.adaptive.choices import keyed
 from fp8compile.adaptive.loss_spikes import LossSpikes, loss_among
-from fp8compile.adaptive.policy import Change, Policy
+from fp8compile.adaptive.policy import Change, Policy, explain_again
 from fp8compile.adaptive.ranks import mean, ranks_of
 from fp8compile.adaptive.settings import Adaptive
 from fp8compile.distributed.ranks import Ranks
@@ -186,7 +186,7 @@ class AdaptiveGraph:
             self._next_look = looked + self._gap
 
     def _decide(self, rows: Sequence[Row]) -> bool:
-        """Change what should be changed. Returns True if anything was."""
+        """Change what should be changed. Returns True if looks should begin anew: something kept too little."""
         plan, changes = self._policy.look(self.plan, rows, self.step)
         if not changes:
             self.plan.matmuls[:] = plan.matmuls  # with what was seen, in their reasons
@@ -201,13 +201,14 @@ class AdaptiveGraph:
         version = self._version(options, self._ranks)
         if version is None:
             return False
+        explain_again(version.plan, plan)
         self._replace(version)
         self._saved = saved
         self._versions += 1
         self.changes += changes
         for change in changes:
             logger.info("adaptive: %s", change)
-        return True
+        return not all(change.is_for_noise for change in changes)
 
     def _end(self, why: str) -> None:
         self.why_done = why

@@ -20,6 +20,7 @@ from fp8compile.plan.rows import Matmul, Operand
 
 WORTH = 0.8  # of the noise: what spares a matmul less than 1 dB is not worth other casts
 WORTH_COMPILING = 0.95  # of the noise of all matmuls: what spares less is not worth a compilation
+SPACING = 16  # less noise is a reason to compile after so many steps, and then after so many times as many as before
 GRADIENTS = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))  # formats, where an operand is a gradient
 
 

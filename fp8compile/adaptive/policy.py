@@ -12,7 +12,8 @@ A saved tensor has two choices: FP8 as the compiler would keep it, and its own d
 it has no cast to measure.
 
 With a `budget` (recipe "auto") a matmul that keeps what is demanded also takes other casts where they add less noise,
-as far as the budget of time reaches (`fp8compile/adaptive/best_casts.py`).
+as far as the budget of time reaches (`fp8compile/adaptive/best_casts.py`): at a look after 16 steps or more, then after
+16 times as many as the last time. Less noise can wait, and compiling a large model takes as long as hundreds of steps.
 
 Rules: the first and the last layer, and products of two activations, must keep `edges` more. Such a product (SwiGLU in
 front of its down projection) has outlier channels that grow in training: they lie along the contracted dimension, where
@@ -28,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from fp8compile.adaptive.best_casts import WORTH, Way, all_choices, is_better, select, way, worthwhile
+from fp8compile.adaptive.best_casts import SPACING, WORTH, Way, all_choices, is_better, select, way, worthwhile
 from fp8compile.adaptive.choices import (
     COARSE,
     GROUPS,
@@ -53,7 +54,8 @@ from fp8compile.plan.rows import BF16, FP8, Matmul, Operand, Saved
 class Change:
     """A matmul or a saved tensor (role "saved") that changed: at which step, from what to what, and why.
 
-    is_cheaper: it returned to a cheaper choice that would have kept enough.
+    is_cheaper: it returned to a cheaper choice that would have kept enough. is_for_noise: it kept what was demanded
+    before, and changed for less noise.
     """
 
     step: int
@@ -63,6 +65,7 @@ class Change:
     after: str
     evidence: str
     is_cheaper: bool = False
+    is_for_noise: bool = False
 
     def __str__(self) -> str:
         where = f"{self.path or '(the model itself)'} {self.role}"
@@ -87,13 +90,14 @@ class Policy:
     """The policy for one graph, with what it knows of its matmuls between looks.
 
     baselines: by member, how the plan had it at first. cheaper_looks: at how many looks in a row a cheaper choice
-    would have kept enough.
+    would have kept enough. next_spending: the first step at which casts may change for less noise.
     """
 
     settings: Adaptive
     grouped: bool = True  # whether the device has matmuls with groups
     baselines: dict[Key, Choice] = field(default_factory=dict)
     cheaper_looks: Counter[Key] = field(default_factory=Counter)
+    next_spending: int = SPACING
 
     def start_from(self, plan: Plan) -> None:
         """Take the plan that the recipe gave for the baseline."""
@@ -163,14 +167,16 @@ class Policy:
         places = {place for place, _, _ in weighed}
         of_others = sum(_milliseconds(row) for i, row in enumerate(rows) if i not in places)
         wanted = select(ways, self.settings.budget * (fastest + of_others))
-        if not is_better([now for _, _, now in weighed], wanted):
+        if step < self.next_spending or not is_better([now for _, _, now in weighed], wanted):
             wanted = [now for _, _, now in weighed]
+        else:
+            self.next_spending = SPACING * step
         for (place, each, now), then in zip(weighed, wanted, strict=True):
             if then == now:
                 rows[place] = _explained(rows[place], each, now)
             else:
                 why = f"both operands together keep {now.decibels:.1f} → {then.decibels:.1f} dB, for {_more(now, then)}"
-                rows[place] = _change(rows[place], then.choice, why, step, changes)
+                rows[place] = _change(rows[place], then.choice, why, step, changes, is_for_noise=True)
 
     def _ways(self, matmul: _Seen) -> tuple[list[Way], Way] | None:
         """Return the ways that a matmul may run, and how it runs; None of one that has no choice."""
@@ -225,10 +231,13 @@ def _saved_keys(rows: Iterable[Saved]) -> Iterator[tuple[Saved, tuple[str, str, 
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-def _change(row: Matmul, choice: Choice, why: str, step: int, changes: list[Change]) -> Matmul:
+def _change(
+    row: Matmul, choice: Choice, why: str, step: int, changes: list[Change], is_for_noise: bool = False
+) -> Matmul:
     """Return the row of a matmul that changes; note it in `changes`."""
     before = choice_of(row)
-    changes.append(Change(step, row.path, row.role, str(before), str(choice), why, rank(choice) < rank(before)))
+    is_cheaper = rank(choice) < rank(before)
+    changes.append(Change(step, row.path, row.role, str(before), str(choice), why, is_cheaper, is_for_noise))
     decision = FP8 if choice.left is not None else BF16
     return replace(
         row, decision=decision, reason=ADAPTED + why, code=Reason.ADAPTIVE, remarks=(), left=choice.left,
@@ -245,6 +254,13 @@ def _explained(row: Matmul, ways: Sequence[Way], now: Way) -> Matmul:
     else:
         text += f"; {least.choice} would keep {least.decibels:.1f} dB for {_more(now, least)}"
     return replace(row, reason=row.reason.partition(CHOSEN)[0] + CHOSEN + text)
+
+
+def explain_again(plan: Plan, looked: Plan) -> None:
+    """Write into a plan, compiled after a look, what that look said of the matmuls that keep their casts."""
+    said = {key: row.reason.partition(CHOSEN)[1:] for row, key, _ in keyed(looked.matmuls)}
+    for i, (row, key, _) in enumerate(keyed(plan.matmuls)):
+        plan.matmuls[i] = replace(row, reason=row.reason + "".join(said.get(key, ())))
 
 
 def _more(now: Way, then: Way) -> str:

@@ -14,7 +14,7 @@ from test_policy import FINE, ROW, TENSOR, matmul, measured
 from torch import nn
 
 import fp8compile
-from fp8compile.adaptive.best_casts import Way, all_choices, is_better, select, worthwhile
+from fp8compile.adaptive.best_casts import SPACING, Way, all_choices, is_better, select, worthwhile
 from fp8compile.adaptive.choices import Choice, choice_of, measures, noise
 from fp8compile.adaptive.policy import Policy
 from fp8compile.adaptive.settings import BUDGET, Adaptive
@@ -93,7 +93,10 @@ def test_the_noise_is_the_mean_of_the_three_measures_of_both_operands():
 # ---- the policy -----------------------------------------------------------------------------------------------------
 
 
-def look(rows: list[Any], evidence: list[tuple[dict, dict]], budget: float = 0.02, policy: Policy | None = None) -> Any:
+def look(
+    rows: list[Any], evidence: list[tuple[dict, dict]], budget: float = 0.02, policy: Policy | None = None,
+    step: int = SPACING,
+) -> Any:  # fmt: skip
     """What a policy with this budget makes of matmuls of which this was measured: the plan, the changes, the policy."""
     rows = [replace(row, milliseconds_by_casts=TIMES, milliseconds_fp8=1.0) for row in rows]
     if policy is None:
@@ -103,7 +106,7 @@ def look(rows: list[Any], evidence: list[tuple[dict, dict]], budget: float = 0.0
     for row, sides in zip(rows, evidence, strict=True):
         for side, kept in zip(("left", "right"), sides, strict=True):
             seen.append(measured(row, side, {**dict.fromkeys(ALTERNATIVES, POOR), **kept}))
-    plan, changes = policy.look(Plan(matmuls=rows), seen, 7)
+    plan, changes = policy.look(Plan(matmuls=rows), seen, step)
     return plan, changes, policy
 
 
@@ -148,6 +151,26 @@ def test_a_choice_stays_while_its_evidence_does():
         plan, changes, _ = look(plan.matmuls, evidence, policy=policy)
         assert not changes
     assert casts(plan)[1] == f"{ROW} × {ROW}"
+
+
+def test_less_noise_waits_for_a_later_step_each_time():
+    """Compiling takes as long as many steps: casts change at 16, and not again before 256."""
+    rows, tokens = {ROW: BETTER}, {ROW: BETTER, TENSOR: POOR}
+    first = [(rows, tokens), *[(TAME, TAME)] * 3]
+    plan, changes, policy = look(LAYERS, first, step=SPACING - 1)
+    assert not changes
+    assert "would keep 31.0 dB" in plan.matmuls[0].reason
+    plan, changes, policy = look(plan.matmuls, first, policy=policy)
+    assert [(m.path, m.is_for_noise) for m in changes] == [("layers.0.fc", True)]
+    both = [*[(rows, tokens)] * 2, *[(TAME, TAME)] * 2]
+    plan, changes, policy = look(plan.matmuls, both, policy=policy, step=SPACING**2 - 1)
+    assert not changes
+    plan, changes, policy = look(plan.matmuls, both, policy=policy, step=SPACING**2)
+    assert [m.path for m in changes] == ["layers.1.fc"]
+    assert policy.next_spending == SPACING**3
+    lost = dict.fromkeys(ALTERNATIVES, (10.0, 10.0, 10.0))
+    _, changes, _ = look(plan.matmuls, [*both[:3], (lost, TAME)], policy=policy, step=SPACING**2 + 1)
+    assert [(m.path, m.is_for_noise) for m in changes] == [("layers.3.fc", False)]  # what loses too much does not wait
 
 
 def test_what_loses_too_much_is_repaired_whatever_it_costs():
@@ -196,6 +219,9 @@ def test_layers_that_differ_in_what_was_measured_alone_are_shown_as_one():
     assert shown("faster; auto: 28.1 dB", "adaptive: 28.3 dB") == ["layers.0.fc 1", "layers.1.fc 1"]
 
 
+ENOUGH = 2 * SPACING  # steps: the look of step 31 has been read, the first after 16
+
+
 # ---- as people use it -----------------------------------------------------------------------------------------------
 
 
@@ -224,10 +250,12 @@ def trained(options: dict[str, Any], steps: int = 6) -> tuple[Rare, Any]:
     return model, step
 
 
-def test_a_weight_with_a_large_row_gets_scales_of_rows_from_the_second_step_on():
-    _alive = trained({"recipe": "auto"})
+def test_a_weight_with_a_large_row_gets_scales_of_rows():
+    _alive = trained({"recipe": "auto"}, ENOUGH)
     graph = fp8compile.adaptive_graphs()[-1]
-    assert any((m.step, m.path, m.role) == (1, "layers.1", "output") for m in graph.changes), str(graph)
+    found = [m for m in graph.changes if (m.path, m.role) == ("layers.1", "output")]
+    assert [m.step for m in found] == [31], str(graph)  # looks are in steps 1, 3, 7, 15, 31, …
+    assert (graph.recompiles, graph.looks) == (1, 5), str(graph)  # and do not begin anew
     rows = {(row.path, row.role): row for row in fp8compile.adaptive_plan().plans[-1].matmuls}
     assert str(rows["layers.1", "output"].right) == "e4m3 row"
     assert rows["layers.1", "output"].reason.startswith("adaptive: ")
@@ -248,7 +276,7 @@ def test_gradients_are_as_near_as_those_of_the_better_recipe():
         pairs = [zip(gradients(options, seed), gradients(None, seed), strict=True) for seed in range(2)]
         return sum(float((a - b).norm() ** 2 / b.norm() ** 2) for pair in pairs for a, b in pair)
 
-    _alive = trained({"recipe": "auto"})
+    _alive = trained({"recipe": "auto"}, ENOUGH)
     plan = fp8compile.adaptive_plan().plans[-1]
     chosen, mixed, rowwise = (lost(x) for x in ({"plan": plan}, {"recipe": "mixed"}, {"recipe": "rowwise"}))
     assert chosen <= 1.1 * min(mixed, rowwise), (chosen, mixed, rowwise)
@@ -275,7 +303,7 @@ def test_options():
 
 
 def test_a_plan_of_it_can_be_written_and_read():
-    _alive = trained({"recipe": "auto"})
+    _alive = trained({"recipe": "auto"}, ENOUGH)
     plan = fp8compile.adaptive_plan().plans[-1]
     text = plan.to_json()
     assert Plan.from_json(text) == plan
