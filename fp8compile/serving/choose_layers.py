@@ -49,20 +49,22 @@ def choose(
 
     experts: why stacked experts cannot be, or "" (`stacked_experts.refusals`).
     """
-    linear = {WRAPPERS.sub("", name): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linear, called = _linear_layers(model)
+    called |= {name: [name] for name in experts}
     for given, what in ((layers, "layers"), (skip, "skip")):
-        if unknown := [p for p in given or () if not any(matching([p], name) for name in (*linear, *experts))]:
-            raise unknown_name(f"layer in {what}", unknown[0], [*linear, *experts])
-    wanted = _named((*linear, *experts), layers) if layers is not None else _of_plans(model, plans)
+        valid = [name for names in called.values() for name in names]
+        if unknown := [p for p in given or () if not any(matching([p], name) for name in valid)]:
+            raise unknown_name(f"layer in {what}", unknown[0], valid)
+    wanted = _named(called, layers) if layers is not None else _of_plans(model, plans)
     choice, names = Choice(), names_by_tensor(model)
     for name, module in linear.items():
-        reason = _unwanted(name, wanted, skip) or _reason(name, module, names, layout)
-        if reason:
+        cannot = _reason(name, module, names, layout)
+        if reason := (cannot if name not in wanted else "") or _unwanted(called[name], wanted, skip) or cannot:
             choice.kept[name] = reason
         else:
             choice.quantized.append(name)
     for name, refusal in experts.items():
-        if reason := _unwanted(name, wanted, skip) or refusal:
+        if reason := _unwanted([name], wanted, skip) or refusal:
             choice.kept[name] = reason
         else:
             choice.experts.append(name)
@@ -74,9 +76,24 @@ def choose(
     return choice
 
 
-def _named(linear: Iterable[str], layers: Sequence[str]) -> dict[str, str]:
-    """Return "" for layers that the user named, and a reason for the others."""
-    return {name: "" if matching(layers, name) else "not in layers" for name in linear}
+def _linear_layers(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
+    """Return linear layers by the first name of each, and all names of each by its first."""
+    linear: dict[str, nn.Linear] = {}
+    called: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            names = called.setdefault(id(module), [])
+            names.append(WRAPPERS.sub("", name))
+            linear[names[0]] = module
+    return linear, {names[0]: names for names in called.values()}
+
+
+def _named(called: Mapping[str, Sequence[str]], layers: Sequence[str]) -> dict[str, str]:
+    """Return "" for layers that the user named, by any name of theirs, and a reason for the others."""
+    return {
+        first: "" if any(matching(layers, name) for name in names) else "not in layers"
+        for first, names in called.items()
+    }
 
 
 def _of_plans(model: nn.Module, plans: Sequence[Plan]) -> dict[str, str]:
@@ -136,11 +153,11 @@ def _prefixes(paths: Iterable[str], names: Iterable[str]) -> tuple[str, str]:
     return votes.most_common(1)[0][0] if votes else ("", "")
 
 
-def _unwanted(name: str, wanted: Mapping[str, str], skip: Sequence[str]) -> str:
-    """Return why a layer is not to be exported in FP8; "" if it is."""
-    if reason := wanted.get(name, "no compiled graph has a matmul of this name"):
+def _unwanted(names: Sequence[str], wanted: Mapping[str, str], skip: Sequence[str]) -> str:
+    """Return why a layer with these names, of which plans know the first, is not to be exported in FP8; "" if it is."""
+    if reason := wanted.get(names[0], "no compiled graph has a matmul of this name"):
         return reason
-    pattern = matching(skip, name)
+    pattern = next((found for name in names if (found := matching(skip, name))), None)
     return f"skip={pattern!r}" if pattern else ""
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,12 @@ class FreedModule(nn.Module):
 @functools.cache
 def _freed(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of modules of this class that have freed weights."""
-    names = {"_fp8_class": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    names = {
+        "_fp8_class": kind,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
     return type(kind.__name__, (FreedModule, kind), {**names, "forward": _compiled_only(kind.forward)})
 
 
@@ -56,9 +62,9 @@ def _compiled_only(forward: Callable[..., Any], module: nn.Module | None = None)
             _refuse_eager(args[0] if module is None else module)
         return forward(*args, **kwargs)
 
-    # A code of its own, as Dynamo counts by code how often it has compiled.
-    compiled_only.__code__ = compiled_only.__code__.replace(co_name=f"{compiled_only.__qualname__}, compiled only")
-    return compiled_only
+    made = cast("FunctionType", compiled_only)
+    made.__code__ = made.__code__.replace(co_name=made.__name__)  # of its own: torch counts kinds of calls by code
+    return made
 
 
 def guard(module: nn.Module) -> None:

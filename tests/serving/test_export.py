@@ -281,6 +281,31 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert sqnr(model.a.weight, other.a.weight) > LEAST
 
 
+def test_a_layer_with_two_names(tmp_path: Path) -> None:
+    """Plans know it by the name under which it is called; its weight has both, and so stays."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.again = self.a
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.again(x)))
+
+    model = Twice().bfloat16()
+    torch.compile(model, backend="fp8", options=EAGER)(torch.randn(16, 32).bfloat16()).sum().backward()
+    shared = "its weight is again.weight as well"
+    assert fp8compile.export(model, tmp_path / "out", "channel").kept == {"a": shared}
+    for name in ("a", "again"):
+        kept = fp8compile.export(model, tmp_path / name, "channel", layers=[name, "b"]).kept
+        assert kept == {"a": shared}
+        skipped = fp8compile.export(model, tmp_path / f"no {name}", "channel", layers=["*"], skip=[name]).kept
+        assert skipped == {"a": f"skip={name!r}"}
+    with pytest.raises(OptionError, match=r"'c'.*Valid: a, again, b"):
+        fp8compile.export(model, tmp_path / "none", "channel", layers=["c"])
+
+
 def test_wrapped_models(tmp_path: Path) -> None:
     """Activation checkpointing's and torch.compile's wrappers leave no trace in names."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))).bfloat16()
