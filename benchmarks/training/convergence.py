@@ -164,15 +164,20 @@ class Trainer:
 
     def final(self) -> dict[str, float]:
         """Return the losses of the last weights and of the averaged ones, which then are the model's."""
-        size = self.settings.size
-        batches = FINAL * size.held_out_batches
-        found = {}
-        for measure in (LAST, AVERAGED):
-            if measure == AVERAGED and self.averaged is not None:
-                self.model.load_state_dict(self.averaged.module.state_dict())
-            found[measure] = self._held_out(batches, self.step)
-            found[measure + IN_BF16] = self._held_out(batches, self.model)
-        return found
+        found = self.last()
+        if self.averaged is not None:
+            self.model.load_state_dict(self.averaged.module.state_dict())
+        return {**found, **self.last(AVERAGED)}
+
+    def last(self, measure: str = LAST) -> dict[str, float]:
+        """Return the losses of the weights as they are, as the run computes and in eager BF16, on 2 M tokens."""
+        batches = FINAL * self.settings.size.held_out_batches
+        steps = {measure: self.step, measure + IN_BF16: self.model}
+        return {name: self._held_out(batches, step) for name, step in steps.items()}
+
+    def fp8_matmuls(self) -> int:
+        """Return how many matmuls the training graph has in FP8; call it before anything else is compiled."""
+        return len(fp8compile.last_compile().converted) if self.run.name in OURS else 0
 
     @torch.no_grad()
     def _held_out(self, batches: int, step: Callable[[Tensor, Tensor], Tensor]) -> float:
@@ -237,8 +242,8 @@ def train(
             run.seconds.append((time.perf_counter() - began) / count)
         run.readings += _means(values)
         run.norms += _means(torch.stack(norms).tolist())
-        if begin == 0 and end == every and run.name in OURS:
-            run.fp8_matmuls = len(fp8compile.last_compile().converted)
+        if begin == 0 and end == every:
+            run.fp8_matmuls = trainer.fp8_matmuls()
         run.evaluations.append((trainer.done, trainer.held_out()))
         run.diverged = not all(map(math.isfinite, (*values, run.evaluations[-1][1])))
         if run.finished and not run.diverged:
@@ -273,7 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     corpus = load_corpus(given.text, size.seq).to(torch.device(device))
     executor = "eager" if device == "cpu" else "inductor"
     settings = Settings(size, device, given.select, given.parameters, executor, corpus.source, given.deterministic)
-    _check_folder(given.out, asdict(settings))
+    check_folder(given.out, asdict(settings))
     torch.set_float32_matmul_precision("high")
     names = [name for name in given.configurations or CONFIGURATIONS if _is_there(name)]
     left = _run_all(given, names, settings, corpus, began + 60 * given.minutes)
@@ -319,7 +324,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def _check_folder(folder: Path, settings: dict[str, Any]) -> None:
+def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     """Runs of other settings must not be mixed."""
     file = folder / "settings.json"
     now = json.loads(json.dumps(settings))

@@ -13,6 +13,14 @@ from typing import Any
 from benchmarks.harness import curves
 
 RECIPES = ("mixed", "tensorwise", "blockwise")
+ROLES = ("output", "grad_input", "grad_weight")
+IN_FP8_ALONE: dict[str, dict[str, Any]] = {
+    role: {"base": "mixed", **dict.fromkeys(other for other in ROLES if other != role)} for role in ROLES
+}
+PARTS: dict[str, dict[str, Any]] = {  # one part of FP8 each, for `branches.py`
+    **{f"{role} alone": {"level": "O2", "recipe": recipe} for role, recipe in IN_FP8_ALONE.items()},
+    "saved alone": {"level": "O2", "save": "fp8", "recipe": {"base": "mixed", **dict.fromkeys(ROLES)}},
+}
 OURS: dict[str, dict[str, Any]] = {
     **{f"{level} {recipe}": {"level": level, "recipe": recipe} for level in ("O2", "O3") for recipe in RECIPES},
     "O3 rowwise": {"level": "O3", "recipe": "rowwise"},
@@ -20,9 +28,10 @@ OURS: dict[str, dict[str, Any]] = {
     "O3 FP8 head": {"level": "O3", "lm_head": True},
     "O3 auto": {"level": "O3", "adaptive": "auto"},
     "O3 recipe auto": {"level": "O3", "recipe": "auto"},
+    **PARTS,
 }
 STATES = "8-bit states"  # the model as BF16's, the optimizer's step compiled
-CONFIGURATIONS = ("BF16", STATES, *OURS, "torchao tensorwise")
+CONFIGURATIONS = ("BF16", STATES, *(name for name in OURS if name not in PARTS), "torchao tensorwise")
 SMOOTHED, LAST, AVERAGED, IN_BF16 = "smoothed", "last", "averaged", ", in BF16"  # measures of a run; the last a suffix
 MEASURES = (SMOOTHED, LAST, LAST + IN_BF16, AVERAGED, AVERAGED + IN_BF16)
 CLAIM = 0.001  # the half width of the interval that `pairs_for` counts pairs for

@@ -1,0 +1,195 @@
+"""Which cast costs what? Trainings that branch off one training in BF16, each with one part of FP8.
+
+    python -m benchmarks.training.branches --out runs/branches --minutes 9     # one GPU; again, until all is done
+    python -m benchmarks.training.branches --out runs/branches --report    # the table of what there is
+    python -m benchmarks.training.branches --tiny --out /tmp/branches    # on a CPU: that it runs
+
+Trainings are chaotic: two that differ in one rounding at their beginning end apart by more than FP8 costs
+(`convergence.py`). So a seed is trained in BF16 to `--at` of its steps, and all branches go on from there for `--steps`
+more: from the same weights and averages of AdamW, on the same batches, at the rates of the whole training.
+
+"output", "grad_input" and "grad_weight alone" have that matmul of each layer in FP8, "saved alone" what is kept for
+backward, "8-bit states" the averages of AdamW; O2 and O3 are as in `convergence.py`. "BF16 nudged" is BF16 from weights
+that are each changed by a ten-thousandth: what chaos does by itself.
+
+    training    mean, over the second half of a branch, of its loss / BF16's on the same batch - 1
+    as run      loss of the last weights on 2 M held-out tokens, as the branch computes, / BF16's - 1
+    weights     the same, computed in eager BF16: what the training cost, without the rounding of the evaluation
+
+± is the half width of a 95 % interval over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.training.convergence import SIZES, Settings, Trainer, check_folder
+from benchmarks.training.convergence_report import IN_BF16, LAST, OURS, PARTS, STATES, Interval, Run
+from corpus import Corpus, load_corpus
+
+BASE, NUDGED, NUDGE = "BF16", "BF16 nudged", 1e-4
+BRANCHES = (BASE, NUDGED, *PARTS, STATES, *(name for name in OURS if name not in PARTS))
+STUDY = (BASE, NUDGED, *PARTS, STATES, "O2 mixed", "O3 mixed", "O3 blockwise", "O3 rowwise")
+OF_THE_OPTIMIZER = ("fused", "foreach", "capturable")  # settings that belong to an implementation
+CHUNK = 50  # steps of the trunk between two looks at the clock
+
+
+@dataclass
+class Branch:
+    """What one branch came to. losses: of each step; held_out: by measure."""
+
+    name: str
+    seed: int
+    at: int
+    losses: list[float]
+    held_out: dict[str, float]
+    seconds_per_step: float
+    peak_bytes: int
+    fp8_matmuls: int
+
+
+def trunk(settings: Settings, corpus: Corpus, seed: int, at: int, file: Path, deadline: float) -> bool:
+    """Train a seed in BF16 to step `at`, in pieces; its state is in `file` then. Returns whether it is."""
+    if file.exists():
+        return True
+    begun = file.with_suffix(".begun")
+    trainer = Trainer(settings, corpus, Run(BASE, seed, settings.size.steps))
+    if begun.exists():
+        trainer.load(torch.load(begun, map_location=settings.device, weights_only=False))
+    while trainer.done < at and time.monotonic() < deadline:
+        trainer.train(min(CHUNK, at - trainer.done))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(trainer.state(), begun)
+    return trainer.done == at and bool(begun.rename(file))
+
+
+def grown(settings: Settings, corpus: Corpus, name: str, seed: int, steps: int, file: Path) -> Branch:
+    """Return a branch of so many steps, from the state in `file`."""
+    trainer = Trainer(settings, corpus, Run(name, seed, settings.size.steps))
+    state = torch.load(file, map_location=settings.device, weights_only=False)
+    for mine, saved in zip(trainer.opt.param_groups, state["opt"]["param_groups"], strict=True):
+        saved.update({setting: mine[setting] for setting in OF_THE_OPTIMIZER})
+    trainer.load(state)
+    at = trainer.done
+    del state
+    if name == NUDGED:
+        _nudge(trainer.model, seed)
+    if settings.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    losses, _ = trainer.train(steps // 2)
+    _wait(settings.device)
+    began = time.perf_counter()
+    losses += trainer.train(steps - steps // 2)[0]
+    _wait(settings.device)
+    seconds = (time.perf_counter() - began) / (steps - steps // 2)
+    peak, matmuls = torch.cuda.max_memory_allocated() if settings.device == "cuda" else 0, trainer.fp8_matmuls()
+    return Branch(name, seed, at, torch.stack(losses).tolist(), trainer.last(), seconds, peak, matmuls)
+
+
+@torch.no_grad()
+def _nudge(model: torch.nn.Module, seed: int) -> None:
+    """Change each weight by about a ten-thousandth of itself."""
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        p.mul_(1 + NUDGE * torch.randn_like(p))
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def gaps(branch: Branch, base: Branch) -> dict[str, float]:
+    """Return how far a branch is from BF16's of the same seed, by each measure: a share of the loss."""
+    half = len(branch.losses) // 2
+    pairs = zip(branch.losses[half:], base.losses[half:], strict=True)
+    held_out = {what: branch.held_out[key] / base.held_out[key] - 1 for what, key in MEASURES.items()}
+    return {"training": statistics.mean(a / b - 1 for a, b in pairs), **held_out}
+
+
+MEASURES = {"as run": LAST, "weights": LAST + IN_BF16}
+
+
+def report(folder: Path) -> str:
+    """Return the table of the branches in a folder, and write `results.json` beside them."""
+    files = sorted(folder.glob("*-seed*.json"))
+    branches = [Branch(**json.loads(file.read_text())) for file in files]
+    bases = {b.seed: b for b in branches if b.name == BASE}
+    rows, lines = [], [f"{'branch':<20}{'seeds':>6}{'ms':>8}" + "".join(f"  {m:<17}" for m in ("training", *MEASURES))]
+    for name in BRANCHES:
+        mine = [b for b in branches if b.name == name and b.seed in bases]
+        if not mine:
+            continue
+        found = [gaps(b, bases[b.seed]) for b in mine]
+        intervals = {what: Interval.of([each[what] for each in found]) for what in found[0]}
+        ms = 1e3 * statistics.median(b.seconds_per_step for b in mine)
+        rows.append({"name": name, "seeds": [b.seed for b in mine], "ms": ms,
+                     "gaps": {what: asdict(x) for what, x in intervals.items()}})  # fmt: skip
+        cells = "" if name == BASE else "".join(f"  {x.text('+.3%'):<17}" for x in intervals.values())
+        lines.append(f"{name:<20}{len(mine):>6}{ms:>8.1f}{cells}")
+    settings = json.loads((folder / "settings.json").read_text())
+    (folder / "results.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train what there is time for, and print the table; see the top of this file."""
+    given = parser().parse_args(arguments)
+    began = time.monotonic()
+    if given.report:
+        print(report(given.out))
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() and not given.tiny else "cpu"
+    size = SIZES["tiny" if given.tiny else given.size]
+    corpus = load_corpus(given.text, size.seq).to(torch.device(device))
+    executor = "eager" if device == "cpu" else "inductor"
+    settings = Settings(size, device, given.select, "fp32", executor, corpus.source)
+    at, steps = round(given.at * size.steps), min(given.steps, size.steps - round(given.at * size.steps))
+    check_folder(given.out, {**asdict(settings), "at": at, "steps_of_a_branch": steps})
+    torch.set_float32_matmul_precision("high")
+    deadline = began + 60 * given.minutes
+    for seed in range(given.first, given.first + given.seeds):
+        state = (given.scratch or given.out / "checkpoints") / f"trunk-seed{seed}.pt"
+        if not trunk(settings, corpus, seed, at, state, deadline):
+            break
+        for name in given.branches if given.branches is not None else STUDY:
+            file = given.out / f"{name.replace(' ', '-')}-seed{seed}.json"
+            if not file.exists() and time.monotonic() < deadline:
+                branch = grown(settings, corpus, name, seed, steps, state)
+                file.write_text(json.dumps(asdict(branch)) + "\n")
+                print(f"{name:<20} seed {seed}: {branch.held_out[LAST]:.5f}", flush=True)
+    print(report(given.out))
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, default=Path("runs/branches"))
+    p.add_argument("--scratch", type=Path, help="where the states are from which branches begin (default: in --out)")
+    p.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so long")
+    p.add_argument("--seeds", type=int, default=1)
+    p.add_argument("--first", type=int, default=0, help="the first seed")
+    p.add_argument("--size", choices=["125m", "1b"], default="125m")
+    p.add_argument("--tiny", action="store_true", help="a very small model, on the CPU")
+    p.add_argument("--at", type=float, default=0.7, help="the share of a training's steps after which branches begin")
+    p.add_argument("--steps", type=int, default=400, help="of a branch")
+    p.add_argument("--text", type=Path, help="as for examples/train_lm.py")
+    p.add_argument("--select", choices=["all", "profitable"], default="profitable", help="which matmuls are in FP8")
+    p.add_argument("--branches", nargs="*", choices=BRANCHES, help="none: only what they begin from is trained")
+    p.add_argument("--report", action="store_true", help="train nothing, show what there is")
+    return p
+
+
+if __name__ == "__main__":
+    main()

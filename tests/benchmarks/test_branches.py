@@ -1,0 +1,105 @@
+"""benchmarks/training/branches.py on a CPU: a branch in BF16 is the training that it leaves; others have their part."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from test_convergence import TEXT
+
+import fp8compile
+from benchmarks.training import branches as benchmark
+from benchmarks.training import convergence
+from benchmarks.training.convergence_report import IN_BF16, LAST, OURS, PARTS, STATES, Run
+
+STEPS, AT = 6, 3
+GIVEN = ["--tiny", "--at", "0.5", "--select", "all", "--text", str(TEXT)]
+
+
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    torch.set_num_threads(1)
+    tiny = convergence.SIZES["tiny"]
+    small = replace(tiny, model=replace(tiny.model, n_layers=1), held_out_batches=1, steps=STEPS)
+    with (
+        mock.patch.dict(convergence.SIZES, tiny=small),
+        mock.patch.multiple(convergence, FINAL=2, LAST_SHARE=0.0),
+        mock.patch.object(benchmark, "CHUNK", 2),
+    ):
+        yield
+
+
+def whole() -> tuple[list[float], dict[str, float]]:
+    """Losses of a training in BF16 that nothing branches off, and those of its last weights."""
+    size = convergence.SIZES["tiny"]
+    corpus = benchmark.load_corpus(TEXT, size.seq)
+    settings = convergence.Settings(size, "cpu", "all", "fp32", "eager", "")
+    trainer = convergence.Trainer(settings, corpus, Run("BF16", 0, STEPS))
+    losses, _ = trainer.train(STEPS)
+    return torch.stack(losses).tolist(), trainer.last()
+
+
+def test_a_branch_in_bf16_is_the_rest_of_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the clock stopped what it grows on."""
+    ticks = iter([0.0, 0.0, *[1e9] * 1000])  # when it began, and one look
+    with mock.patch.object(benchmark.time, "monotonic", ticks.__next__):
+        benchmark.main([*GIVEN, "--out", str(tmp_path), "--branches", "BF16", "--minutes", "1"])
+    assert not list(tmp_path.glob("*-seed0.json"))
+    state = torch.load(tmp_path / "checkpoints" / "trunk-seed0.begun", weights_only=False)
+    assert 0 < state["done"] < AT
+    benchmark.main([*GIVEN, "--out", str(tmp_path), "--branches", "BF16", benchmark.NUDGED])
+    base, nudged = (json.loads((tmp_path / f"{name}-seed0.json").read_text()) for name in ("BF16", "BF16-nudged"))
+    losses, held_out = whole()
+    assert (base["at"], base["losses"], base["held_out"]) == (AT, losses[AT:], held_out)
+    assert nudged["losses"] != base["losses"]
+    assert nudged["losses"] == pytest.approx(base["losses"], rel=1e-3)
+    assert "BF16 nudged" in capsys.readouterr().out
+    benchmark.main([*GIVEN, "--out", str(tmp_path), "--branches", "BF16"])  # there is nothing left to do
+    assert json.loads((tmp_path / "BF16-seed0.json").read_text()) == base
+
+
+@pytest.mark.parametrize("name", [*PARTS, STATES])
+def test_each_branch_has_its_part_alone(tmp_path: Path, name: str) -> None:
+    small = {name: {**OURS[name], "save_min_bytes": 0}} if name in OURS else {}
+    with mock.patch.dict(OURS, small):
+        benchmark.main([*GIVEN, "--out", str(tmp_path), "--branches", "BF16", name])
+    base, found = (json.loads((tmp_path / f"{n.replace(' ', '-')}-seed0.json").read_text()) for n in ("BF16", name))
+    trained = [plan for plan in fp8compile.compiles() if plan.graph == "training"]
+    matmuls = {row.role for plan in trained for row in plan.matmuls if row.decision == "fp8"}
+    saved = any("e4m3" in row.form for plan in trained for row in plan.saved)
+    role = name.removesuffix(" alone")
+    assert matmuls == ({role} if role in ("output", "grad_input", "grad_weight") else set())
+    assert saved == (name == "saved alone")
+    assert (found["fp8_matmuls"] > 0) == bool(matmuls)
+    assert found["losses"] != base["losses"]
+    assert found["losses"][0] == pytest.approx(base["losses"][0], rel=1e-3)  # from the same weights, on the same batch
+    assert found["losses"] == pytest.approx(base["losses"], rel=0.02)
+
+
+def test_gaps_are_of_the_second_half_and_of_the_last_weights(tmp_path: Path) -> None:
+    def branch(name: str, seed: int, losses: list[float], held_out: float, in_bf16: float) -> benchmark.Branch:
+        return benchmark.Branch(name, seed, 3, losses, {LAST: held_out, LAST + IN_BF16: in_bf16}, 0.01 + seed, 0, 0)
+
+    base = branch("BF16", 0, [9.0, 9.0, 2.0, 4.0], 1.0, 2.0)
+    other = branch("O3 mixed", 0, [1.0, 1.0, 2.2, 4.0], 1.01, 2.04)
+    found = benchmark.gaps(other, base)
+    assert found == pytest.approx({"training": 0.05, "as run": 0.01, "weights": 0.02})
+    rest = [branch("BF16", 1, [1.0] * 4, 1.0, 1.0), branch("O3 mixed", 1, [1.0] * 4, 1.03, 1.0)]
+    alone = branch("O3 mixed", 2, [1.0] * 4, 1.0, 1.0)  # has no BF16 beside it
+    for each in (base, other, *rest, alone):
+        file = tmp_path / f"{each.name.replace(' ', '-')}-seed{each.seed}.json"
+        file.write_text(json.dumps(vars(each)))
+    (tmp_path / "settings.json").write_text("{}")
+    lines = benchmark.report(tmp_path).splitlines()
+    assert lines[2].split()[:4] == ["O3", "mixed", "2", "510.0"]
+    assert "+2.000%" in lines[2]
+    (row,) = [r for r in json.loads((tmp_path / "results.json").read_text())["rows"] if r["name"] == "O3 mixed"]
+    assert row["seeds"] == [0, 1]
+    half = 12.706 * math.sqrt(2) * 0.01 / math.sqrt(2)
+    assert row["gaps"]["as run"] == pytest.approx({"mean": 0.02, "half": half})
