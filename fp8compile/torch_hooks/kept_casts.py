@@ -120,12 +120,14 @@ _values = Values()
 class Unchanged:
     """Hold what was kept of some weights, and compare all of them at once with what they were.
 
-    As long as no value was computed or freed since, the weights live, and their values are those of this graph. Strides
-    and dtypes are not compared: Dynamo's guards have chosen the graph by them; shapes may be symbolic.
+    As long as no value was computed or freed since, the weights live, and their values are those of this graph. Dtypes
+    are not compared: Dynamo's guards have chosen the graph by them. By strides they have not on torch 2.11, where
+    `p.data = …` gives a parameter others.
     """
 
     weights: list[int]  # identities
     shapes: list[torch.Size]
+    strides: list[tuple[int, ...]]
     writes: list[int]
     addresses: list[int]
     values: list[Value]
@@ -134,7 +136,8 @@ class Unchanged:
     def of(cls, weights: Sequence[Tensor], values: list[Value]) -> Unchanged:
         """Return what is true now."""
         writes, addresses = [w._version for w in weights], [w.data_ptr() for w in weights]
-        return cls(list(map(id, weights)), [w.shape for w in weights], writes, addresses, values)
+        shapes, strides = [w.shape for w in weights], [w.stride() for w in weights]
+        return cls(list(map(id, weights)), shapes, strides, writes, addresses, values)
 
     def holds_for(self, weights: Sequence[Tensor]) -> bool:
         """Return True if it was made of these weights, and nothing has changed."""
@@ -144,6 +147,7 @@ class Unchanged:
             and self.writes == [w._version for w in weights]
             and self.addresses == [w.data_ptr() for w in weights]
             and self.shapes == [w.shape for w in weights]
+            and self.strides == [w.stride() for w in weights]
         )
 
 
