@@ -1,6 +1,7 @@
 """Frozen weights: which of them graphs read as they are, which they cast alone, and whose memory was freed.
 
-A weight that is freed keeps its shape, and shows one NaN in all of its elements.
+A weight that is freed keeps its shape, and shows one NaN in all of its elements; one of more than two dimensions, as
+experts' are, a matrix of them, which lies as its own did: grouped matmuls look at that when they are traced.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Use:
 class Freed:
     """Hold how a weight lay whose memory was freed. layout: shape, strides, dtype, device; writes: how many there were.
 
-    nothing: the NaN that it shows, which is kept so that nothing else comes to lie there.
+    nothing: what it shows, NaN alone, which is kept so that nothing else comes to lie there.
     """
 
     layout: tuple[Any, ...]
@@ -41,6 +42,8 @@ class Freed:
     nothing: Tensor
 
 
+MATRIX = 2
+_matrices: weakref.WeakValueDictionary[tuple[Any, ...], Tensor] = weakref.WeakValueDictionary()  # what freed ones show
 _uses: dict[int, Use] = {}  # by the identity of each weight, as long as it lives
 
 
@@ -103,13 +106,26 @@ def free(weight: Tensor) -> int:
     """Free the memory of a weight that is as it was cast, and return how many bytes."""
     use = _use_of(weight)
     layout = weight.shape, weight.stride(), weight.dtype, weight.device
+    leading = weight.dim() - MATRIX if weight.dim() > MATRIX else weight.dim()  # dimensions that show one thing
     with torch.inference_mode(False):
-        nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device)
+        nothing = _nothing(weight, leading)
         whole = weight.untyped_storage().nbytes() == weight.nbytes  # and not a part of what others hold
         count = weight.nbytes if whole else 0
-        weight.data = nothing.expand(weight.shape)
+        weight.data = nothing.as_strided(weight.shape, (*(0,) * leading, *weight.stride()[leading:]))
     use.freed = Freed(layout, weight._version, nothing)
     return count
+
+
+def _nothing(weight: Tensor, leading: int) -> Tensor:
+    """Return NaN for a weight to show: [1], or [n] for all that lies in a matrix of it, which weights share."""
+    rest = zip(weight.shape[leading:], weight.stride()[leading:], strict=True)
+    kind = 1 + sum((size - 1) * stride for size, stride in rest), weight.dtype, weight.device
+    known = _matrices.get(kind) if leading < weight.dim() else None
+    if known is None:
+        known = torch.full(kind[:1], torch.nan, dtype=weight.dtype, device=weight.device)
+        if leading < weight.dim():
+            _matrices[kind] = known
+    return known
 
 
 def as_it_lay(x: Any) -> Any:

@@ -26,20 +26,14 @@ def free_weights(model: nn.Module) -> int:
 
     Raises `FreedWeightError` if no weight is only cast, or one was written since it was last cast.
     """
-    owners = {
-        id(parameter): (module, parameter)
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None and frozen_weights.is_cast_alone(parameter)
-    }
-    if not owners:
+    weights = {id(p): p for p in model.parameters() if frozen_weights.is_cast_alone(p)}
+    if not weights:
         raise FreedWeightError(
             "no weight of this model is only cast: run it once after fp8compile.freeze; what graphs read in BF16 stays"
         )
-    for _, parameter in owners.values():
-        frozen_weights.refuse_written(parameter)
-    count = sum(frozen_weights.free(parameter) for _, parameter in owners.values())
+    for weight in weights.values():
+        frozen_weights.refuse_written(weight)
+    owners = [module for module in model.modules() if any(id(p) in weights for p in module._parameters.values())]
     root = getattr(model, "_orig_mod", model)  # of what torch.compile returned
-    for module in {id(module): module for module in (root, *(module for module, _ in owners.values()))}.values():
-        guard(module)
-    return count
+    guard({id(module): module for module in (root, *owners)}.values())
+    return sum(frozen_weights.free(weight) for weight in weights.values())

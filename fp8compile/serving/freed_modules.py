@@ -1,16 +1,15 @@
 """Modules whose weights were freed: they refuse to run uncompiled, to be converted, copied, saved or loaded.
 
-Such a module gets a class of its own, of the same name, which is its class's with four methods around: as torch does
-for `fully_shard` and for parametrizations. `forward` asks whether it is being compiled, which is True of the code that
-Dynamo makes of it, and False where torch has given it up. Where a forward has a graph break, that is known of its
-beginning only.
+Such a module gets methods of its own in front of its class's. `forward` asks whether it is being compiled, which is
+True of the code that Dynamo makes of it, and False where torch has given it up. Not known is so: a forward after a
+graph break of its own, one that reads a weight of another module, and what another backend compiles.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from types import FunctionType
+from collections.abc import Callable, Iterable
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -20,46 +19,36 @@ from torch._dynamo.eval_frame import skip_code  # or Dynamo compiles what refuse
 from fp8compile import frozen_weights
 from fp8compile.errors import FreedWeightError
 
-
-class FreedModule(nn.Module):
-    """Mixed into the class of a module that has freed weights, or is the root of those that have."""
-
-    _fp8_class: type[nn.Module]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Refuse another dtype or device, before anything is converted."""
-        for name, parameter in self.named_parameters(recurse=recurse):
-            nothing = frozen_weights.shown_of(parameter)
-            if nothing is not None and fn(nothing) is not nothing:
-                refuse(self, name, "converted or moved: do that before")
-        return super()._apply(fn, recurse)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled; with all memory given again, be an object of the class that it had."""
-        refuse_freed(self, "copied or pickled: do that before")
-        function, (_, *arguments), *rest = super().__reduce_ex__(protocol)
-        return function, (self._fp8_class, *arguments), *rest
+GUARD = "_fp8_guard"  # the attribute of a module with what it had before
 
 
-@functools.cache
-def _freed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of modules of this class that have freed weights."""
-    names = {
-        "_fp8_class": kind,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-    }
-    return type(kind.__name__, (FreedModule, kind), {**names, "forward": _compiled_only(kind.forward)})
+def guard(modules: Iterable[nn.Module]) -> None:
+    """Let modules refuse from now on what would find NaN in their freed weights, or in those of modules below.
+
+    Raises `FreedWeightError`, and changes none, where the forward of one cannot be replaced.
+    """
+    new = [module for module in modules if GUARD not in vars(module)]
+    for module in new:
+        if isinstance(getattr(type(module), "forward", None), property):
+            raise FreedWeightError(f"{type(module).__name__}: weights are not freed where forward is a property")
+    for module in new:
+        module.register_state_dict_pre_hook(_refuse_files)
+        module.register_load_state_dict_pre_hook(_refuse_files)
+        own: dict[str, Any] = {"forward": _compiled_only(module.forward, module)}
+        own |= {"_apply": MethodType(_apply, module), "__reduce_ex__": MethodType(_reduce, module)}
+        before = {name: vars(module)[name] for name in own if name in vars(module)}
+        vars(module).update({**own, GUARD: before})
 
 
-def _compiled_only(forward: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
-    """Return a method that raises where freed weights would be read by Python. module: whose forward it is already."""
+def _compiled_only(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """Return a forward that raises where freed weights would be read by Python, or by a program that is exported."""
 
     @functools.wraps(forward)
     def compiled_only(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():  # with other tensors in place of parameters
+            raise FreedWeightError("weights were freed (fp8compile.free_weights): torch.export would keep NaN of them")
         if not torch.compiler.is_compiling():
-            _refuse_eager(args[0] if module is None else module)
+            _refuse_eager(module)
         return forward(*args, **kwargs)
 
     made = cast("FunctionType", compiled_only)
@@ -67,28 +56,38 @@ def _compiled_only(forward: Callable[..., Any], module: nn.Module | None = None)
     return made
 
 
-def guard(module: nn.Module) -> None:
-    """Let a module refuse from now on what would find NaN in its freed weights, or in those of modules below."""
-    if isinstance(module, FreedModule):
-        return
-    module.register_state_dict_pre_hook(_refuse_files)
-    module.register_load_state_dict_pre_hook(_refuse_files)
-    own = vars(module).get("forward")  # as libraries set it that hook calls
-    module.__class__ = _freed(type(module))
-    if own is not None:
-        module.forward = _compiled_only(own, module)
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Refuse another dtype or device, before anything is converted."""
+    for name, parameter in self.named_parameters(recurse=recurse):
+        nothing = frozen_weights.shown_of(parameter)
+        if nothing is not None and fn(nothing) is not nothing:
+            _refuse(self, name, "converted or moved: do that before")
+    return _had(self, "_apply")(fn, recurse)
 
 
-def refuse(module: nn.Module, name: str, what: str) -> None:
-    """Raise: a weight of a module was freed, and cannot be what is said."""
-    raise FreedWeightError(f"{type(module).__name__}: {name} was freed (fp8compile.free_weights), and cannot be {what}")
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """Refuse to be copied or pickled; with all memory given again, be without a guard."""
+    refuse_freed(self, "copied or pickled: do that before")
+    function, arguments, state, *rest = _had(self, "__reduce_ex__")(protocol)
+    own = {name: x for name, x in state.items() if name not in (GUARD, "forward", "_apply", "__reduce_ex__")}
+    return function, arguments, {**own, **vars(self)[GUARD]}, *rest
+
+
+def _had(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return a method as the module had it before."""
+    before = vars(module)[GUARD].get(name)
+    return getattr(type(module), name).__get__(module) if before is None else before
 
 
 def refuse_freed(module: nn.Module, what: str) -> None:
     """Raise if a weight of a module, or of one below, was freed."""
     for name, parameter in module.named_parameters():
         if frozen_weights.is_freed(parameter):
-            refuse(module, name, what)
+            _refuse(module, name, what)
+
+
+def _refuse(module: nn.Module, name: str, what: str) -> None:
+    raise FreedWeightError(f"{type(module).__name__}: {name} was freed (fp8compile.free_weights), and cannot be {what}")
 
 
 def _refuse_files(module: nn.Module, *_: Any) -> None:
