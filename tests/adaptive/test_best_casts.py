@@ -219,7 +219,7 @@ def test_layers_that_differ_in_what_was_measured_alone_are_shown_as_one():
     assert shown("faster; auto: 28.1 dB", "adaptive: 28.3 dB") == ["layers.0.fc 1", "layers.1.fc 1"]
 
 
-ENOUGH = 2 * SPACING  # steps: the look of step 31 has been read, the first after 16
+ENOUGH = 2 * SPACING + 6  # steps: the look of step 31 has been read, the first after 16
 
 
 # ---- as people use it -----------------------------------------------------------------------------------------------
