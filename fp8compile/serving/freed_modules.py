@@ -45,7 +45,7 @@ def _compiled_only(forward: Callable[..., Any], module: nn.Module) -> Callable[.
 
     @functools.wraps(forward)
     def compiled_only(*args: Any, **kwargs: Any) -> Any:
-        # Parameters are other tensors then. (Dynamo of torch 2.11 takes `is_exporting()` for true in all that it traces.)
+        # Parameters are other tensors then. (Dynamo of torch 2.11 takes `is_exporting()` for true wherever it traces.)
         if torch.compiler._is_exporting_flag:
             raise FreedWeightError("weights were freed (fp8compile.free_weights): torch.export would keep NaN of them")
         if not torch.compiler.is_compiling():
