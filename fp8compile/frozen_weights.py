@@ -73,7 +73,7 @@ def is_freed(x: Tensor) -> bool:
 
 
 def shown_of(weight: Tensor) -> Tensor | None:
-    """Return the NaN that a freed weight shows, []; None of any other."""
+    """Return what a freed weight shows, NaN alone, [n]; None of any other."""
     freed = _uses[id(weight)].freed if is_freed(weight) else None
     return None if freed is None else freed.nothing
 
@@ -107,10 +107,11 @@ def free(weight: Tensor) -> int:
     use = _use_of(weight)
     layout = weight.shape, weight.stride(), weight.dtype, weight.device
     leading = weight.dim() - MATRIX if weight.dim() > MATRIX else weight.dim()  # dimensions that show one thing
+    before = len(_matrices)
     with torch.inference_mode(False):
         nothing = _nothing(weight, leading)
         whole = weight.untyped_storage().nbytes() == weight.nbytes  # and not a part of what others hold
-        count = weight.nbytes if whole else 0
+        count = (weight.nbytes if whole else 0) - (nothing.nbytes if len(_matrices) > before else 0)
         weight.data = nothing.as_strided(weight.shape, (*(0,) * leading, *weight.stride()[leading:]))
     use.freed = Freed(layout, weight._version, nothing)
     return count
@@ -119,7 +120,7 @@ def free(weight: Tensor) -> int:
 def _nothing(weight: Tensor, leading: int) -> Tensor:
     """Return NaN for a weight to show: [1], or [n] for all that lies in a matrix of it, which weights share."""
     rest = zip(weight.shape[leading:], weight.stride()[leading:], strict=True)
-    kind = 1 + sum((size - 1) * stride for size, stride in rest), weight.dtype, weight.device
+    kind = 1 + sum(max(0, size - 1) * stride for size, stride in rest), weight.dtype, weight.device
     known = _matrices.get(kind) if leading < weight.dim() else None
     if known is None:
         known = torch.full(kind[:1], torch.nan, dtype=weight.dtype, device=weight.device)

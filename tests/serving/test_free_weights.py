@@ -377,7 +377,7 @@ def test_experts_in_one_weight() -> None:
     x, ends = torch.randn(64, 64).bfloat16(), torch.tensor([16, 16, 48, 64], dtype=torch.int32)
     right = model(x, ends)
     strides = [p.stride() for p in model.parameters()]
-    assert fp8compile.free_weights(model) > 0
+    assert fp8compile.free_weights(model) == (2 * 4 - 1) * 64 * 32 * 2  # of two weights of four matrices one remains
     for p, old in zip(model.parameters(), strides, strict=True):
         assert (p.stride(), bool(p.isnan().all())) == ((0, *old[1:]), True)
         assert p.untyped_storage().nbytes() == 64 * 32 * 2
