@@ -4,9 +4,10 @@
     python -m benchmarks.training.branches --out runs/branches --report    # the table of what there is
     python -m benchmarks.training.branches --tiny --out /tmp/branches    # on a CPU: that it runs
 
-Trainings are chaotic: two that differ in one rounding at their beginning end apart by more than FP8 costs
-(`convergence.py`). So a seed is trained in BF16 to `--at` of its steps, and all branches go on from there for `--steps`
-more: from the same weights and averages of AdamW, on the same batches, at the rates of the whole training.
+Trainings are chaotic: two that differ in one rounding at their beginning end some tenths of a percent apart, which
+hides what FP8 costs (`convergence.py`). So a seed is trained in BF16 to `--at` of its steps, and all branches go on from
+there for `--steps` more: from the same weights and averages of AdamW, on the same batches, at the rates of the whole
+training.
 
 "output", "grad_input" and "grad_weight alone" have that matmul of each layer in FP8, "saved alone" what is kept for
 backward, "8-bit states" the averages of AdamW; O2 and O3 are as in `convergence.py`. "BF16 nudged" is BF16 from weights
@@ -39,6 +40,7 @@ BASE, NUDGED, NUDGE = "BF16", "BF16 nudged", 1e-4
 BRANCHES = (BASE, NUDGED, *PARTS, STATES, *(name for name in OURS if name not in PARTS))
 STUDY = (BASE, NUDGED, *PARTS, STATES, "O2 mixed", "O3 mixed", "O3 blockwise", "O3 rowwise")
 OF_THE_OPTIMIZER = ("fused", "foreach", "capturable")  # settings that belong to an implementation
+MEASURES = {"as run": LAST, "weights": LAST + IN_BF16}  # of held-out text, by the columns of the table
 CHUNK = 50  # steps of the trunk between two looks at the clock
 
 
@@ -57,7 +59,7 @@ class Branch:
 
 
 def trunk(settings: Settings, corpus: Corpus, seed: int, at: int, file: Path, deadline: float) -> bool:
-    """Train a seed in BF16 to step `at`, in pieces; its state is in `file` then. Returns whether it is."""
+    """Train a seed in BF16 to step `at`, and save its state to `file`; return False if time was over before."""
     if file.exists():
         return True
     begun = file.with_suffix(".begun")
@@ -71,8 +73,8 @@ def trunk(settings: Settings, corpus: Corpus, seed: int, at: int, file: Path, de
     return trainer.done == at and bool(begun.rename(file))
 
 
-def grown(settings: Settings, corpus: Corpus, name: str, seed: int, steps: int, file: Path) -> Branch:
-    """Return a branch of so many steps, from the state in `file`."""
+def branch_off(settings: Settings, corpus: Corpus, name: str, seed: int, steps: int, file: Path) -> Branch:
+    """Train `steps` more from the state in `file`, as the configuration `name`, and return what came of it."""
     trainer = Trainer(settings, corpus, Run(name, seed, settings.size.steps))
     state = torch.load(file, map_location=settings.device, weights_only=False)
     for mine, saved in zip(trainer.opt.param_groups, state["opt"]["param_groups"], strict=True):
@@ -116,9 +118,6 @@ def gaps(branch: Branch, base: Branch) -> dict[str, float]:
     pairs = zip(branch.losses[half:], base.losses[half:], strict=True)
     held_out = {what: branch.held_out[key] / base.held_out[key] - 1 for what, key in MEASURES.items()}
     return {"training": statistics.mean(a / b - 1 for a, b in pairs), **held_out}
-
-
-MEASURES = {"as run": LAST, "weights": LAST + IN_BF16}
 
 
 def report(folder: Path) -> str:
@@ -167,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name in given.branches if given.branches is not None else STUDY:
             file = given.out / f"{name.replace(' ', '-')}-seed{seed}.json"
             if not file.exists() and time.monotonic() < deadline:
-                branch = grown(settings, corpus, name, seed, steps, state)
+                branch = branch_off(settings, corpus, name, seed, steps, state)
                 file.write_text(json.dumps(asdict(branch)) + "\n")
                 print(f"{name:<20} seed {seed}: {branch.held_out[LAST]:.5f}", flush=True)
     print(report(given.out))

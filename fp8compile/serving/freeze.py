@@ -26,7 +26,8 @@ def freeze(
 ) -> Model:
     """Compile `model` in place for inference with FP8 weights that are cast once, and return it, in eval mode.
 
-    A module whose forward is torch's own (`nn.Sequential`) is returned within a compiled one, as `torch.compile` does.
+    A module whose class or forward is torch's own (`nn.Sequential`, a traced module) is returned within a compiled one,
+    as `torch.compile` does.
     No parameter needs a gradient then. options: of the backend, to which `frozen` is added; mode, dynamic: of
     `torch.compile`.
     A weight that is written afterwards (`load_state_dict`, `copy_`) is cast again at the next call. Writes through
@@ -48,7 +49,8 @@ def freeze(
     increment_version([p for p in model.parameters() if not frozen_weights.is_freed(p)])
     model.eval().requires_grad_(False)
     given = {**(options or {}), "frozen": True, **({"mode": mode} if mode else {})}  # torch takes one or the other
-    if getattr(model.forward, "__module__", "").partition(".")[0] == "torch":  # which module.compile() takes up never
+    origins = (type(model).__module__, getattr(model.forward, "__module__", None) or "")
+    if any(origin.partition(".")[0] == "torch" for origin in origins):  # module.compile() takes up none of these
         wrapped: Any = torch.compile(model, backend="fp8", options=given, dynamic=dynamic)
         return wrapped
     model.compile(backend="fp8", options=given, dynamic=dynamic)

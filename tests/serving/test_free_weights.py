@@ -294,6 +294,7 @@ OWNERS = {
     "a block": lambda: Around(Own()),
     "torch's class": lambda: nn.Linear(48, 48),
     "a class whose forward is torch's": lambda: OwnLinear(48, 48),
+    "a traced module": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(48, 48))),
     "a forward of its own": with_a_forward_of_its_own,
     "a block with a forward of its own": lambda: Around(with_a_forward_of_its_own()),
 }
