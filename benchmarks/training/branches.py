@@ -5,9 +5,9 @@
     python -m benchmarks.training.branches --tiny --out /tmp/branches    # on a CPU: that it runs
 
 Trainings are chaotic: two that differ in one rounding at their beginning end some tenths of a percent apart, which
-hides what FP8 costs (`convergence.py`). So a seed is trained in BF16 to `--at` of its steps, and all branches go on from
-there for `--steps` more: from the same weights and averages of AdamW, on the same batches, at the rates of the whole
-training.
+hides what FP8 costs (`convergence.py`). So a seed is trained in BF16 to `--at` of its steps, and all branches go on
+from there for `--steps` more: from the same weights and averages of AdamW, on the same batches, at the rates of the
+whole training.
 
 "output", "grad_input" and "grad_weight alone" have that matmul of each layer in FP8, "saved alone" what is kept for
 backward, "8-bit states" the averages of AdamW; O2 and O3 are as in `convergence.py`. "BF16 nudged" is BF16 from weights
