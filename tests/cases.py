@@ -4,6 +4,8 @@
     OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal --all-cases -p arcs --arcs FOLDER      an hour, on two cores
     python -m tests.cases FOLDER                                                          writes tests/left_out.json
 
+A run without --all-cases takes half as long, and `tests.cases --further FOLDER` then leaves out more than before.
+
 What stays: cases so short that leaving them out gains nothing; those that run nearly every branch that any test runs,
 first those that run most for their time; the shortest case of each other test, unless it is long; and tests that
 tests/mutations.toml names. Of tests that start other processes, whose branches are not seen, the shortest case stays
@@ -130,13 +132,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what the processes of the run have written")
-    cases = [c for c in read(parser.parse_args(arguments).folder) if not c.name.startswith("tests/gpu/")]
+    parser.add_argument("--further", action="store_true", help="what the list leaves out already is left out")
+    given = parser.parse_args(arguments)
+    cases = [c for c in read(given.folder) if not c.name.startswith("tests/gpu/")]
     stay = chosen(cases, [test for m in mutate.mutations() for test in m.tests.split() if "::" in test])
     names = {c.name for c in stay}
-    by_test: dict[str, list[str]] = defaultdict(list)
-    for case in sorted((c for c in cases if c.name not in names), key=lambda c: c.name):
-        by_test[case.test].append(case.parameters)
-    lines = [json.dumps({test: left}, ensure_ascii=False)[1:-1] for test, left in by_test.items()]
+    by_test = defaultdict(set, {test: set(left) for test, left in left_out().items()} if given.further else {})
+    for case in (c for c in cases if c.name not in names):
+        by_test[case.test].add(case.parameters)
+    lines = [json.dumps({test: sorted(left)}, ensure_ascii=False)[1:-1] for test, left in sorted(by_test.items())]
     LIST.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     of_all, of_those = (sum(c.seconds for c in x) for x in (cases, stay))
     branches = len(_run_by(stay)) / len(_run_by(cases))

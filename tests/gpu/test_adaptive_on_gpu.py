@@ -10,7 +10,7 @@ import fp8compile
 from fp8compile.adaptive.best_casts import SPACING
 from fp8compile.adaptive.loss_spikes import DELAY, LEAST, LossSpikes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:fp8. the GPU waits for the host")]
 STEPS = 3
 
 
