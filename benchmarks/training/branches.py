@@ -13,7 +13,8 @@ whole training.
 backward, "8-bit states" the averages of AdamW; O2 and O3 are as in `convergence.py`. "BF16 nudged" is BF16 from weights
 that are each changed by a ten-thousandth: what chaos does by itself.
 
-    training    mean, over the second half of a branch, of its loss / BF16's on the same batch - 1
+    at first    mean, over the first quarter of a branch, of its loss / BF16's on the same batch - 1
+    training    the same over its second half, when a nudge may have grown as large as what FP8 does
     as run      loss of the last weights on 2 M held-out tokens, as the branch computes, / BF16's - 1
     weights     the same, computed in eager BF16: what the training cost, without the rounding of the evaluation
 
@@ -32,15 +33,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.training.convergence import SIZES, Settings, Trainer, check_folder
-from benchmarks.training.convergence_report import IN_BF16, LAST, OURS, PARTS, STATES, Interval, Run
+from benchmarks.training.convergence import SIZES, Settings, Trainer, check_folder, nudge
+from benchmarks.training.convergence_report import IN_BF16, LAST, NUDGED, OURS, PARTS, STATES, Interval, Run
 from corpus import Corpus, load_corpus
 
-BASE, NUDGED, NUDGE = "BF16", "BF16 nudged", 1e-4
+BASE = "BF16"
 BRANCHES = (BASE, NUDGED, *PARTS, STATES, *(name for name in OURS if name not in PARTS))
 STUDY = (BASE, NUDGED, *PARTS, STATES, "O2 mixed", "O3 mixed", "O3 blockwise", "O3 rowwise")
 OF_THE_OPTIMIZER = ("fused", "foreach", "capturable")  # settings that belong to an implementation
 MEASURES = {"as run": LAST, "weights": LAST + IN_BF16}  # of held-out text, by the columns of the table
+COLUMNS = ("at first", "training", *MEASURES)
 CHUNK = 50  # steps of the trunk between two looks at the clock
 
 
@@ -83,7 +85,7 @@ def branch_off(settings: Settings, corpus: Corpus, name: str, seed: int, steps: 
     at = trainer.done
     del state
     if name == NUDGED:
-        _nudge(trainer.model, seed)
+        nudge(trainer.model, seed)
     if settings.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses, _ = trainer.train(steps // 2)
@@ -96,14 +98,6 @@ def branch_off(settings: Settings, corpus: Corpus, name: str, seed: int, steps: 
     return Branch(name, seed, at, torch.stack(losses).tolist(), trainer.last(), seconds, peak, matmuls)
 
 
-@torch.no_grad()
-def _nudge(model: torch.nn.Module, seed: int) -> None:
-    """Change each weight by about a ten-thousandth of itself."""
-    torch.manual_seed(seed)
-    for p in model.parameters():
-        p.mul_(1 + NUDGE * torch.randn_like(p))
-
-
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -114,10 +108,10 @@ def _wait(device: str) -> None:
 
 def gaps(branch: Branch, base: Branch) -> dict[str, float]:
     """Return how far a branch is from BF16's of the same seed, by each measure: a share of the loss."""
-    half = len(branch.losses) // 2
-    pairs = zip(branch.losses[half:], base.losses[half:], strict=True)
+    of_steps = [a / b - 1 for a, b in zip(branch.losses, base.losses, strict=True)]
+    first, half = max(1, len(of_steps) // 4), len(of_steps) // 2
     held_out = {what: branch.held_out[key] / base.held_out[key] - 1 for what, key in MEASURES.items()}
-    return {"training": statistics.mean(a / b - 1 for a, b in pairs), **held_out}
+    return {"at first": statistics.mean(of_steps[:first]), "training": statistics.mean(of_steps[half:]), **held_out}
 
 
 def report(folder: Path) -> str:
@@ -125,7 +119,7 @@ def report(folder: Path) -> str:
     files = sorted(folder.glob("*-seed*.json"))
     branches = [Branch(**json.loads(file.read_text())) for file in files]
     bases = {b.seed: b for b in branches if b.name == BASE}
-    rows, lines = [], [f"{'branch':<20}{'seeds':>6}{'ms':>8}" + "".join(f"  {m:<17}" for m in ("training", *MEASURES))]
+    rows, lines = [], [f"{'branch':<20}{'seeds':>6}{'ms':>8}" + "".join(f"  {m:<17}" for m in COLUMNS)]
     for name in BRANCHES:
         mine = [b for b in branches if b.name == name and b.seed in bases]
         if not mine:

@@ -31,7 +31,8 @@ OURS: dict[str, dict[str, Any]] = {
     **PARTS,
 }
 STATES = "8-bit states"  # the model as BF16's, the optimizer's step compiled
-CONFIGURATIONS = ("BF16", STATES, *(name for name in OURS if name not in PARTS), "torchao tensorwise")
+NUDGED = "BF16 nudged"  # from other first weights, by a ten-thousandth of each: how far trainings scatter
+CONFIGURATIONS = ("BF16", NUDGED, STATES, *(name for name in OURS if name not in PARTS), "torchao tensorwise")
 SMOOTHED, LAST, AVERAGED, IN_BF16 = "smoothed", "last", "averaged", ", in BF16"  # measures of a run; the last a suffix
 MEASURES = (SMOOTHED, LAST, LAST + IN_BF16, AVERAGED, AVERAGED + IN_BF16)
 CLAIM = 0.001  # the half width of the interval that `pairs_for` counts pairs for

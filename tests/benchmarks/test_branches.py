@@ -16,7 +16,7 @@ from test_convergence import TEXT
 import fp8compile
 from benchmarks.training import branches as benchmark
 from benchmarks.training import convergence
-from benchmarks.training.convergence_report import IN_BF16, LAST, OURS, PARTS, STATES, Run
+from benchmarks.training.convergence_report import IN_BF16, LAST, NUDGED, OURS, PARTS, STATES, Run
 
 STEPS, AT = 6, 3
 GIVEN = ["--tiny", "--at", "0.5", "--select", "all", "--text", str(TEXT)]
@@ -53,7 +53,7 @@ def test_a_branch_in_bf16_is_the_rest_of_the_training(tmp_path: Path, capsys: py
     assert not list(tmp_path.glob("*-seed0.json"))
     state = torch.load(tmp_path / "checkpoints" / "trunk-seed0.begun", weights_only=False)
     assert 0 < state["done"] < AT
-    benchmark.main([*GIVEN, "--out", str(tmp_path), "--branches", "BF16", benchmark.NUDGED])
+    benchmark.main([*GIVEN, "--out", str(tmp_path), "--branches", "BF16", NUDGED])
     base, nudged = (json.loads((tmp_path / f"{name}-seed0.json").read_text()) for name in ("BF16", "BF16-nudged"))
     losses, held_out = whole()
     assert (base["at"], base["losses"], base["held_out"]) == (AT, losses[AT:], held_out)
@@ -62,6 +62,17 @@ def test_a_branch_in_bf16_is_the_rest_of_the_training(tmp_path: Path, capsys: py
     assert "BF16 nudged" in capsys.readouterr().out
     benchmark.main([*GIVEN, "--out", str(tmp_path), "--branches", "BF16"])  # there is nothing left to do
     assert json.loads((tmp_path / "BF16-seed0.json").read_text()) == base
+
+
+def test_a_nudge_changes_every_weight_a_little_and_nothing_else() -> None:
+    size = convergence.SIZES["tiny"]
+    corpus = benchmark.load_corpus(TEXT, size.seq)
+    settings = convergence.Settings(size, "cpu", "all", "fp32", "eager", "")
+    base, nudged = (convergence.Trainer(settings, corpus, Run(name, 0, STEPS)) for name in ("BF16", NUDGED))
+    assert torch.equal(base.starts, nudged.starts)
+    for a, b in zip(base.model.parameters(), nudged.model.parameters(), strict=True):
+        assert (b / a - 1).abs().max() < 1e-3
+        assert 5e-5 < (b / a - 1).std() < 2e-4
 
 
 @pytest.mark.parametrize("name", [*PARTS, STATES])
@@ -82,14 +93,14 @@ def test_each_branch_has_its_part_alone(tmp_path: Path, name: str) -> None:
     assert found["losses"] == pytest.approx(base["losses"], rel=0.02)
 
 
-def test_gaps_are_of_the_second_half_and_of_the_last_weights(tmp_path: Path) -> None:
+def test_gaps_are_of_parts_of_a_branch_and_of_the_last_weights(tmp_path: Path) -> None:
     def branch(name: str, seed: int, losses: list[float], held_out: float, in_bf16: float) -> benchmark.Branch:
         return benchmark.Branch(name, seed, 3, losses, {LAST: held_out, LAST + IN_BF16: in_bf16}, 0.01 + seed, 0, 0)
 
     base = branch("BF16", 0, [9.0, 9.0, 2.0, 4.0], 1.0, 2.0)
-    other = branch("O3 mixed", 0, [1.0, 1.0, 2.2, 4.0], 1.01, 2.04)
+    other = branch("O3 mixed", 0, [9.9, 1.0, 2.2, 4.0], 1.01, 2.04)
     found = benchmark.gaps(other, base)
-    assert found == pytest.approx({"training": 0.05, "as run": 0.01, "weights": 0.02})
+    assert found == pytest.approx({"at first": 0.1, "training": 0.05, "as run": 0.01, "weights": 0.02})
     rest = [branch("BF16", 1, [1.0] * 4, 1.0, 1.0), branch("O3 mixed", 1, [1.0] * 4, 1.03, 1.0)]
     alone = branch("O3 mixed", 2, [1.0] * 4, 1.0, 1.0)  # has no BF16 beside it
     for each in (base, other, *rest, alone):
