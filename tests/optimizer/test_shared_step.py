@@ -12,6 +12,7 @@ import pytest
 import torch
 from optimizers import EAGER, OPTIMIZERS, Lion, set_gradients
 from torch import Tensor, nn
+from torch._inductor.fx_passes import joint_graph
 
 import fp8compile
 from fp8compile.backend import fp8
@@ -126,6 +127,20 @@ def test_as_one_graph_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     make, arguments = OPTIMIZERS[name]
     run(*(made := pair(of_large_ones(make, {"lr": 0.01, **arguments}), [dtype])), steps=3, change=rates)
     assert_shared(made[0])
+
+
+def test_no_patterns_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Inductor's joint passes, of attention, take long to be made in the first graph of a process."""
+    made: list[Any] = []
+    monkeypatch.setattr(joint_graph, "lazy_init", lambda *args: made.append(args))
+    opt = torch.optim.AdamW(make_parameters()[:1])
+    step = torch.compile(opt.step, backend="fp8", options={"strict": True})
+    set_gradients(opt.param_groups[0]["params"], 0)
+    step()
+    assert_shared(opt)
+    assert not made
+    torch.compile(lambda x: x + 1, backend="fp8")(torch.ones(3))
+    assert made  # Inductor still asks by this name
 
 
 def test_groups_of_two_dtypes() -> None:

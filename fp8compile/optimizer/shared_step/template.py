@@ -33,7 +33,7 @@ from fp8compile.passes.core.stages import OptimizerGraph, Stage
 from fp8compile.passes.optimizer import merge_updates, skip_overflow, store_load_forwarding, vector_numbers
 from fp8compile.passes.optimizer.state_views import UpdateParameters
 from fp8compile.passes.optimizer.update_rules import call_of
-from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings
+from fp8compile.torch_hooks.inductor.inductor_settings import WITHOUT_JOINT_PASSES, inductor_settings
 
 _compiled: dict[tuple[str, str], Callable[..., Sequence[Tensor]]] = {}  # functions of numbers, by code
 PASSES = (store_load_forwarding.run, merge_updates.run)
@@ -109,7 +109,11 @@ def compiled(module: fx.GraphModule, inputs: list[Tensor], options: Options) -> 
     types = [(x.shape, x.dtype, x.device) for x in inputs]
     key = module.code, repr((types, options.inductor, options.mode))
     if key not in _compiled:
-        settings = {"triton.autotune_pointwise": False, **inductor_settings(options, of_optimizer=True)}
+        settings = {
+            "triton.autotune_pointwise": False,
+            **WITHOUT_JOINT_PASSES,
+            **inductor_settings(options, of_optimizer=True),
+        }
         with torch.no_grad():
             made = compile_fx(module, inputs, config_patches=settings)
         _compiled[key] = cast("Callable[..., Sequence[Tensor]]", made)

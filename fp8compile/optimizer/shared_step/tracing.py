@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass  # the base of the hook in which tracing ends
+from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
+from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch.optim import Optimizer
 
 from fp8compile.optimizer.shared_step.roles import SETTING, UNSCALE, NotAlikeError, Role, roles_of
@@ -22,7 +24,7 @@ from fp8compile.options import Options
 from fp8compile.passes import pipeline
 from fp8compile.passes.core.stages import DynamoGraph, UnscaledGradients
 from fp8compile.torch_hooks.calls.compiled_calls import reading_numbers
-from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings
+from fp8compile.torch_hooks.inductor.inductor_settings import WITHOUT_JOINT_PASSES, inductor_settings
 
 UNSCALED_BY = ("inverse", "overflow")
 
@@ -74,7 +76,7 @@ class _Tracer:
         self.sources = [getattr(getattr(n, "_dynamo_source", None), "name", "") for n in nodes]
         grab = _Grab()
         settings = inductor_settings(self.options, of_optimizer=True)
-        settings |= {"post_grad_custom_post_pass": grab, "fx_graph_cache": False}
+        settings |= {"post_grad_custom_post_pass": grab, "fx_graph_cache": False, **WITHOUT_JOINT_PASSES}
         compiled = compile_fx(gm, inputs, inner_compile=self._keeping(grab), config_patches=settings)  # type: ignore[arg-type]
 
         def run(*args: Any) -> Any:
@@ -86,6 +88,8 @@ class _Tracer:
     def _keeping(self, grab: _Grab) -> Callable[..., Any]:
         def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
             graph = gm.graph
+            remove_noop_ops(graph)  # of Inductor's joint passes the two that rules of optimizers need
+            constant_fold_uniform_value(gm)
             if self.options.executor != "eager":
                 graph = _after_inductors_passes(gm, inputs, settings, grab)
             self.graphs.append(graph)

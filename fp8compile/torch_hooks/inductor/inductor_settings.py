@@ -12,6 +12,8 @@ from torch._inductor.compile_fx import get_cpp_wrapper_config  # what torch sets
 from fp8compile.options import Options
 
 VECTOR_BITS = 256
+# For a graph of an optimizer's step: the first of a process would wait for patterns of attention to be made.
+WITHOUT_JOINT_PASSES: dict[str, Any] = {"use_joint_graph_passes": False}
 
 
 def inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str, Any]:
