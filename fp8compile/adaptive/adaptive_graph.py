@@ -27,13 +27,14 @@ from torch.distributed.tensor import DTensor
 from fp8compile import devices
 from fp8compile.adaptive.captured import CannotRecompileError, CapturedGraph, Compile, Compiled
 from fp8compile.adaptive.choices import keyed
+from fp8compile.adaptive.looks import Looks
 from fp8compile.adaptive.loss_spikes import LossSpikes, loss_among
 from fp8compile.adaptive.policy import Change, Policy, explain_again
 from fp8compile.adaptive.ranks import mean, ranks_of
 from fp8compile.adaptive.settings import Adaptive
 from fp8compile.distributed.ranks import Ranks
 from fp8compile.options import KEEP_ALL, Options
-from fp8compile.plan import cast_statistics, overrides, store
+from fp8compile.plan import overrides, store
 from fp8compile.plan.cast_rows import Row
 from fp8compile.plan.overrides import Overrides, SavedKey, saved_key
 from fp8compile.plan.plan import Plan
@@ -45,7 +46,6 @@ from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 NAME = "the automatic mode"
 ALONE = Ranks()
-PATIENCE = 4  # executions that a look waits for the backward pass of its step
 WITHOUT_CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}  # a replay calls nothing
 logger = logging.getLogger("fp8compile")
 _all: list[weakref.ref[AdaptiveGraph]] = []
@@ -65,7 +65,7 @@ class AdaptiveGraph:
     """A graph in automatic mode, as the backend returns it: it calls the version of the hour.
 
     step: executions so far. changes: all changes, with their evidence. plan: how it runs now; replaced: how it ran
-    before. looks: how often it measured; measured: the casts that ran, as it saw them the last time.
+    before. measured: the casts that ran, as the last look saw them.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], options: Options, compile: Compile):
@@ -74,7 +74,6 @@ class AdaptiveGraph:
         self.step = 0
         self.changes: list[Change] = []
         self.replaced: list[Plan] = []
-        self.looks = 0
         self.measured: list[Row] = []
         self.why_done = ""
         self._captured = CapturedGraph.of(gm, compile)
@@ -84,13 +83,12 @@ class AdaptiveGraph:
         self._saved: dict[SavedKey, str] = dict(options.plan.saved) if options.plan is not None else {}
         self._policy = Policy(self.settings, _has_groups(inputs))
         self._ranks = ranks_of(self.settings.ranks)
+        self._looks = Looks(self._name, self.settings.every, self._ranks)
         self._losses = LossSpikes(self.settings.spike)
         self._bf16: Version | None = None
         self._is_fixed = False  # no other version can be compiled
         self._bf16_until = 0  # the step at which FP8 goes on
         self._bf16_steps = self.settings.spike_steps  # after the next spike
-        self._looking = self._waited = 0  # the look that waits for its evidence began at this step, so many steps ago
-        self._next_look, self._gap = 0, 1
         self._versions = 0  # FP8 ones
         first = self._in_bf16() if self.settings.bf16_steps else self._base
         compiled, made = compile(gm, inputs, first)  # within Dynamo, whose guards may grow
@@ -112,6 +110,11 @@ class AdaptiveGraph:
     def is_training(self) -> bool:
         """True if this graph has a backward half, and so makes its own changes."""
         return self.plan.graph == "training"
+
+    @property
+    def looks(self) -> int:
+        """The number of steps that were measured."""
+        return self._looks.done
 
     @property
     def recompiles(self) -> int:
@@ -145,15 +148,11 @@ class AdaptiveGraph:
             return bf16.plain
         if self.step < self.settings.bf16_steps or self.why_done:
             return self._now.plain
-        if self._looking:
+        if self._looks.is_open:
             self._read()
-        if self.step < self._next_look or self._looking or self.why_done:
+        if not self._looks.is_due(self.step) or self.why_done or (watched := self._watched()) is None:
             return self._now.plain
-        watched = self._watched()
-        if watched is None:
-            return self._now.plain
-        self._looking, self._waited = self.step + 1, 0
-        cast_statistics.start(self._name, 1)
+        self._looks.begin(self.step)
         return watched
 
     def _watched(self) -> Compiled | None:
@@ -168,22 +167,14 @@ class AdaptiveGraph:
 
     def _read(self) -> None:
         """Decide on what the last look measured, when all of it is there, on all ranks."""
-        there = sum(1 for row in cast_statistics.rows(self._name) if row.steps and row.role != "saved")
-        casts = sum(1 for _ in self.plan.converted) * 2
-        self._waited += 1
-        if min(self._ranks.gathered(there)) < casts and self._waited < PATIENCE:
+        rows = self._looks.read(2 * sum(1 for _ in self.plan.converted))
+        if rows is None:
             return
-        if self._ranks.group is not None:
-            cast_statistics.join(self._name, self._ranks.gathered(cast_statistics.sums(self._name)))
-        rows = [row for row in cast_statistics.rows(self._name) if row.steps]
-        cast_statistics.stop(self._name)
-        looked, self._looking = self._looking - 1, 0
-        self.looks, self.measured = self.looks + 1, _of_casts(rows, self.plan)
+        self.measured = _of_casts(rows, self.plan)
         if self._decide(rows):
-            self._gap, self._next_look = 1, self.step
+            self._looks.begin_anew(self.step)
         else:
-            self._gap = min(self._gap * 2, self.settings.every)
-            self._next_look = looked + self._gap
+            self._looks.become_rarer()
 
     def _decide(self, rows: Sequence[Row]) -> bool:
         """Change what should be changed. Returns True if looks should begin anew: something kept too little."""
@@ -223,10 +214,8 @@ class AdaptiveGraph:
         in_bf16 = self.step < max(self._bf16_until, self.settings.bf16_steps)
         if not self.is_training or in_bf16 or not self._is_in_fp8():
             return
-        if self._looking:
-            cast_statistics.stop(self._name)
-        self._looking, self._gap = 0, 1
-        self._bf16_until = self._next_look = self.step + self._bf16_steps
+        self._bf16_until = self.step + self._bf16_steps
+        self._looks.begin_anew(self._bf16_until)
         change = Change(self.step, "", "matmuls", FP8, f"{BF16} for {self._bf16_steps} steps", why)
         self._bf16_steps *= 2
         self.changes.append(change)
