@@ -73,16 +73,16 @@ def before_loading(opt: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
         if key not in parameters:
             raise StateError(f"the checkpoint has states of a parameter {key!r} that is in none of its groups")
         for name, value in state.items():
-            _check(key, name, value, parameters[key][1])
+            _check(key, name, value, parameters[key][1], opt)
     record_of(opt).weights.update(_left_plain(loaded))
     states = {key: _adopted(opt, *parameters[key], state, recipe) for key, state in loaded.items()}
     return {**state_dict, "state": states}
 
 
-def _check(key: Any, name: str, value: Any, parameter: Tensor) -> None:
+def _check(key: Any, name: str, value: Any, parameter: Tensor, opt: Optimizer) -> None:
     if not isinstance(value, Tensor) or (not is_fp8(value) and value.numel() == 1):
         return
-    if value.shape != parameter.shape:
+    if value.shape != parameter.shape and (is_fp8(value) or not _may_have_its_shape(name, value, parameter, opt)):
         raise StateError(
             f"state {name!r} of parameter {key} has shape {list(value.shape)}, the parameter {list(parameter.shape)}: "
             "the checkpoint is of another model"
@@ -90,6 +90,19 @@ def _check(key: Any, name: str, value: Any, parameter: Tensor) -> None:
     local = local_part(value)
     if isinstance(local, FP8State):
         local.check()
+
+
+def _may_have_its_shape(name: str, value: Tensor, parameter: Tensor, opt: Optimizer) -> bool:
+    """Return True if a plain state may belong to a parameter of another shape: a factor of it, or flat ones.
+
+    So it is for Adafactor and LBFGS. A state of as many dimensions with other sizes is of another model, unless this
+    optimizer has one like it.
+    """
+    if value.dim() != parameter.dim():
+        return True
+    mine = opt.state.get(parameter, {}).get(name)
+    sizes = zip(value.shape, parameter.shape, strict=True)
+    return all(a in (1, b) for a, b in sizes) or (isinstance(mine, Tensor) and mine.shape == value.shape)
 
 
 def _left_plain(states: Mapping[Any, Mapping[str, Any]]) -> set[str]:

@@ -32,7 +32,7 @@ def encoder(how: StateFormat, name: str) -> list[str]:
         f"above = bits_{name}(bits_of_code_{name}(k + 1), low, high)",
         "code = k + goes_up(magnitude, below, above, pair, odd, counter)",
         f"code = tl.minimum(tl.maximum(code, {int(not how.linear)}), {of.top})",
-        "code = tl.where(magnitude == 0, 0, code)",
+        f"code = tl.where(magnitude < {'1' if how.linear else 'tl.maximum(low, 1)'}, 0, code)",
         "if not POSITIVE:",
         "    code = code | ((bits >> 24) & 128)",
         f"return packed(code, FULL), side_of({least}, high)",
@@ -142,8 +142,8 @@ def within_{name}(magnitude, low, high):
     """Magnitudes stretched to the whole range of the format: bits are moved as numbers are logarithms."""
     span = tl.maximum(high - low, 1)
     per_bit = tl.div_rn(tl.full(span.shape, {float(of.span)!r}, tl.float32), span.to(tl.float32))
-    stretched = nearest((magnitude - low).to(tl.float32) * per_bit)  # below 0 for zeros alone
-    return as_float(tl.where(magnitude == 0, 0, tl.minimum(stretched, {of.span}) + {of.low_bits}))
+    stretched = nearest((magnitude - low).to(tl.float32) * per_bit)  # below 0 for what is zero alone
+    return as_float(tl.where(magnitude < tl.maximum(low, 1), 0, tl.minimum(stretched, {of.span}) + {of.low_bits}))
 
 
 @triton.jit

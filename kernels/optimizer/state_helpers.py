@@ -7,6 +7,7 @@ rounded FP32 operation (kernels are launched without contraction to fused multip
 from __future__ import annotations
 
 from fp8compile.kernels.optimizer import log_helpers, minifloat_helpers
+from fp8compile.kernels.reference.state_reference import RANGE
 from fp8compile.state_formats import StateFormat
 
 ROUNDING = {
@@ -164,7 +165,8 @@ def random_bits(pair, odd, counter, stream, ABOVE: tl.constexpr):
 
 @triton.jit
 def ends(x, POSITIVE: tl.constexpr):
-    """Bits of x and of |x|, of each group the least nonzero and the greatest, and whether it has signs.
+    """Bits of x and of |x|, of each group the least that is not stored as zero and the greatest, and whether it has
+    signs.
 
     POSITIVE: nothing has a sign; what has one all the same makes its group nan.
     """
@@ -176,9 +178,10 @@ def ends(x, POSITIVE: tl.constexpr):
         return bits, bits, low, high, high * 0
     magnitude = bits & 0x7FFFFFFF
     high = tl.max(magnitude, 1, keep_dims=True)
-    before = (magnitude - 1).to(tl.uint32, bitcast=True)  # of zero the greatest there is
-    low = tl.min(before, 1, keep_dims=True).to(tl.int32, bitcast=True) + 1
     signed = (tl.min(bits, 1, keep_dims=True) < 0).to(tl.int32)
+    floor = tl.maximum(tl.where(signed != 0, high - RANGE_OF_SIGNED, 1), 1)
+    above = (magnitude - floor).to(tl.uint32, bitcast=True)  # of what is zero the greatest there is
+    low = tl.min(above, 1, keep_dims=True).to(tl.int32, bitcast=True) + floor
     return bits, magnitude, low, high, signed
 
 
@@ -187,7 +190,7 @@ def side_of(least, greatest):
     """Both ends of each group (bits of FP32) in one 64-bit word, which a little-endian memory has in this order."""
     word = (greatest.to(tl.int64) << 32) | (least.to(tl.int64) & 0xFFFFFFFF)
     return tl.reshape(word, [least.shape[0]])
-'''
+'''.replace("RANGE_OF_SIGNED", repr(RANGE))
 
 APPROXIMATIONS = """
 @triton.jit

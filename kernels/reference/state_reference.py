@@ -5,6 +5,8 @@
 What holds, for every format of `fp8compile/state_formats.py` (tests/optimizer/test_states.py):
 
 - Zeros are exact, and the least and greatest magnitude of a group (linear: the greatest); so are constant groups.
+- In a group with signs, as a first moment's, what lies 2²⁴ and more below the greatest is zero, and not the least: the
+  average of an element that gets no gradient any more decays without end, and would leave no codes to the others.
 - The relative error of an element is at most half a step of its group: (greatest / least)^(1/126) in `log`.
 - Storing what was stored changes no bit of what is read, stochastic or not: the ends are kept as they are, and all
   between them lands within a small part of a step of where it came from.
@@ -32,6 +34,7 @@ LOG_STEPS = 126, 254  # with a sign and without
 LOG_FRACTION = {"signed": 7, "unsigned": 8, "narrow": 20}  # bits of a step's fraction: 32 hold a code and it
 LOG_NARROW = 2048  # bits of FP32 between least and greatest, below which a step needs more fraction
 LOG_LESS = 1 - 2.0**-22
+RANGE = 24 << 23  # bits of FP32 below the greatest of a group with signs, from which on it is zero
 SIGN, MAGNITUDE = 0x80, 0x7F
 INF_BITS = 0x7F800000
 MASK = 0xFFFFFFFF
@@ -80,8 +83,9 @@ def encode(
     magnitude = grouped.view(torch.int32) & 0x7FFFFFFF
     negative = grouped.view(torch.int32) < 0
     high = magnitude.amax(1, keepdim=True)
-    low = torch.where(magnitude == 0, 0x7FFFFFFF, magnitude).amin(1, keepdim=True).minimum(high)
     signed = negative.any(1, keepdim=True)
+    floor = torch.where(signed, high - RANGE, 1).clamp_min(1)
+    low = torch.where(magnitude < floor, 0x7FFFFFFF, magnitude).amin(1, keepdim=True).minimum(high)
     if how.stochastic:
         position, top = _positions(how, magnitude, low, high, signed)
         index = _round_randomly(position, magnitude, _neighbours(how, low, high, signed), _noise(x, counter, start))
@@ -94,7 +98,7 @@ def encode(
         code = _cast(_within(how, magnitude, low, high), how.code)
     if how.linear:
         low, signed = torch.zeros_like(low), torch.zeros_like(signed)
-    code = torch.where(magnitude == 0, 0, code) | negative.int() * SIGN
+    code = torch.where(magnitude < low.clamp_min(1), 0, code) | negative.int() * SIGN
     side = torch.cat([low | (signed.int() << 31), high], 1).view(torch.float32)
     return code.reshape(-1)[: x.numel()].to(torch.uint8).view(x.shape), side
 

@@ -221,6 +221,41 @@ def test_damaged_and_foreign_states_are_refused_and_nothing_changes(damage, mess
                 assert torch.equal(x, y)
 
 
+FACTORED = {"Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2), "LBFGS": lambda ps: torch.optim.LBFGS(ps)}
+
+
+@pytest.mark.filterwarnings("ignore:fp8. nothing of LBFGS.step was compiled")
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("name", FACTORED)
+def test_states_of_other_shapes_than_their_parameters_are_loaded_in_the_middle(name, prepared):
+    """A factor of a matrix, and one vector for all parameters, of which the first is a vector itself."""
+
+    def trained_on(loads: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((48,), (128, 64))]
+        opt = FACTORED[name](parameters)
+        if prepared:
+            fp8compile.prepare_optimizer(opt)
+        step = torch.compile(opt.step, backend="fp8", options={"executor": "eager"})
+        for i in range(4):
+            for p in parameters:
+                p.grad = torch.randn(p.shape)
+            step(lambda: torch.tensor(1.0)) if name == "LBFGS" else step()
+            if loads and i == 1:
+                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        return parameters
+
+    for x, y in zip(trained_on(True), trained_on(False), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_plain_state_of_other_sizes_is_of_another_model():
+    opt, *_ = fresh(torch.float32)
+    state = {**opt.state_dict(), "state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(7, 9)}}}
+    with pytest.raises(StateError, match="of another model"):
+        opt.load_state_dict(state)
+
+
 def test_a_damaged_file_is_refused():
     state = state_after(1)
     state["state"][0]["exp_avg"].counter = None
