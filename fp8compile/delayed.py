@@ -83,7 +83,7 @@ def _history(key: str, length: int, device: torch.device) -> tuple[Tensor, Tenso
     kept = _histories.get(key)
     if kept is None or kept.shape[0] != length or kept.device != device:
         for known in (_histories, _before):
-            fresh = torch.zeros(length, device=device)
+            fresh = torch.zeros(length, dtype=torch.float32, device=device)
             if (old := known.get(key)) is not None:
                 n = min(length, old.shape[0])
                 fresh[:n] = old[:n].to(device)

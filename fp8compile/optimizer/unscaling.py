@@ -93,7 +93,8 @@ def unscaled_by(opt: Optimizer) -> UnscaledGradients | None:
         raise StateError(f"{reason}, so unscale=True cannot be: prepare the optimizer without it")
     device = _device(opt)
     if device not in mine.numbers:
-        mine.numbers[device] = torch.ones((), device=device), torch.zeros((), device=device)
+        fp32 = {"dtype": torch.float32, "device": device}
+        mine.numbers[device] = torch.ones((), **fp32), torch.zeros((), **fp32)
         given = next((numbers for at, numbers in mine.numbers.items() if at != device), None)
         for new, x in zip(mine.numbers[device], given or (), strict=False):
             new.copy_(x)  # the step under way has been told already

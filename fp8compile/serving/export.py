@@ -112,4 +112,5 @@ def _input_scales(
     seen = by_name(model, largest)
     if missing := [name for name in quantized if name not in seen]:
         raise CheckpointError(f"the statistics have seen nothing of {missing[0]}: watch a step of the whole model")
-    return {name: torch.tensor(max(seen[name], torch.finfo(torch.float32).tiny) / E4M3.max) for name in quantized}
+    least = torch.finfo(torch.float32).tiny
+    return {name: torch.tensor(max(seen[name], least) / E4M3.max, dtype=torch.float32) for name in quantized}

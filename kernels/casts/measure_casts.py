@@ -202,8 +202,8 @@ def line_sums(x: Tensor, scale: Tensor, cast: str, largest: Tensor) -> Lines:
     how = parse_granularity(granularity)
     batches, rows, columns = x.shape
     down, across = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
-    row_sums = torch.empty(across, len(ROW), batches * rows, device=x.device)
-    column_sums = torch.empty(down, len(LINE), batches * columns, device=x.device)
+    row_sums = torch.empty(across, len(ROW), batches * rows, dtype=torch.float32, device=x.device)
+    column_sums = torch.empty(down, len(LINE), batches * columns, dtype=torch.float32, device=x.device)
     row_amax = torch.linalg.vector_norm(x, torch.inf, -1)  # contiguous, however x lies
     kernel: Any = add_lines
     with torch.cuda.device_of(x):

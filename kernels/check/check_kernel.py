@@ -81,7 +81,7 @@ def _random(count: int, dtype: torch.dtype, maxima: bool, special: bool, generat
         return torch.rand(count, generator=generator) < 0.5
     if dtype == torch.int64:
         return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
-    x = torch.randn(count, generator=generator)
+    x = torch.randn(count, dtype=torch.float32, generator=generator)
     if maxima:
         return x.abs().to(dtype)
     runs = ceil_div(count, RUN)
@@ -90,7 +90,7 @@ def _random(count: int, dtype: torch.dtype, maxima: bool, special: bool, generat
     x *= magnitude.repeat_interleave(RUN)[:count]
     if special and count:
         where = torch.randint(0, count, (len(SPECIAL),), generator=generator)
-        x[where] = torch.tensor(SPECIAL)
+        x[where] = torch.tensor(SPECIAL, dtype=torch.float32)
     return x.to(dtype)
 
 

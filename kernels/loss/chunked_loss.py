@@ -167,7 +167,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _adds_to_wider(dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if torch adds a product to a wider matrix: some versions want all three in one dtype."""
     one = torch.ones(16, 16, dtype=dtype, device=device)
-    total = torch.ones(16, 16, device=device)
+    total = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:
         torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
     except (RuntimeError, TypeError):

@@ -118,7 +118,8 @@ def step(
     """
     (rows, classes), stride = logits.shape, logits.stride(0)
     wide = round_up(classes, 16)
-    terms = torch.empty((len(TERMS), rows) if every_term else (rows,), device=logits.device)
+    shape = (len(TERMS), rows) if every_term else (rows,)
+    terms = torch.empty(shape, dtype=torch.float32, device=logits.device)
     kernel: Any = softmax_gradient
     with torch.cuda.device_of(logits):
         kernel[(rows,)](

@@ -73,7 +73,8 @@ def _operand(*shape: int) -> tuple[Tensor, Tensor]:
 
 def _random(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(len(shape))
-    return torch.randn(shape, generator=generator) * torch.rand(*shape[:-1], 1, generator=generator).mul(8).exp2()
+    scales = torch.rand(*shape[:-1], 1, dtype=torch.float32, generator=generator).mul(8).exp2()
+    return torch.randn(shape, dtype=torch.float32, generator=generator) * scales
 
 
 def _is_near(found: Tensor, wanted: Tensor) -> bool:

@@ -57,7 +57,7 @@ class BoundLaunch:
         self.blocks = blocks_of(self.sizes, schedule).to(self.device)
         self.active: tuple[bool, ...] = (True,) * count
         self.active_sizes = torch.tensor(self.sizes, dtype=torch.int64, device=self.device)
-        self.no_numbers = torch.zeros(1, device=self.device)
+        self.no_numbers = torch.zeros(1, dtype=torch.float32, device=self.device)
         assert len(columns(self.update)) == self.wide + self.narrow
         if len(self.blocks):
             self.kernel.compile_ahead(*self._arguments(self.no_numbers))

@@ -79,7 +79,8 @@ def _run_one(update: Update, slots: dict[int, Tensors]) -> None:
     values: list[Any] = []
     for value in update.values:
         if value.op == "constant":
-            values.append(torch.tensor(value.params[0]))
+            (x,) = value.params
+            values.append(torch.tensor(x, dtype=torch.bool if isinstance(x, bool) else torch.float32))
         elif value.op == "load":
             values.append(_load(update.slots[value.params[0]], slots[value.params[0]]))
         else:

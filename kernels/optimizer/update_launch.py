@@ -184,7 +184,7 @@ def pinned(x: Tensor, device: torch.device) -> Tensor:
 def _packed(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return all numbers in FP32 on `device`: those of a CPU in one copy."""
     if not scalars:
-        return torch.zeros(1, device=device)
+        return torch.zeros(1, dtype=torch.float32, device=device)
     if is_matrix(scalars):
         matrix = scalars[0].float().contiguous()
         return matrix if matrix.device == device else pinned(matrix, device).to(device, non_blocking=True)

@@ -38,11 +38,11 @@ def amax(x: Tensor, granularity: str, transpose: bool = False, row_multiple: int
     """Return the largest magnitude of all that share a scale; FP32, in the shape of `Granularity.scale_shape`."""
     how = parse_granularity(granularity)
     if how.kind == "tensor":
-        return torch.zeros((), device=x.device) if _is_empty(x) else _largest(x.abs()).float()
+        return torch.zeros((), dtype=torch.float32, device=x.device) if _is_empty(x) else _largest(x.abs()).float()
     x = oriented(x, transpose, row_multiple, col_multiple)
     shape = how.scale_shape(x.shape)
     if _is_empty(x):
-        return torch.zeros(shape, device=x.device)
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
     if how.kind == "row":
         return _largest_along(x.abs(), -1).unsqueeze(-1).float()
     *batch, rows, cols = shape
@@ -82,7 +82,8 @@ def _is_empty(x: Tensor) -> bool:
 
 def scale(amax: Tensor, format: str, power_of_two: bool = False) -> Tensor:
     """Return amax / format max in FP32; 1 where amax is 0; with `power_of_two` rounded up to a power of two."""
-    limit = torch.full((), FORMATS[format].max, device=amax.device)  # CUDA multiplies by the inverse of a plain number
+    # a tensor: CUDA multiplies by the inverse of a plain number
+    limit = torch.full((), FORMATS[format].max, dtype=torch.float32, device=amax.device)
     s = torch.where(amax == 0, torch.ones_like(amax), (amax / limit).clamp_min(FLOAT32_TINY))
     if not power_of_two:
         return s

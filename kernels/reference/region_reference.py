@@ -84,12 +84,14 @@ class Evaluation:
 
     def _compute(self, i: int, value: Value) -> Any:
         if value.op == "constant":
-            return torch.tensor(value.params[0], device=self._device()).reshape(1, 1)
+            return torch.tensor(value.params[0], dtype=torch.float32, device=self._device()).reshape(1, 1)
         if value.op == "load":
             return self._load(self.part.inputs[value.params[0]])
         if value.op == "load_max":
             x = self.inputs[self.part.inputs[value.params[0]].tensor]
-            return x.amax().float().reshape(1, 1) if x.numel() else torch.zeros(1, 1, device=x.device)
+            return (
+                x.amax().float().reshape(1, 1) if x.numel() else torch.zeros(1, 1, dtype=torch.float32, device=x.device)
+            )
         if value.op == "random":
             seed = self[value.args[0]]
             return uniform(int(seed), self._positions(value.params[0], value.params[1]))

@@ -236,7 +236,8 @@ class _LogStep:
         span = high - low
         narrow, many, few = (LOG_FRACTION[name] for name in ("narrow", "unsigned", "signed"))
         fraction = torch.where(span < LOG_NARROW, narrow, torch.where(signed, few, many))
-        per_bit = torch.where(signed, 1 / LOG_STEPS[0], 1 / LOG_STEPS[1]) * torch.exp2(fraction.float())
+        steps = torch.where(signed, *LOG_STEPS).float()
+        per_bit = torch.ones_like(steps) / steps * torch.exp2(fraction.float())
         self.step = (_up(span.float() * per_bit).long() + 1).maximum(1 << fraction)
         self.per_bit = torch.exp2(fraction.float()) / self.step.float()  # steps in a bit
         self.unit = 1 << (32 - fraction)
