@@ -34,7 +34,10 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("left_out.json")
 SHORT, LONG, VERY_LONG = 0.5, 2.0, 20.0  # seconds
 SHARE = 0.998  # of the branches that any test runs
-ALWAYS = ("tests/torch_hooks/test_trainers.py::test_hugging_face_trainer",)  # its branches say little of it
+ALWAYS = (  # their branches say little of them
+    "tests/torch_hooks/test_trainers.py::test_hugging_face_trainer",
+    "tests/train/test_lengths_that_change.py::test_lengths_that_are_quotients[inferred features-eager]",
+)
 OTHER_PROCESSES = re.compile(r"\branks\b|subprocess|multiprocessing|printed_by|import command")
 
 
