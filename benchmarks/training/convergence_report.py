@@ -17,6 +17,7 @@ ROLES = ("output", "grad_input", "grad_weight")
 IN_FP8_ALONE: dict[str, dict[str, Any]] = {
     role: {"base": "mixed", **dict.fromkeys(other for other in ROLES if other != role)} for role in ROLES
 }
+E5M2_GRADIENT = {"left": {"format": "e5m2"}}  # of a gradient in E4M3 small elements become zero
 PARTS: dict[str, dict[str, Any]] = {  # one part of FP8 each, for `branches.py`
     **{f"{role} alone": {"level": "O2", "recipe": recipe} for role, recipe in IN_FP8_ALONE.items()},
     "saved alone": {"level": "O2", "save": "fp8", "recipe": {"base": "mixed", **dict.fromkeys(ROLES)}},
@@ -24,6 +25,7 @@ PARTS: dict[str, dict[str, Any]] = {  # one part of FP8 each, for `branches.py`
 OURS: dict[str, dict[str, Any]] = {
     **{f"{level} {recipe}": {"level": level, "recipe": recipe} for level in ("O2", "O3") for recipe in RECIPES},
     "O3 rowwise": {"level": "O3", "recipe": "rowwise"},
+    "O3 E5M2 gradients": {"level": "O3", "recipe": {"base": "mixed", **dict.fromkeys(ROLES[1:], E5M2_GRADIENT)}},
     "O3 two passes": {"level": "O3", "one_pass_casts": False},
     "O3 FP8 head": {"level": "O3", "lm_head": True},
     "O3 auto": {"level": "O3", "adaptive": "auto"},
