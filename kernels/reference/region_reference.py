@@ -89,9 +89,8 @@ class Evaluation:
             return self._load(self.part.inputs[value.params[0]])
         if value.op == "load_max":
             x = self.inputs[self.part.inputs[value.params[0]].tensor]
-            return (
-                x.amax().float().reshape(1, 1) if x.numel() else torch.zeros(1, 1, dtype=torch.float32, device=x.device)
-            )
+            largest = x.amax().float() if x.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
+            return largest.reshape(1, 1)
         if value.op == "random":
             seed = self[value.args[0]]
             return uniform(int(seed), self._positions(value.params[0], value.params[1]))
