@@ -18,7 +18,10 @@ that are each changed by a ten-thousandth: what chaos does by itself.
     as run      loss of the last weights on 2 M held-out tokens, as the branch computes, / BF16's - 1
     weights     the same, computed in eager BF16: what the training cost, without the rounding of the evaluation
 
-± is the half width of a 95 % interval over seeds.
+± is the half width of a 95 % interval over seeds. Where a nudge hides all that, `--branches combined` trains half of
+all combinations of the five parts of O3 (each alone, each three, all), and a second table gives what each part adds,
+by least squares over all of them with BF16 and its nudges: each part is in half of the branches, which halves the noise
+as often as all branches would. ± is then of a 95 % interval by what the sum of the parts leaves unexplained.
 """
 
 from __future__ import annotations
@@ -28,18 +31,36 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.training.convergence import SIZES, Settings, Trainer, check_folder, nudge
-from benchmarks.training.convergence_report import IN_BF16, LAST, NUDGED, OURS, PARTS, STATES, Interval, Run
+from benchmarks.training.convergence_report import (
+    IN_BF16,
+    LAST,
+    NUDGED,
+    OURS,
+    PARTS,
+    PARTS_OF_O3,
+    STATES,
+    STUDENT,
+    THREE_PARTS,
+    Interval,
+    Run,
+)
 from corpus import Corpus, load_corpus
 
 BASE = "BF16"
 BRANCHES = (BASE, NUDGED, *PARTS, STATES, *(name for name in OURS if name not in PARTS))
 STUDY = (BASE, NUDGED, *PARTS, STATES, "O2 mixed", "O3 mixed", "O3 blockwise", "O3 rowwise")
+COMBINED = (BASE, *PARTS, STATES, *THREE_PARTS, "O3 mixed")
+PARTS_IN: dict[str, tuple[str, ...]] = {  # configurations that differ in parts of O3 alone
+    BASE: (), NUDGED: (), **{name: (name.removesuffix(" alone"),) for name in PARTS}, STATES: ("states",),
+    **{name: tuple(name.split(" + ")) for name in THREE_PARTS}, "O3 mixed": PARTS_OF_O3,
+}  # fmt: skip
 OF_THE_OPTIMIZER = ("fused", "foreach", "capturable")  # settings that belong to an implementation
 MEASURES = {"as run": LAST, "weights": LAST + IN_BF16}  # of held-out text, by the columns of the table
 COLUMNS = ("at first", "training", *MEASURES)
@@ -114,12 +135,31 @@ def gaps(branch: Branch, base: Branch) -> dict[str, float]:
     return {"at first": statistics.mean(of_steps[:first]), "training": statistics.mean(of_steps[half:]), **held_out}
 
 
+def effects(branches: Sequence[Branch], bases: Mapping[int, Branch]) -> dict[str, dict[str, Interval]]:
+    """Return what each part of O3 adds, by measure, where enough combinations have run to tell; else nothing."""
+    used = [b for b in branches if b.name in PARTS_IN and b.seed in bases]
+    ones = [[float(part in PARTS_IN[b.name]) for part in PARTS_OF_O3] + [1.0] for b in used]
+    has = torch.tensor(ones, dtype=torch.float64).reshape(len(used), len(PARTS_OF_O3) + 1)
+    free = len(used) - has.shape[1]
+    if free < 1 or int(torch.linalg.matrix_rank(has)) < has.shape[1]:
+        return {}
+    found = [gaps(b, bases[b.seed]) for b in used]
+    measured = torch.tensor([list(each.values()) for each in found], dtype=torch.float64)
+    added = torch.linalg.lstsq(has, measured).solution
+    variance = (has @ added - measured).square().sum(0) / free
+    half = STUDENT[min(free, len(STUDENT)) - 1] * (torch.linalg.inv(has.T @ has).diag()[:, None] * variance).sqrt()
+    return {
+        part: {what: Interval(added[i, j].item(), half[i, j].item()) for j, what in enumerate(found[0])}
+        for i, part in enumerate(PARTS_OF_O3)
+    }
+
+
 def report(folder: Path) -> str:
     """Return the table of the branches in a folder, and write `results.json` beside them."""
     files = sorted(folder.glob("*-seed*.json"))
     branches = [Branch(**json.loads(file.read_text())) for file in files]
     bases = {b.seed: b for b in branches if b.name == BASE}
-    rows, lines = [], [f"{'branch':<20}{'seeds':>6}{'ms':>8}" + "".join(f"  {m:<17}" for m in COLUMNS)]
+    rows, lines = [], [f"{'branch':<34}{'seeds':>6}{'ms':>8}" + "".join(f"  {m:<17}" for m in COLUMNS)]
     for name in BRANCHES:
         mine = [b for b in branches if b.name == name and b.seed in bases]
         if not mine:
@@ -130,9 +170,16 @@ def report(folder: Path) -> str:
         rows.append({"name": name, "seeds": [b.seed for b in mine], "ms": ms,
                      "gaps": {what: asdict(x) for what, x in intervals.items()}})  # fmt: skip
         cells = "" if name == BASE else "".join(f"  {x.text('+.3%'):<17}" for x in intervals.values())
-        lines.append(f"{name:<20}{len(mine):>6}{ms:>8.1f}{cells}")
+        lines.append(f"{name:<34}{len(mine):>6}{ms:>8.1f}{cells}")
+    added = effects(branches, bases)
+    if added:
+        lines += ["", f"{'adds':<34}" + "".join(f"  {m:<17}" for m in COLUMNS)]
+    for part, each in added.items():
+        lines.append(f"{part:<34}" + "".join(f"  {x.text('+.3%'):<17}" for x in each.values()))
     settings = json.loads((folder / "settings.json").read_text())
-    (folder / "results.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    parts = {part: {what: asdict(x) for what, x in each.items()} for part, each in added.items()}
+    whole = {"settings": settings, "rows": rows, "parts": parts}
+    (folder / "results.json").write_text(json.dumps(whole, indent=1) + "\n")
     return "\n".join(lines)
 
 
@@ -157,13 +204,18 @@ def main(arguments: list[str] | None = None) -> None:
         state = (given.scratch or given.out / "checkpoints") / f"trunk-seed{seed}.pt"
         if not trunk(settings, corpus, seed, at, state, deadline):
             break
-        for name in given.branches if given.branches is not None else STUDY:
+        for name in _named(given.branches):
             file = given.out / f"{name.replace(' ', '-')}-seed{seed}.json"
             if not file.exists() and time.monotonic() < deadline:
                 branch = branch_off(settings, corpus, name, seed, steps, state)
-                file.write_text(json.dumps(asdict(branch)) + "\n")
+                (whole := file.with_suffix(".part")).write_text(json.dumps(asdict(branch)) + "\n")
+                whole.rename(file)  # another process may be reading the folder
                 print(f"{name:<20} seed {seed}: {branch.held_out[LAST]:.5f}", flush=True)
     print(report(given.out))
+
+
+def _named(given: Sequence[str] | None) -> Sequence[str]:
+    return STUDY if given is None else [name for each in given for name in (COMBINED if each == "combined" else [each])]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -179,7 +231,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=400, help="of a branch")
     p.add_argument("--text", type=Path, help="as for examples/train_lm.py")
     p.add_argument("--select", choices=["all", "profitable"], default="profitable", help="which matmuls are in FP8")
-    p.add_argument("--branches", nargs="*", choices=BRANCHES, help="none: only what they begin from is trained")
+    p.add_argument(
+        "--branches", nargs="*", choices=[*BRANCHES, "combined"], help="none: only what they begin from is trained"
+    )
     p.add_argument("--report", action="store_true", help="train nothing, show what there is")
     return p
 

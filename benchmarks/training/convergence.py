@@ -340,10 +340,11 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     """Runs of other settings must not be mixed."""
     file = folder / "settings.json"
     now = json.loads(json.dumps(settings))
-    if file.exists() and (before := json.loads(file.read_text())) != now:
+    if not file.exists():
+        file.write_text(json.dumps(now, indent=1) + "\n")
+    elif (before := json.loads(file.read_text())) != now:
         changed = [name for name in now if before.get(name) != now[name]]
         raise SystemExit(f"{folder} holds runs of other settings ({', '.join(changed)}): take another --out")
-    file.write_text(json.dumps(now, indent=1) + "\n")
 
 
 def parser() -> argparse.ArgumentParser:

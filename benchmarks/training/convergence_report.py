@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -22,6 +23,15 @@ PARTS: dict[str, dict[str, Any]] = {  # one part of FP8 each, for `branches.py`
     **{f"{role} alone": {"level": "O2", "recipe": recipe} for role, recipe in IN_FP8_ALONE.items()},
     "saved alone": {"level": "O2", "save": "fp8", "recipe": {"base": "mixed", **dict.fromkeys(ROLES)}},
 }
+PARTS_OF_O3 = (*ROLES, "saved", "states")
+THREE_PARTS: dict[str, dict[str, Any]] = {  # with each part alone and with O3: half of all combinations
+    " + ".join(parts): {
+        "level": "O3" if "states" in parts else "O2",
+        "save": "fp8" if "saved" in parts else "bf16",
+        "recipe": {"base": "mixed", **{role: None for role in ROLES if role not in parts}},
+    }
+    for parts in itertools.combinations(PARTS_OF_O3, 3)
+}
 OURS: dict[str, dict[str, Any]] = {
     **{f"{level} {recipe}": {"level": level, "recipe": recipe} for level in ("O2", "O3") for recipe in RECIPES},
     "O3 rowwise": {"level": "O3", "recipe": "rowwise"},
@@ -31,10 +41,11 @@ OURS: dict[str, dict[str, Any]] = {
     "O3 auto": {"level": "O3", "adaptive": "auto"},
     "O3 recipe auto": {"level": "O3", "recipe": "auto"},
     **PARTS,
+    **THREE_PARTS,
 }
 STATES = "8-bit states"  # the model as BF16's, the optimizer's step compiled
 NUDGED = "BF16 nudged"  # from other first weights, by a ten-thousandth of each: how far trainings scatter
-CONFIGURATIONS = ("BF16", NUDGED, STATES, *(name for name in OURS if name not in PARTS), "torchao tensorwise")
+CONFIGURATIONS = ("BF16", NUDGED, STATES, *(x for x in OURS if x not in PARTS | THREE_PARTS), "torchao tensorwise")
 SMOOTHED, LAST, AVERAGED, IN_BF16 = "smoothed", "last", "averaged", ", in BF16"  # measures of a run; the last a suffix
 MEASURES = (SMOOTHED, LAST, LAST + IN_BF16, AVERAGED, AVERAGED + IN_BF16)
 CLAIM = 0.001  # the half width of the interval that `pairs_for` counts pairs for
