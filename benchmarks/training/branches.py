@@ -63,6 +63,7 @@ PARTS_IN: dict[str, tuple[str, ...]] = {  # configurations that differ in parts 
 }  # fmt: skip
 OF_THE_OPTIMIZER = ("fused", "foreach", "capturable")  # settings that belong to an implementation
 MEASURES = {"as run": LAST, "weights": LAST + IN_BF16}  # of held-out text, by the columns of the table
+TOGETHER = "all five"
 COLUMNS = ("at first", "training", *MEASURES)
 CHUNK = 50  # steps of the trunk between two looks at the clock
 
@@ -105,7 +106,7 @@ def branch_off(settings: Settings, corpus: Corpus, name: str, seed: int, steps: 
     trainer.load(state)
     at = trainer.done
     del state
-    if name == NUDGED:
+    if name.endswith(" nudged"):
         nudge(trainer.model, seed)
     if settings.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -136,7 +137,7 @@ def gaps(branch: Branch, base: Branch) -> dict[str, float]:
 
 
 def effects(branches: Sequence[Branch], bases: Mapping[int, Branch]) -> dict[str, dict[str, Interval]]:
-    """Return what each part of O3 adds, by measure, where enough combinations have run to tell; else nothing."""
+    """Return what each part of O3 and all add, by measure, where enough combinations have run to tell; else nothing."""
     used = [b for b in branches if b.name in PARTS_IN and b.seed in bases]
     ones = [[float(part in PARTS_IN[b.name]) for part in PARTS_OF_O3] + [1.0] for b in used]
     has = torch.tensor(ones, dtype=torch.float64).reshape(len(used), len(PARTS_OF_O3) + 1)
@@ -147,10 +148,14 @@ def effects(branches: Sequence[Branch], bases: Mapping[int, Branch]) -> dict[str
     measured = torch.tensor([list(each.values()) for each in found], dtype=torch.float64)
     added = torch.linalg.lstsq(has, measured).solution
     variance = (has @ added - measured).square().sum(0) / free
-    half = STUDENT[min(free, len(STUDENT)) - 1] * (torch.linalg.inv(has.T @ has).diag()[:, None] * variance).sqrt()
+    quantile, spread = STUDENT[min(free, len(STUDENT)) - 1], torch.linalg.inv(has.T @ has)
+    each, every = torch.eye(has.shape[1], dtype=torch.float64)[:-1], torch.ones(1, has.shape[1], dtype=torch.float64)
+    every[:, -1] = 0
+    asked = torch.cat([each, every])  # each part, and their sum
+    means, halves = asked @ added, quantile * ((asked @ spread @ asked.T).diag()[:, None] * variance).sqrt()
     return {
-        part: {what: Interval(added[i, j].item(), half[i, j].item()) for j, what in enumerate(found[0])}
-        for i, part in enumerate(PARTS_OF_O3)
+        part: {what: Interval(means[i, j].item(), halves[i, j].item()) for j, what in enumerate(found[0])}
+        for i, part in enumerate((*PARTS_OF_O3, TOGETHER))
     }
 
 

@@ -7,11 +7,11 @@
 
 The model is `examples/llama.py` (`--size 125m`), its text `examples/corpus.py`. A seed decides weights and the order of
 the data, for every configuration alike. `BF16` is FP32 parameters under BF16 autocast, torch's fused AdamW, Inductor;
-the others differ in what their name says: `BF16 nudged` in its first weights, by a ten-thousandth of each, which is
+the others differ in what their name says: "nudged" ones in their first weights, by a ten-thousandth of each, which is
 how far two trainings come apart by themselves; `8-bit states` in those of the optimizer alone (its step is compiled),
-O2 in its matmuls, O3 in matmuls, saved activations and states; "two passes" computes every amax first, "FP8 head"
-converts the head too, "auto" is the automatic mode, "recipe auto" the recipe of that name. With `--parameters bf16`
-the parameters of ours are BF16, with the masters of their level.
+O2 in its matmuls, O3 in matmuls, saved activations and states, "O3 FP32 states" in the first two; "two passes"
+computes every amax first, "FP8 head" converts the head too, "auto" is the automatic mode, "recipe auto" the recipe of
+that name. With `--parameters bf16` the parameters of ours are BF16, with the masters of their level.
 
 **Less noise.** Trainings are chaotic: two runs that differ in one rounding end apart by more than FP8 costs. So the
 weights of the last tenth of a run are averaged, and both they and the last weights are evaluated on 2 M held-out
@@ -55,7 +55,6 @@ from benchmarks.training.convergence_report import (
     CONFIGURATIONS,
     IN_BF16,
     LAST,
-    NUDGED,
     OURS,
     READING,
     STATES,
@@ -111,7 +110,7 @@ class Trainer:
         torch.manual_seed(run.seed)
         with torch.device(settings.device):
             self.model = Llama(size.model, max_seq=size.seq)
-        if run.name == NUDGED:
+        if run.name.endswith(" nudged"):
             nudge(self.model, run.seed)
         ours = OURS.get(run.name)
         self.autocast = ours is None or settings.parameters == "fp32"

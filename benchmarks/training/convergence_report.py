@@ -34,6 +34,8 @@ THREE_PARTS: dict[str, dict[str, Any]] = {  # with each part alone and with O3: 
 }
 OURS: dict[str, dict[str, Any]] = {
     **{f"{level} {recipe}": {"level": level, "recipe": recipe} for level in ("O2", "O3") for recipe in RECIPES},
+    "O3 nudged": {"level": "O3", "recipe": "mixed"},
+    "O3 FP32 states": {"level": "O2", "recipe": "mixed", "save": "auto"},
     "O3 rowwise": {"level": "O3", "recipe": "rowwise"},
     "O3 E5M2 gradients": {"level": "O3", "recipe": {"base": "mixed", **dict.fromkeys(ROLES[1:], E5M2_GRADIENT)}},
     "O3 two passes": {"level": "O3", "one_pass_casts": False},
@@ -44,7 +46,7 @@ OURS: dict[str, dict[str, Any]] = {
     **THREE_PARTS,
 }
 STATES = "8-bit states"  # the model as BF16's, the optimizer's step compiled
-NUDGED = "BF16 nudged"  # from other first weights, by a ten-thousandth of each: how far trainings scatter
+NUDGED = "BF16 nudged"  # "… nudged": from other first weights, by a ten-thousandth of each: how far trainings scatter
 CONFIGURATIONS = ("BF16", NUDGED, STATES, *(x for x in OURS if x not in PARTS | THREE_PARTS), "torchao tensorwise")
 SMOOTHED, LAST, AVERAGED, IN_BF16 = "smoothed", "last", "averaged", ", in BF16"  # measures of a run; the last a suffix
 MEASURES = (SMOOTHED, LAST, LAST + IN_BF16, AVERAGED, AVERAGED + IN_BF16)

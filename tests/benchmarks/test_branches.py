@@ -16,7 +16,7 @@ from test_convergence import TEXT
 import fp8compile
 from benchmarks.training import branches as benchmark
 from benchmarks.training import convergence
-from benchmarks.training.convergence_report import IN_BF16, LAST, NUDGED, OURS, PARTS, STATES, Run
+from benchmarks.training.convergence_report import IN_BF16, LAST, NUDGED, OURS, PARTS, PARTS_OF_O3, STATES, Run
 
 STEPS, AT = 6, 3
 GIVEN = ["--tiny", "--at", "0.5", "--select", "all", "--text", str(TEXT)]
@@ -75,7 +75,7 @@ def test_a_nudge_changes_every_weight_a_little_and_nothing_else() -> None:
         assert 5e-5 < (b / a - 1).std() < 2e-4
 
 
-@pytest.mark.parametrize("name", [*PARTS, STATES])
+@pytest.mark.parametrize("name", [*PARTS, STATES, "output + grad_weight + saved"])
 def test_each_branch_has_its_part_alone(tmp_path: Path, name: str) -> None:
     small = {name: {**OURS[name], "save_min_bytes": 0}} if name in OURS else {}
     with mock.patch.dict(OURS, small):
@@ -84,9 +84,9 @@ def test_each_branch_has_its_part_alone(tmp_path: Path, name: str) -> None:
     trained = [plan for plan in fp8compile.compiles() if plan.graph == "training"]
     matmuls = {row.role for plan in trained for row in plan.matmuls if row.decision == "fp8"}
     saved = any("e4m3" in row.form for plan in trained for row in plan.saved)
-    role = name.removesuffix(" alone")
-    assert matmuls == ({role} if role in ("output", "grad_input", "grad_weight") else set())
-    assert saved == (name == "saved alone")
+    parts = set(benchmark.PARTS_IN[name])
+    assert matmuls == parts & {"output", "grad_input", "grad_weight"}
+    assert saved == ("saved" in parts)
     assert (found["fp8_matmuls"] > 0) == bool(matmuls)
     assert found["losses"] != base["losses"]
     assert found["losses"][0] == pytest.approx(base["losses"][0], rel=1e-3)  # from the same weights, on the same batch
@@ -114,3 +114,42 @@ def test_gaps_are_of_parts_of_a_branch_and_of_the_last_weights(tmp_path: Path) -
     assert row["seeds"] == [0, 1]
     half = 12.706 * math.sqrt(2) * 0.01 / math.sqrt(2)
     assert row["gaps"]["as run"] == pytest.approx({"mean": 0.02, "half": half})
+
+
+def test_each_part_adds_what_half_of_the_combinations_say() -> None:
+    worth = dict(zip(PARTS_OF_O3, (0.01, -0.02, 0.03, 0.0, 0.05), strict=True))
+
+    def branch(name: str) -> benchmark.Branch:
+        loss = 2.0 * (1 + sum(worth[part] for part in benchmark.PARTS_IN[name]))
+        return benchmark.Branch(name, 0, 3, [loss] * 8, {LAST: loss, LAST + IN_BF16: loss}, 0.01, 0, 0)
+
+    branches = [branch(name) for name in benchmark.COMBINED]
+    assert len(branches) == 17
+    found = benchmark.effects(branches, {0: branches[0]})
+    for part, value in {**worth, benchmark.TOGETHER: sum(worth.values())}.items():
+        for interval in found[part].values():
+            assert interval.mean == pytest.approx(value, abs=1e-9)
+            assert interval.half == pytest.approx(0, abs=1e-9)
+    assert benchmark.effects(branches[:6], {0: branches[0]}) == {}  # as many unknowns as branches
+
+
+def test_the_interval_of_a_part_is_that_of_its_coefficient() -> None:
+    """Beside the textbook: half of 16 branches have a part, so its error is 2 / √16 of a branch's."""
+    torch.manual_seed(0)
+    noise = 0.01 * torch.randn(16, dtype=torch.float64)
+
+    def branch(name: str, gap: float) -> benchmark.Branch:
+        return benchmark.Branch(name, 0, 3, [1 + gap] * 8, {LAST: 1 + gap, LAST + IN_BF16: 1 + gap}, 0.01, 0, 0)
+
+    branches = [branch(name, gap) for name, gap in zip(benchmark.COMBINED[1:], noise.tolist(), strict=True)]
+    found = benchmark.effects(branches, {0: branch("BF16", 0.0)})
+    signs = torch.tensor([[1.0 if part in benchmark.PARTS_IN[b.name] else -1.0 for part in PARTS_OF_O3]
+                          for b in branches], dtype=torch.float64)  # fmt: skip
+    assert torch.equal(signs.T @ signs, 16 * torch.eye(5, dtype=torch.float64))  # what makes least squares this simple
+    coefficients = signs.T @ noise / 16
+    rest = noise - noise.mean() - signs @ coefficients
+    error = 2 * (rest.square().sum() / 10).sqrt().item() / 4
+    for part, coefficient in zip(PARTS_OF_O3, coefficients.tolist(), strict=True):
+        assert found[part]["training"].mean == pytest.approx(2 * coefficient)
+        assert found[part]["training"].half == pytest.approx(2.228 * error)
+    assert found[benchmark.TOGETHER]["as run"].half == pytest.approx(2.228 * error * math.sqrt(5))
