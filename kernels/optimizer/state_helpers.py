@@ -7,7 +7,7 @@ rounded FP32 operation (kernels are launched without contraction to fused multip
 from __future__ import annotations
 
 from fp8compile.kernels.optimizer import log_helpers, minifloat_helpers
-from fp8compile.kernels.reference.state_reference import RANGE
+from fp8compile.kernels.reference.state_reference import GREATEST, RANGE
 from fp8compile.state_formats import StateFormat
 
 ROUNDING = {
@@ -164,19 +164,25 @@ def random_bits(pair, odd, counter, stream, ABOVE: tl.constexpr):
 
 
 @triton.jit
+def saturated(x):
+    """The greatest FP32 number for inf; nan stays nan."""
+    return tl.minimum(x, GREATEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def ends(x, POSITIVE: tl.constexpr):
     """Bits of x and of |x|, of each group the least that is not stored as zero and the greatest, and whether it has
     signs.
 
     POSITIVE: nothing has a sign; what has one all the same makes its group nan.
     """
-    bits = as_bits(x)
     if POSITIVE:
+        bits = as_bits(saturated(x))
         high = tl.max(bits.to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True)
         high = tl.where(high < 0, 0x7FC00000, high)
         low = tl.min((bits - 1).to(tl.uint32, bitcast=True), 1, keep_dims=True).to(tl.int32, bitcast=True) + 1
         return bits, bits, low, high, high * 0
-    magnitude = bits & 0x7FFFFFFF
+    bits, magnitude = as_bits(x), as_bits(saturated(tl.abs(x)))
     high = tl.max(magnitude, 1, keep_dims=True)
     signed = (tl.min(bits, 1, keep_dims=True) < 0).to(tl.int32)
     floor = tl.maximum(tl.where(signed != 0, high - RANGE_OF_SIGNED, 1), 1)
@@ -190,7 +196,7 @@ def side_of(least, greatest):
     """Both ends of each group (bits of FP32) in one 64-bit word, which a little-endian memory has in this order."""
     word = (greatest.to(tl.int64) << 32) | (least.to(tl.int64) & 0xFFFFFFFF)
     return tl.reshape(word, [least.shape[0]])
-'''.replace("RANGE_OF_SIGNED", repr(RANGE))
+'''.replace("RANGE_OF_SIGNED", repr(RANGE)).replace("GREATEST", repr(GREATEST))
 
 APPROXIMATIONS = """
 @triton.jit

@@ -11,7 +11,7 @@ What holds, for every format of `fp8compile/state_formats.py` (tests/optimizer/t
 - Storing what was stored changes no bit of what is read, stochastic or not: the ends are kept as they are, and all
   between them lands within a small part of a step of where it came from.
 - Stochastic rounding is unbiased: the mean of what is read is x, not that of its logarithm (to within an FP32 ULP).
-- A group with an inf or a nan decodes to nan.
+- An inf is stored as the greatest FP32 number: a square that overflowed decays again. A group with a nan reads as nan.
 - Every operation is an integer's, or of FP32 and rounded once, as by a fused multiply-add (here, by way of FP64): a
   kernel must agree bit for bit.
 
@@ -37,6 +37,7 @@ LOG_LESS = 1 - 2.0**-22
 RANGE = 24 << 23  # bits of FP32 below the greatest of a group with signs, from which on it is zero
 SIGN, MAGNITUDE = 0x80, 0x7F
 INF_BITS = 0x7F800000
+GREATEST = torch.finfo(torch.float32).max
 MASK = 0xFFFFFFFF
 STATE_STREAM, PARAMETER_STREAM = 0, 1
 Decoder = Callable[[Tensor], Tensor]
@@ -80,7 +81,7 @@ def encode(
     if how.is_exact:
         return x.float().clone(), x.new_empty((0, 2), dtype=torch.float32)
     grouped = _grouped(x.float())
-    magnitude = grouped.view(torch.int32) & 0x7FFFFFFF
+    magnitude = grouped.abs().clamp_max(GREATEST).view(torch.int32)
     negative = grouped.view(torch.int32) < 0
     high = magnitude.amax(1, keepdim=True)
     signed = negative.any(1, keepdim=True)

@@ -137,7 +137,7 @@ def hard(format: str, positive: bool) -> tuple[Update, Data]:
 
 
 def _hard_groups() -> Tensor:
-    """Full tiles of groups that are wide, narrow to a bit, tiny, huge, of one sign, and with zeros of both signs."""
+    """Full tiles of groups: wide, narrow to a bit, tiny, huge, inf, of one sign, with zeros of both signs."""
     g = torch.Generator().manual_seed(0)
     groups = [torch.zeros(GROUP), torch.full((GROUP,), -1.5e-45), torch.full((GROUP,), 3.4e38)]
     for width in (1, 2, 3, 100, 126, 127, 128, 253, 254, 255, 300, 508, 2047, 2048, 5000, 1 << 20, 1 << 27):
@@ -146,6 +146,8 @@ def _hard_groups() -> Tensor:
             bits[:2] = torch.tensor([least, least + width])
             groups.append(bits.int().view(torch.float32))
     groups.append(torch.tensor([1e-45, 3.4e38]).repeat(GROUP // 2))
+    groups.append(torch.full((GROUP,), torch.inf))
+    groups.append(torch.tensor([torch.inf, torch.finfo(torch.float32).max, 1e30, 1e-30]).repeat(GROUP // 4))
     x = torch.stack(groups)
     sparse = x.where(torch.rand(x.shape, generator=g) < 0.7, 0.0)
     signed = sparse * torch.where(torch.rand(x.shape, generator=g) < 0.5, 1.0, -1.0)
