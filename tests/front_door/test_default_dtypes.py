@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -39,13 +39,17 @@ def trained(dtype: torch.dtype, recipe: str, executor: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "executor"),
-    [("mixed", "inductor"), ("mixed", "eager"), ("blockwise", "inductor"), ("tensorwise", "eager")],
+    ("recipe", "executor", "defaults"),
+    [
+        ("mixed", "inductor", DEFAULTS[:1]),
+        ("blockwise", "eager", DEFAULTS),
+        ("tensorwise", "eager", DEFAULTS),
+    ],
 )
-def test_a_model_computes_the_same(recipe: str, executor: str) -> None:
+def test_a_model_computes_the_same(recipe: str, executor: str, defaults: Sequence[torch.dtype]) -> None:
     wanted = trained(torch.float32, recipe, executor)
     assert len(wanted) == 5
-    for dtype in DEFAULTS:
+    for dtype in defaults:
         found = trained(dtype, recipe, executor)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), dtype
 
@@ -72,7 +76,7 @@ def stepped(dtype: torch.dtype) -> list[Tensor]:
     parameters = [nn.Parameter(torch.randn(256, generator=random)) for _ in range(2)]
     opt = torch.optim.AdamW(parameters, lr=1e-2)
     with default(dtype):
-        step = torch.compile(opt.step, backend="fp8", options={"strict": True})
+        step = torch.compile(opt.step, backend="fp8", options={"strict": True, "executor": "eager"})
         for _ in range(3):
             for p in parameters:
                 p.grad = torch.randn(256, generator=random, dtype=torch.float32)
