@@ -35,6 +35,8 @@ LIST = Path(__file__).with_name("left_out.json")
 SHORT, LONG, VERY_LONG = 0.5, 2.0, 20.0  # seconds
 SHARE = 0.998  # of the branches that any test runs
 ALWAYS = (  # their branches say little of them
+    "tests/optimizer/test_shared_step.py::test_each_has_its_own_numbers",
+    "tests/passes/attention/test_symbolic_masks.py::test_what_is_not_proven_is_read[window of 1000]",
     "tests/torch_hooks/test_trainers.py::test_hugging_face_trainer",
     "tests/train/test_lengths_that_change.py::test_lengths_that_are_quotients[inferred features-eager]",
 )

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, is_tensor, same_sizes, update_value, value
+from fp8compile.passes.core.compilation import (
+    VIEWS,
+    Compilation,
+    aten,
+    hint,
+    is_tensor,
+    same_sizes,
+    update_value,
+    value,
+)
 from fp8compile.passes.core.stride_demands import EXACT, demanded, is_met
 from fp8compile.passes.core.walk import users_of, walk
 
@@ -98,12 +107,13 @@ def _is_restrided(node: fx.Node) -> bool:
 def copied(c: Compilation, source: fx.Node, strides: Any, before: fx.Node, exactly: bool = False) -> fx.Node:
     """Return a dense copy of `source` that lies in memory in the order of these strides; `exactly`: with these strides.
 
-    A contiguous one where they are unknown or symbolic.
+    A contiguous one where they are unknown; symbolic ones are ordered as they are in the sizes that were seen.
     """
-    known = [*strides] if strides is not None and all(isinstance(s, int) for s in strides) else []
-    if exactly and known and (steps := _steps(value(source).shape, known)) is not None:
+    known = [] if strides is None else [*strides]
+    fixed = bool(known) and all(isinstance(s, int) for s in known)
+    if exactly and fixed and (steps := _steps(value(source).shape, known)) is not None:
         return _spread(c, source, known, steps, before)
-    order = sorted(range(len(known)), key=lambda d: -known[d])
+    order = sorted(range(len(known)), key=lambda d: -hint(known[d]))
     if order == sorted(order):
         return c.emit(aten.clone.default, source, like=source, before=before, contiguous=True)
     moved = c.emit(aten.permute.default, source, order, like=source, before=before)

@@ -50,7 +50,7 @@ from fp8compile.kernels.codegen.spec.region import MOST_BESIDE
 from fp8compile.kernels.reference.grouped_reference import padded_tokens
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.aten_views import Concatenation
-from fp8compile.passes.core.compilation import VIEWS, base, hint, value
+from fp8compile.passes.core.compilation import VIEWS, base, hint, same_sizes, value
 from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode
 from fp8compile.passes.core.walk import users_of, walk
 from fp8compile.passes.matmul.grouped_matmuls import GROUPED, share_of_rate
@@ -272,11 +272,11 @@ def _is_read_in_pieces(node: fx.Node, granularity: Granularity) -> bool:
     cat = Concatenation.of(fusible.laid_out(node))
     if cat is None or (cat.node is node and value(node).dim() == 2):
         return cat is not None
-    shapes = {tuple(value(piece).shape) for piece in cat.pieces}
+    first = value(cat.pieces[0]).shape
     computed = any(fusible.is_fusible(base(fusible.laid_out(piece))) for piece in cat.pieces)
     columns = cat.dim == value(cat.node).dim() - 1 or cat.node is not node  # or became columns with the copy
-    alike = len(shapes) == 1 and len(cat.pieces) <= MOST_BESIDE and columns
-    return alike and not computed and granularity.kind == "tensor"
+    alike = all(same_sizes(value(piece).shape, first) for piece in cat.pieces) and len(cat.pieces) <= MOST_BESIDE
+    return alike and columns and not computed and granularity.kind == "tensor"
 
 
 def _read_by_matmuls_alone(node: fx.Node) -> int:

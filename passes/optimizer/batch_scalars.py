@@ -27,7 +27,7 @@ from torch import fx
 
 from fp8compile.kernels.optimizer.update_spec import from_json
 from fp8compile.optimizer import state_ops
-from fp8compile.passes.core.compilation import aten, remove_dead, update_value, value
+from fp8compile.passes.core.compilation import aten, is_tensor, remove_dead, update_value, value
 from fp8compile.passes.core.node_views import Copy, argument
 from fp8compile.passes.core.stages import OptimizerGraph
 from fp8compile.passes.optimizer.find_updates import FLOATS, is_elementwise
@@ -136,10 +136,10 @@ class NumberStacker:
         args: list[Any] = []
         columns = list(zip(*(call[1] for call in calls), strict=True))
         for given in columns:
-            if all(isinstance(x, fx.Node) for x in given):
-                args.append(self.stacked(given))
-            elif all(x == given[0] for x in given):
+            if all(x == given[0] for x in given):
                 args.append(given[0])
+            elif all(map(_is_a_tensor, given)):
+                args.append(self.stacked(given))
             else:
                 return None
         if len({value(a).device for a in args if _is_bound(a)}) > 1:
@@ -156,7 +156,7 @@ class NumberStacker:
 
     def _as(self, given: Any, dtype: torch.dtype) -> Any:
         """Return a vector of floating-point numbers in `dtype`; all else as it is."""
-        if not isinstance(given, fx.Node) or value(given).dim() == 0 or not value(given).is_floating_point():
+        if not _is_a_tensor(given) or value(given).dim() == 0 or not value(given).is_floating_point():
             return given
         return self.call(prims.convert_element_type.default, given, dtype)
 
@@ -168,9 +168,14 @@ class NumberStacker:
         return node
 
 
+def _is_a_tensor(given: Any) -> bool:
+    """Return False for constants, and for numbers of Python that are symbols."""
+    return isinstance(given, fx.Node) and is_tensor(given)
+
+
 def _is_bound(given: Any) -> bool:
     """Return True if it meets tensors of its own device alone: all but numbers of the CPU."""
-    return isinstance(given, fx.Node) and (value(given).dim() > 0 or value(given).device.type != "cpu")
+    return _is_a_tensor(given) and (value(given).dim() > 0 or value(given).device.type != "cpu")
 
 
 def _is_same_constant(a: fx.Node, b: fx.Node) -> bool:

@@ -594,3 +594,40 @@ def test_mistakes_in_recipes_are_named():
     with pytest.raises(OptionError, match="another recipe"):
         fp8compile.prepare_optimizer(opt, "e4m3")
     assert is_prepared(opt)
+
+
+class WarmedUp(torch.optim.Optimizer):
+    """A user's own: a number of its step grows with each parameter's own count, in Python."""
+
+    def __init__(self, parameters, lr=0.01):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["count"] = torch.zeros_like(p), 0
+                state["count"] += 1
+                state["mean"].lerp_(p.grad, 0.1)
+                p.add_(state["mean"].sign(), alpha=-group["lr"] * min(1, state["count"] / 3))
+
+
+def test_numbers_of_python_that_differ_between_parameters():
+    """Some have been updated less often: their numbers are other symbols of the graph."""
+    torch.manual_seed(0)
+    mine, exact = ([nn.Parameter(torch.ones(64, 64)) for _ in range(4)] for _ in range(2))
+    opts = [WarmedUp(p) for p in (mine, exact)]
+    step = torch.compile(
+        opts[0].step, backend="fp8", options={"executor": "eager", "strict": True, "states": "float32"}
+    )
+    for without in ({0}, {2}, {2}, {0}, {1, 2, 3}, set()):
+        for i, (p, q) in enumerate(zip(mine, exact, strict=True)):
+            p.grad = None if i in without else torch.randn(64, 64)
+            q.grad = p.grad
+        opts[0].param_groups[0]["lr"] = opts[1].param_groups[0]["lr"] = 0.01 * (1 + len(without))
+        step()
+        opts[1].step()
+        for p, q in zip(mine, exact, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
