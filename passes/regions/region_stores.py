@@ -10,7 +10,7 @@ from fp8compile import ops
 from fp8compile.kernels.codegen.spec.region import Buffer, Store
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import value
-from fp8compile.passes.core.iteration import contiguous, same
+from fp8compile.passes.core.iteration import contiguous, divides, same
 from fp8compile.passes.core.marker_views import Quantize, is_amax_of_tensor
 from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.regions.build_region import Builder, Sink
@@ -55,6 +55,7 @@ def _payload(builder: Builder, node: fx.Node) -> Sink:
     across, down = layout.col_multiple, layout.row_multiple
     if layout.transpose:
         across, down = down, across
+    _refuse_matrices_that_are_padded(cast.x, down)
     padded_rows = (rows, down) if down > 1 else rows
     padded_cols = -(-cols // across) * across
     if layout.transpose:
@@ -63,6 +64,13 @@ def _payload(builder: Builder, node: fx.Node) -> Sink:
     else:
         store, shape = Store(0, i, padded_cols, 0, False, down, across), (padded_rows, padded_cols)
     return Sink(node, store, Buffer(shape, str(value(node).dtype).removeprefix("torch.")))
+
+
+def _refuse_matrices_that_are_padded(x: fx.Node, multiple: int) -> None:
+    """Raise `RefusedError` where each matrix of a batch gets rows of zeros: a store has them behind all rows alone."""
+    *batch, rows, _ = value(x).shape
+    if multiple > 1 and not all(same(n, 1) for n in batch) and not divides(multiple, rows):
+        raise RefusedError("it pads the rows of each matrix of a batch")
 
 
 def _padded(builder: Builder, multiple: int) -> Any:
@@ -107,6 +115,7 @@ def _statistic(builder: Builder, node: fx.Node) -> Sink:
         if layout.transpose:
             raise RefusedError("a scale of columns")
         down = layout.row_multiple
+        _refuse_matrices_that_are_padded(first_input(marker), down)
         return Sink(node, Store(0, i, 1, 0, False, down), Buffer(((rows, down) if down > 1 else rows, 1), "float32"))
     if (layout.row_multiple, layout.col_multiple) != (1, 1):
         raise RefusedError("scales of groups with padding")

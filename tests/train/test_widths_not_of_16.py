@@ -42,3 +42,28 @@ def test_attention_is_converted(width: int, rows: list[tuple[int, int]], recipe:
         for a, b in zip(wanted, found, strict=True):
             assert F.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.99
     assert len(fp8compile.last_compile().converted) == 6, "in the graph of any length too"
+
+
+class Batched(nn.Module):
+    """Weights times what is computed from tokens, which are columns: N is no multiple of 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 64, 64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(self.weight, x.sin().transpose(1, 2))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_each_matrix_of_a_batch_is_padded(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    model = Batched()
+    options = {"select": "all", "executor": "eager", "strict": True, "save_min_bytes": 0}
+    run = torch.compile(model, backend="fp8", dynamic=dynamic, options=options)
+    for tokens in (20, 21):
+        x = torch.randn(3, tokens, 64, requires_grad=True)
+        wanted, found = (torch.autograd.grad(f(x).square().sum(), [x, model.weight]) for f in (model, run))
+        for a, b in zip(wanted, found, strict=True):
+            assert F.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.99
+        assert len(fp8compile.last_compile().converted) == 3
