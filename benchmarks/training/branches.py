@@ -19,9 +19,9 @@ that are each changed by a ten-thousandth: what chaos does by itself.
     weights     the same, computed in eager BF16: what the training cost, without the rounding of the evaluation
 
 ± is the half width of a 95 % interval over seeds. Where a nudge hides all that, `--branches combined` trains half of
-all combinations of the five parts of O3 (each alone, each three, all), and a second table gives what each part adds,
-by least squares over all of them with BF16 and its nudges: each part is in half of the branches, which halves the noise
-as often as all branches would. ± is then of a 95 % interval by what the sum of the parts leaves unexplained.
+all combinations of the five parts of O3 (each alone, any three, all), and a second table gives what each part adds, by
+least squares over all of them with BF16 and its nudges. Half of the branches have a part and half do not, so all of
+them tell of each. ± is there of a 95 % interval by what the sum of the parts leaves unexplained.
 """
 
 from __future__ import annotations

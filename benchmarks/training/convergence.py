@@ -336,7 +336,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Runs of other settings must not be mixed."""
+    """Write down the settings of the runs in a folder; raise SystemExit if it holds runs of others."""
     file = folder / "settings.json"
     now = json.loads(json.dumps(settings))
     if not file.exists():

@@ -33,6 +33,26 @@ def scores(logits, inner, outer, CAPPED: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
+def top_and_total(logits, classes, width, inner, outer, CAPPED: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    """Return the greatest score of a row, the sum of exponentials below it, and the sum of scores (SUM; else 0)."""
+    offset = tl.arange(0, BLOCK)
+    top = -float("inf")
+    total = 0.0
+    sum_of_scores = 0.0
+    for start in range(0, classes, BLOCK):
+        column = start + offset
+        z = scores(tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32), inner, outer, CAPPED)
+        if SUM:
+            sum_of_scores += tl.sum(tl.where(column < classes, z, 0.0), 0)
+        z = tl.where(column < classes, z, -float("inf"))
+        larger = tl.maximum(top, tl.max(z, 0))
+        shift = tl.where(larger == -float("inf"), 0.0, larger)  # nothing but -inf so far: no difference of infinities
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
+        top = larger
+    return top, total, sum_of_scores
+
+
+@triton.jit
 def softmax_gradient(
     logits,
     index,
@@ -58,20 +78,7 @@ def softmax_gradient(
     # read before the first reduction: those are barriers, and below other warps write over it
     mine = scores(tl.load(logits + label, mask=valid, other=0.0).to(tl.float32), inner, outer, CAPPED)
 
-    offset = tl.arange(0, BLOCK)
-    top = -float("inf")
-    total = 0.0
-    sum_of_scores = 0.0
-    for start in range(0, classes, BLOCK):
-        column = start + offset
-        z = scores(tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32), inner, outer, CAPPED)
-        if EVERY_TERM:
-            sum_of_scores += tl.sum(tl.where(column < classes, z, 0.0), 0)
-        z = tl.where(column < classes, z, -float("inf"))
-        larger = tl.maximum(top, tl.max(z, 0))
-        shift = tl.where(larger == -float("inf"), 0.0, larger)  # nothing but -inf so far: no difference of infinities
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
-        top = larger
+    top, total, sum_of_scores = top_and_total(logits, classes, width, inner, outer, CAPPED, EVERY_TERM, BLOCK)
     log_total = tl.log(total)
     tl.store(chosen + row, tl.where(valid, (mine - top) - log_total, float("nan")))
 
@@ -92,7 +99,7 @@ def softmax_gradient(
             falling += classes * of_sum - tl.load(weights + 2 * rows + row)
             falling -= 2 * tl.load(weights + 3 * rows + row) * normaliser
         for start in range(0, classes, BLOCK):
-            column = start + offset
+            column = start + tl.arange(0, BLOCK)
             z = scores(tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32), inner, outer, CAPPED)
             slope = tl.exp((z - top) - log_total)
             if EVERY_TERM:

@@ -169,7 +169,7 @@ class NumberStacker:
 
 
 def _is_a_tensor(given: Any) -> bool:
-    """Return False for constants, and for numbers of Python that are symbols."""
+    """Return True for a node that computes a tensor: for no constant, and no symbol of a number of Python."""
     return isinstance(given, fx.Node) and is_tensor(given)
 
 

@@ -11,6 +11,7 @@ from quick import quicken
 from torch import Tensor, nn
 
 from fp8compile.kernels.reference import state_reference
+from fp8compile.optimizer.states import FP8State
 
 quicken()
 DEFAULTS = (torch.float64, torch.bfloat16, torch.float16)
@@ -73,14 +74,15 @@ def stepped(dtype: torch.dtype) -> list[Tensor]:
     """Parameters after three compiled steps of AdamW under a default dtype."""
     torch._dynamo.reset()
     random = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(256, generator=random)) for _ in range(2)]
+    parameters = [nn.Parameter(torch.randn(64, 128, generator=random)) for _ in range(2)]  # large enough for 8 bits
     opt = torch.optim.AdamW(parameters, lr=1e-2)
     with default(dtype):
         step = torch.compile(opt.step, backend="fp8", options={"strict": True, "executor": "eager"})
         for _ in range(3):
             for p in parameters:
-                p.grad = torch.randn(256, generator=random, dtype=torch.float32)
+                p.grad = torch.randn(64, 128, generator=random, dtype=torch.float32)
             step()
+    assert isinstance(opt.state[parameters[0]]["exp_avg"], FP8State)
     return [p.detach() for p in parameters]
 
 

@@ -36,6 +36,7 @@ UPDATES = [
     adam("log", "log/stochastic", "bfloat16", "bfloat16"),
     adam("log", "log", "split", "bfloat16"),
     adam("e4m3", "e5m2/stochastic", "stochastic", "bfloat16"),
+    adam("e4m3", "e4m3", "bfloat16", "bfloat16"),
     adam("e4m3/linear", "e4m3/linear", "bfloat16", "bfloat16"),
     adam("float32", "float32", "float32", "float32"),
     unscaled(adam("log", "log/stochastic", "bfloat16", "bfloat16")),
