@@ -50,6 +50,7 @@ from benchmarks.training.convergence_report import (
     THREE_PARTS,
     Interval,
     Run,
+    without_nudge,
 )
 from corpus import Corpus, load_corpus
 
@@ -106,8 +107,8 @@ def branch_off(settings: Settings, corpus: Corpus, name: str, seed: int, steps: 
     trainer.load(state)
     at = trainer.done
     del state
-    if name.endswith(" nudged"):
-        nudge(trainer.model, seed)
+    if without_nudge(name) != name:
+        nudge(trainer.model, name, seed)
     if settings.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses, _ = trainer.train(steps // 2)

@@ -8,10 +8,11 @@
 The model is `examples/llama.py` (`--size 125m`), its text `examples/corpus.py`. A seed decides weights and the order of
 the data, for every configuration alike. `BF16` is FP32 parameters under BF16 autocast, torch's fused AdamW, Inductor;
 the others differ in what their name says: "nudged" ones in their first weights, by a ten-thousandth of each, which is
-how far two trainings come apart by themselves; `8-bit states` in those of the optimizer alone (its step is compiled),
-O2 in its matmuls, O3 in matmuls, saved activations and states, "O3 FP32 states" in the first two; "two passes"
-computes every amax first, "FP8 head" converts the head too, "auto" is the automatic mode, "recipe auto" the recipe of
-that name. With `--parameters bf16` the parameters of ours are BF16, with the masters of their level.
+how far two trainings come apart by themselves ("nudged 2" is another nudge); `8-bit states` in those of the optimizer
+alone (its step is compiled), O2 in its matmuls, O3 in matmuls, saved activations and states, "O3 FP32 states" in the
+first two; "output alone" in the outputs of matmuls, and so on; "two passes" computes every amax first, "FP8 head"
+converts the head too, "auto" is the automatic mode, "recipe auto" the recipe of that name. With `--parameters bf16` the
+parameters of ours are BF16, with the masters of their level.
 
 **Less noise.** Trainings are chaotic: two runs that differ in one rounding end apart by more than FP8 costs. So the
 weights of the last tenth of a run are averaged, and both they and the last weights are evaluated on 2 M held-out
@@ -54,12 +55,14 @@ from benchmarks.training.convergence_report import (
     AVERAGED,
     CONFIGURATIONS,
     IN_BF16,
+    KNOWN,
     LAST,
     OURS,
     READING,
     STATES,
     Run,
     report,
+    without_nudge,
 )
 from corpus import Corpus, even_starts, load_corpus, random_starts, windows
 from llama import Llama, LlamaConfig
@@ -90,9 +93,10 @@ class Settings:
 
 
 @torch.no_grad()
-def nudge(model: nn.Module, seed: int) -> None:
-    """Change each weight by about a ten-thousandth of itself."""
-    torch.manual_seed(seed)
+def nudge(model: nn.Module, name: str, seed: int) -> None:
+    """Change each weight by about a ten-thousandth of itself: otherwise for another seed, or number behind the name."""
+    number = name.rpartition(" ")[2]
+    torch.manual_seed(seed + 1000 * int(number) if number.isdigit() else seed)
     for p in model.parameters():
         p.mul_(1 + 1e-4 * torch.randn_like(p))
 
@@ -110,9 +114,10 @@ class Trainer:
         torch.manual_seed(run.seed)
         with torch.device(settings.device):
             self.model = Llama(size.model, max_seq=size.seq)
-        if run.name.endswith(" nudged"):
-            nudge(self.model, run.seed)
-        ours = OURS.get(run.name)
+        name = without_nudge(run.name)
+        if run.name != name:
+            nudge(self.model, run.name, run.seed)
+        ours = OURS.get(name)
         self.autocast = ours is None or settings.parameters == "fp32"
         if not self.autocast:
             self.model.bfloat16()
@@ -122,7 +127,7 @@ class Trainer:
             {"params": matrices, "weight_decay": WEIGHT_DECAY},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        level = "O3" if run.name == STATES else ours["level"] if ours else None
+        level = "O3" if name == STATES else ours["level"] if ours else None
         compiled = level == "O3" or (level is not None and not self.autocast)
         self.opt = torch.optim.AdamW(groups, lr=size.lr, betas=(0.9, 0.95), fused=not compiled)
         self.schedule = LambdaLR(self.opt, lambda done: lr_factor(done, size.steps))
@@ -188,7 +193,7 @@ class Trainer:
 
     def fp8_matmuls(self) -> int:
         """Return how many matmuls the training graph has in FP8; call it before anything else is compiled."""
-        return len(fp8compile.last_compile().converted) if self.run.name in OURS else 0
+        return len(fp8compile.last_compile().converted) if without_nudge(self.run.name) in OURS else 0
 
     @torch.no_grad()
     def _held_out(self, batches: int, step: Callable[[Tensor, Tensor], Tensor]) -> float:
@@ -291,7 +296,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = Settings(size, device, given.select, given.parameters, executor, corpus.source, given.deterministic)
     check_folder(given.out, asdict(settings))
     torch.set_float32_matmul_precision("high")
-    names = [name for name in given.configurations or CONFIGURATIONS if _is_there(name)]
+    names = [name for name in given.configurations if _is_there(name)]
     left = _run_all(given, names, settings, corpus, began + 60 * given.minutes)
     print(f"{left} of {len(names) * given.seeds} runs left: the same command goes on" if left else "all runs done")
     print("\n" + report(given.out, asdict(settings)))
@@ -346,6 +351,13 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
         raise SystemExit(f"{folder} holds runs of other settings ({', '.join(changed)}): take another --out")
 
 
+def configuration(name: str) -> str:
+    """Return the name of a configuration from the command line; raises for unknown ones."""
+    if without_nudge(name) not in KNOWN:
+        raise argparse.ArgumentTypeError(f"there is no configuration {name!r}: {', '.join(KNOWN)}")
+    return name
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, default=Path("runs/convergence"))
@@ -363,7 +375,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--select", choices=["all", "profitable"], default="all", help="which matmuls are in FP8")
     p.add_argument("--parameters", choices=["fp32", "bf16"], default="fp32", help="of O2 and O3")
     p.add_argument("--deterministic", action="store_true", help="torch's deterministic algorithms: slower ones")
-    p.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, help="default: all")
+    p.add_argument(
+        "--configurations", nargs="+", type=configuration, metavar="NAME", default=CONFIGURATIONS,
+        help=f"of {', '.join(KNOWN)}; each also with \" nudged\" or \" nudged 2\" behind it (default: the first "
+        f"{len(CONFIGURATIONS)})",
+    )  # fmt: skip
     p.add_argument("--report", action="store_true", help="train nothing, show what there is")
     return p
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ THREE_PARTS: dict[str, dict[str, Any]] = {  # with each part alone and with O3: 
 }
 OURS: dict[str, dict[str, Any]] = {
     **{f"{level} {recipe}": {"level": level, "recipe": recipe} for level in ("O2", "O3") for recipe in RECIPES},
-    "O3 nudged": {"level": "O3", "recipe": "mixed"},
     "O3 FP32 states": {"level": "O2", "recipe": "mixed", "save": "auto"},
     "O3 rowwise": {"level": "O3", "recipe": "rowwise"},
     "O3 E5M2 gradients": {"level": "O3", "recipe": {"base": "mixed", **dict.fromkeys(ROLES[1:], E5M2_GRADIENT)}},
@@ -46,8 +46,10 @@ OURS: dict[str, dict[str, Any]] = {
     **THREE_PARTS,
 }
 STATES = "8-bit states"  # the model as BF16's, the optimizer's step compiled
-NUDGED = "BF16 nudged"  # "… nudged": from other first weights, by a ten-thousandth of each: how far trainings scatter
+NUDGED = "BF16 nudged"
+NUDGES = re.compile(r" nudged( [0-9]+)?$")  # how the name of a run from nudged weights ends; the number is of the nudge
 CONFIGURATIONS = ("BF16", NUDGED, STATES, *(x for x in OURS if x not in PARTS | THREE_PARTS), "torchao tensorwise")
+KNOWN = tuple(dict.fromkeys((*CONFIGURATIONS, *OURS)))  # in the order of tables
 SMOOTHED, LAST, AVERAGED, IN_BF16 = "smoothed", "last", "averaged", ", in BF16"  # measures of a run; the last a suffix
 MEASURES = (SMOOTHED, LAST, LAST + IN_BF16, AVERAGED, AVERAGED + IN_BF16)
 CLAIM = 0.001  # the half width of the interval that `pairs_for` counts pairs for
@@ -58,6 +60,16 @@ STUDENT = (  # 97.5 % quantile, 1 … 30 degrees of freedom
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
+
+
+def without_nudge(name: str) -> str:
+    """Return the configuration of which `name` is a run from nudged weights, or `name`."""
+    return NUDGES.sub("", name)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return the names of configurations in the order of tables, each before its runs from nudged weights."""
+    return sorted(set(names), key=lambda name: (KNOWN.index(without_nudge(name)), name))
 
 
 @dataclass
@@ -166,11 +178,11 @@ def gaps_by_measure(pairs: Sequence[tuple[Run, Run]]) -> dict[str, dict[str, Any
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row for each configuration with finished runs, in the order of `CONFIGURATIONS`."""
+    """Return a row for each configuration with finished runs, in the order of `KNOWN`."""
     done = {(r.name, r.seed): r for r in runs if r.finished}
     rows = []
     worst = max((r.smoothed_loss for r in done.values() if not r.diverged), default=math.nan)
-    for name in CONFIGURATIONS:
+    for name in in_order(name for name, _ in done):
         mine = [r for (n, _), r in sorted(done.items()) if n == name]
         if not mine:
             continue
@@ -290,8 +302,8 @@ def picture_of_norms(runs: Sequence[Run]) -> str:
 
 def _by_name(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Return the finished runs of each configuration that has some and did not diverge."""
-    found = [(name, [r for r in runs if r.name == name and r.finished and not r.diverged]) for name in CONFIGURATIONS]
-    return [(name, mine) for name, mine in found if mine]
+    good = [r for r in runs if r.finished and not r.diverged]
+    return [(name, [r for r in good if r.name == name]) for name in in_order(r.name for r in good)]
 
 
 def _curve(name: str, x: list[float], values: Sequence[Sequence[float]]) -> curves.Curve:

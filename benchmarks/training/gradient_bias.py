@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.training.convergence import CONFIGURATIONS, SIZES, Settings, Trainer
-from benchmarks.training.convergence_report import OURS, Run
+from benchmarks.training.convergence import SIZES, Settings, Trainer
+from benchmarks.training.convergence_report import KNOWN, Run
 from corpus import load_corpus
 
 DEFAULT = ("O2 mixed", "O3 mixed", "O3 two passes", "O3 E5M2 gradients", "O3 rowwise")
@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--state", type=Path, help="of `branches.py`; default: the first weights")
     p.add_argument("--batches", type=int, default=32)
     p.add_argument("--select", choices=["all", "profitable"], default="profitable", help="which matmuls are in FP8")
-    p.add_argument("--configurations", nargs="+", choices=[*CONFIGURATIONS, *OURS], default=DEFAULT)
+    p.add_argument("--configurations", nargs="+", choices=KNOWN, default=DEFAULT)
     p.add_argument("--json", type=Path)
     return p
 

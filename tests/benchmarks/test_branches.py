@@ -68,11 +68,15 @@ def test_a_nudge_changes_every_weight_a_little_and_nothing_else() -> None:
     size = convergence.SIZES["tiny"]
     corpus = benchmark.load_corpus(TEXT, size.seq)
     settings = convergence.Settings(size, "cpu", "all", "fp32", "eager", "")
-    base, nudged = (convergence.Trainer(settings, corpus, Run(name, 0, STEPS)) for name in ("BF16", NUDGED))
-    assert torch.equal(base.starts, nudged.starts)
-    for a, b in zip(base.model.parameters(), nudged.model.parameters(), strict=True):
-        assert (b / a - 1).abs().max() < 1e-3
-        assert 5e-5 < (b / a - 1).std() < 2e-4
+    names = ("BF16", NUDGED, f"{NUDGED} 2")
+    base, *all_nudged = (convergence.Trainer(settings, corpus, Run(name, 0, STEPS)) for name in names)
+    for nudged in all_nudged:
+        assert torch.equal(base.starts, nudged.starts)
+        for a, b in zip(base.model.parameters(), nudged.model.parameters(), strict=True):
+            assert (b / a - 1).abs().max() < 1e-3
+            assert 5e-5 < (b / a - 1).std() < 2e-4
+    one, two = all_nudged
+    assert not any(map(torch.equal, one.model.parameters(), two.model.parameters()))
 
 
 @pytest.mark.parametrize("name", [*PARTS, STATES, "output + grad_weight + saved"])

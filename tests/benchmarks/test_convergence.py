@@ -209,6 +209,22 @@ def test_a_run_that_was_not_timed_takes_the_time_of_its_configuration():
     assert "nan" in shown.table(shown.summary([untimed]))
 
 
+def test_runs_from_nudged_weights_stand_behind_their_configuration() -> None:
+    names = ["O3 rowwise", "O3 mixed nudged 2", "output alone", "BF16 nudged", "O3 mixed", "BF16", "O3 mixed nudged"]
+    assert shown.in_order(names) == [
+        "BF16", "BF16 nudged", "O3 mixed", "O3 mixed nudged", "O3 mixed nudged 2", "O3 rowwise", "output alone"
+    ]  # fmt: skip
+    given = benchmark.parser().parse_args(["--configurations", "grad_input alone nudged 3", "BF16"])
+    assert given.configurations == ["grad_input alone nudged 3", "BF16"]
+
+
+def test_an_unknown_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("O3 mixd", "O3 mixed nudged x", "nudged"):
+        with pytest.raises(SystemExit):
+            benchmark.main(["--configurations", "BF16", name])
+        assert f"there is no configuration '{name}': BF16, BF16 nudged" in capsys.readouterr().err
+
+
 def test_what_shares_the_gpu_keeps_no_times(tmp_path, capsys):
     benchmark.main([*GIVEN, "--steps", "2", "--out", str(tmp_path), "--configurations", "BF16", "--untimed"])
     assert "not timed" in capsys.readouterr().out
