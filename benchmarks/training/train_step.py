@@ -31,7 +31,7 @@ from benchmarks.harness.measuring import bytes_of, intervals, peak_gib
 from benchmarks.harness.peers import BASELINE, EAGER, MASKS_FOLDED, TORCHAO, ours
 from benchmarks.harness.processes import Case
 from benchmarks.harness.runs import Benchmark
-from benchmarks.harness.workloads import MODULES, WORKLOADS
+from benchmarks.harness.workloads import MODULES, WORKLOADS, Workload
 
 EIGHT_BIT = ours("8-bit states", eight_bit=True)
 MASKS_MADE = ours("8-bit states, masks made", eight_bit=True, fold_masks=False)
@@ -52,10 +52,10 @@ COLUMNS = (
 
 
 class Training:
-    """One system that trains one model."""
+    """One system that trains one model: the workload of the case's name, or another."""
 
-    def __init__(self, case: Case):
-        workload = next(w for w in WORKLOADS if w.name == case.model)
+    def __init__(self, case: Case, workload: Workload | None = None):
+        workload = self.workload = workload or next(w for w in WORKLOADS if w.name == case.model)
         self.system = next(s for s in SYSTEMS if s.name == case.system)
         self.model = workload.built(case.device, case.tiny)
         self.batch = workload.made(self.model, case.device, case.tiny)
