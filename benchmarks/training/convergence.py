@@ -10,9 +10,10 @@ the data, for every configuration alike. `BF16` is FP32 parameters under BF16 au
 the others differ in what their name says: "nudged" ones in their first weights, by a ten-thousandth of each, which is
 how far two trainings come apart by themselves ("nudged 2" is another nudge); `8-bit states` in those of the optimizer
 alone (its step is compiled), O2 in its matmuls, O3 in matmuls, saved activations and states, "O3 FP32 states" in the
-first two; "output alone" in the outputs of matmuls, and so on; "two passes" computes every amax first, "FP8 head"
-converts the head too, "auto" is the automatic mode, "recipe auto" the recipe of that name. With `--parameters bf16` the
-parameters of ours are BF16, with the masters of their level.
+first two; "output alone" in the outputs of matmuls, and so on; "ends in BF16" leaves the matmuls of the first and of
+the last block, "two passes" computes every amax first, "FP8 head" converts the head too, "auto" is the automatic mode,
+"recipe auto" the recipe of that name. With `--parameters bf16` the parameters of ours are BF16, with the masters of
+their level.
 
 **Less noise.** Trainings are chaotic: two runs that differ in one rounding end apart by more than FP8 costs. So the
 weights of the last tenth of a run are averaged, and both they and the last weights are evaluated on 2 M held-out
@@ -143,7 +144,10 @@ class Trainer:
     def _compiled(self, ours: dict[str, Any] | None) -> Callable[[Tensor, Tensor], Tensor]:
         eager = self.settings.executor == "eager"
         if ours is not None:
-            options = {**ours, "select": self.settings.select, "executor": self.settings.executor, "strict": True}
+            ends = {"first": 0, "last": self.settings.size.model.n_layers - 1}
+            skip = [pattern.format(**ends) for pattern in ours.get("skip", ())]
+            options = {**ours, "skip": skip, "select": self.settings.select, "executor": self.settings.executor}
+            options["strict"] = True
             return torch.compile(self.model, backend="fp8", options=options)
         if self.run.name.startswith("torchao"):
             _convert_by_torchao(self.model)

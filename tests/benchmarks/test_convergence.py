@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import fp8compile
 from benchmarks.training import convergence as benchmark
 from benchmarks.training import convergence_report as shown
 
@@ -97,6 +98,21 @@ def test_configurations_run_and_are_reported(folders, capsys):
     capsys.readouterr()
     benchmark.main([*arguments, "--report"])
     assert "O3 mixed                1" in capsys.readouterr().out
+
+
+def test_the_first_and_the_last_block_stay_bf16() -> None:
+    tiny = benchmark.SIZES["tiny"]
+    size = replace(tiny, model=replace(tiny.model, n_layers=3))
+    corpus = benchmark.load_corpus(TEXT, size.seq)
+    settings = benchmark.Settings(size, "cpu", "all", "fp32", "eager", "")
+    trainer = benchmark.Trainer(settings, corpus, shown.Run("O3 ends in BF16", 0, STEPS))
+    trainer.loss(corpus.train, trainer.starts[0]).backward()
+    matmuls = [row for plan in fp8compile.compiles() if plan.graph == "training" for row in plan.matmuls]
+    in_fp8 = [row.path for row in matmuls if row.decision == "fp8"]
+    left = [row.path for row in matmuls if row.decision == "bf16"]
+    assert in_fp8
+    assert all("blocks.1." in path for path in in_fp8)
+    assert {block for block in "012" if any(f"blocks.{block}." in path for path in left)} == {"0", "2"}
 
 
 def test_bf16_parameters_have_masters(tmp_path):
