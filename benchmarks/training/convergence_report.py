@@ -39,6 +39,7 @@ OURS: dict[str, dict[str, Any]] = {
     "O3 rowwise": {"level": "O3", "recipe": "rowwise"},
     "O3 E5M2 gradients": {"level": "O3", "recipe": {"base": "mixed", **dict.fromkeys(ROLES[1:], E5M2_GRADIENT)}},
     "O3 two passes": {"level": "O3", "one_pass_casts": False},
+    "O3 first in BF16": {"level": "O3", "skip": ["*blocks.{first}.*"]},
     "O3 ends in BF16": {"level": "O3", "skip": ["*blocks.{first}.*", "*blocks.{last}.*"]},
     "O3 FP8 head": {"level": "O3", "lm_head": True},
     "O3 auto": {"level": "O3", "adaptive": "auto"},
