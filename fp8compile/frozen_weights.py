@@ -7,7 +7,7 @@ experts' are, a matrix of them, which lies as its own did: grouped matmuls look 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,11 @@ class Use:
 class Freed:
     """Hold how a weight lay whose memory was freed. layout: shape, strides, dtype, device; writes: how many there were.
 
-    nothing: what it shows, NaN alone, which is kept so that nothing else comes to lie there.
+    name: the parameter's in its model; nothing: what it shows, NaN alone, which is kept so that nothing else comes to
+    lie there.
     """
 
+    name: str
     layout: tuple[Any, ...]
     writes: int
     nothing: Tensor
@@ -102,8 +104,34 @@ def refuse_written(weight: Tensor) -> None:
         raise FreedWeightError("a weight was written since it was last cast: run the model once more before this")
 
 
-def free(weight: Tensor) -> int:
-    """Free the memory of a weight that is as it was cast, and return how many bytes."""
+def name_of(weight: Tensor) -> str:
+    """Return the name in its model of a weight that was freed."""
+    freed = _use_of(weight).freed
+    assert freed is not None
+    return freed.name
+
+
+def stand_ins(weights: Iterable[Tensor]) -> list[Tensor]:
+    """Return the weights, and of each that was freed zeros which lie as it did: all of a dtype in the same memory."""
+    given = list(weights)
+    freed = {i: use.freed for i, w in enumerate(given) if is_freed(w) and (use := _uses[id(w)]).freed is not None}
+    sizes: dict[tuple[Any, ...], int] = {}  # by dtype and device
+    for shape, strides, *kind in (known.layout for known in freed.values()):
+        sizes[tuple(kind)] = max(sizes.get(tuple(kind), 0), _extent(shape, strides))
+    zeros = {(dtype, device): torch.zeros(n, dtype=dtype, device=device) for (dtype, device), n in sizes.items()}
+    for i, known in freed.items():
+        shape, strides, *kind = known.layout
+        given[i] = zeros[tuple(kind)].as_strided(shape, strides)
+    return given
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements of memory a tensor spans."""
+    return 1 + sum(max(0, size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def free(weight: Tensor, name: str) -> int:
+    """Free the memory of a weight that is as it was cast, and return how many bytes. name: in its model."""
     use = _use_of(weight)
     layout = weight.shape, weight.stride(), weight.dtype, weight.device
     leading = weight.dim() - MATRIX if weight.dim() > MATRIX else weight.dim()  # dimensions that show one thing
@@ -113,14 +141,13 @@ def free(weight: Tensor) -> int:
         whole = weight.untyped_storage().nbytes() == weight.nbytes  # and not a part of what others hold
         count = (weight.nbytes if whole else 0) - (nothing.nbytes if len(_matrices) > before else 0)
         weight.data = nothing.as_strided(weight.shape, (*(0,) * leading, *weight.stride()[leading:]))
-    use.freed = Freed(layout, weight._version, nothing)
+    use.freed = Freed(name, layout, weight._version, nothing)
     return count
 
 
 def _nothing(weight: Tensor, leading: int) -> Tensor:
     """Return NaN for a weight to show: [1], or [n] for all that lies in a matrix of it, which weights share."""
-    rest = zip(weight.shape[leading:], weight.stride()[leading:], strict=True)
-    kind = 1 + sum(max(0, size - 1) * stride for size, stride in rest), weight.dtype, weight.device
+    kind = _extent(weight.shape[leading:], weight.stride()[leading:]), weight.dtype, weight.device
     known = _matrices.get(kind) if leading < weight.dim() else None
     if known is None:
         known = torch.full(kind[:1], torch.nan, dtype=weight.dtype, device=weight.device)

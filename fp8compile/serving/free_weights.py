@@ -26,14 +26,14 @@ def free_weights(model: nn.Module) -> int:
 
     Raises `FreedWeightError` if no weight is only cast, or one was written since it was last cast.
     """
-    weights = {id(p): p for p in model.parameters() if frozen_weights.is_cast_alone(p)}
+    root = getattr(model, "_orig_mod", model)  # of what torch.compile returned
+    weights = {id(p): (name, p) for name, p in root.named_parameters() if frozen_weights.is_cast_alone(p)}
     if not weights:
         raise FreedWeightError(
             "no weight of this model is only cast: run it once after fp8compile.freeze; what graphs read in BF16 stays"
         )
-    for weight in weights.values():
+    for _, weight in weights.values():
         frozen_weights.refuse_written(weight)
     owners = [module for module in model.modules() if any(id(p) in weights for p in module._parameters.values())]
-    root = getattr(model, "_orig_mod", model)  # of what torch.compile returned
     guard({id(module): module for module in (root, *owners)}.values())
-    return sum(frozen_weights.free(weight) for weight in weights.values())
+    return sum(frozen_weights.free(weight, name) for name, weight in weights.values())

@@ -10,7 +10,7 @@ shared.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8compile.cuda_capture import is_capturing, keep
 from fp8compile.errors import CaptureError, FreedWeightError
-from fp8compile.frozen_weights import is_freed, is_unwritten, note_casts
+from fp8compile.frozen_weights import is_freed, is_unwritten, name_of, note_casts, stand_ins
 from fp8compile.passes.lower.split_weight_casts import KeptValue
 
 Key = tuple[str, tuple[int, ...]]  # how a value is computed, and the identities of the weights
@@ -166,33 +166,57 @@ class KeptCasts:
         """Return what is kept of these weights, computing what is missing or out of date."""
         known = self.known.get(id(weights[0]))
         if known is None or not known.holds_for(weights):
-            if any(
-                weight.is_inference() and not is_freed(weight) for weight in weights
-            ):  # torch does not count writes to those
-                return list(self.run(list(weights)))
+            if any(weight.is_inference() and not is_freed(weight) for weight in weights):
+                return self._of_now(weights)  # torch does not count writes to those
             known = self._renewed(weights)
         tensors: list[Any] = [value.tensor for value in known.values]
         keep(*tensors)
         return tensors
 
-    def _renewed(self, weights: Sequence[Tensor]) -> Unchanged:
-        states = tuple(map(WeightState.of, weights))
+    def _found(self, weights: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Key], list[Value | None]]:
+        """Return of each value the weights that it is computed of, its key, and what is kept."""
         read = [[weights[i] for i in value.weights] for value in self.values]
         keys = [(value.key, tuple(map(id, own))) for value, own in zip(self.values, read, strict=True)]
-        found = [_values.by_key.get(key) for key in keys]
-        if not all(x is not None and x.is_current(own) for x, own in zip(found, read, strict=True)):
+        return read, keys, [_values.by_key.get(key) for key in keys]
+
+    def _of_now(self, weights: Sequence[Tensor]) -> list[Any]:
+        """Return values that are computed now and not kept; of freed weights, what is kept."""
+        read, _, found = self._found(weights)
+        tensors = list(self.run(stand_ins(weights)))
+        for i, (own, x) in enumerate(zip(read, found, strict=True)):
+            if any(map(is_freed, own)):
+                if x is None or not x.is_current(own):
+                    _refuse_freed(own)
+                else:
+                    tensors[i] = x.tensor
+                    keep(tensors[i])
+        return tensors
+
+    def _renewed(self, weights: Sequence[Tensor]) -> Unchanged:
+        states = tuple(map(WeightState.of, weights))
+        read, keys, found = self._found(weights)
+        stale = {i for i, x in enumerate(found) if x is None or not x.is_current(read[i])}
+        if stale:
             if is_capturing():
                 raise CaptureError("a frozen weight has not been cast yet: run the model once before it is captured")
-            if any(map(is_freed, weights)):
-                raise FreedWeightError(
-                    "casts are needed of weights that were freed: run every kind of call (prompt, token, batch size) "
-                    "once before fp8compile.free_weights, and change no weight afterwards"
-                )
+            _refuse_freed([weight for i in sorted(stale) for weight in read[i]])
             with torch.inference_mode(False), torch.no_grad():  # or nobody could write into them outside of that mode
-                for key, tensor, value, own in zip(keys, self.run(list(weights)), self.values, read, strict=True):
-                    _values.keep(key, tensor, tuple(states[i] for i in value.weights), own)
+                for i, tensor in enumerate(self.run(stand_ins(weights))):
+                    if i in stale:  # others may be computed of zeros here
+                        _values.keep(keys[i], tensor, tuple(states[n] for n in self.values[i].weights), read[i])
         note_casts(weight for weight in weights if not is_freed(weight))
         known = Unchanged.of(weights, [_values.by_key[key] for key in keys])
         _values.unchanged.add(known)
         self.known = {**{k: v for k, v in self.known.items() if v in _values.unchanged}, id(weights[0]): known}
         return known
+
+
+def _refuse_freed(weights: Iterable[Tensor]) -> None:
+    """Raise if a value is to be computed of a weight whose memory was freed."""
+    names = list(dict.fromkeys(name_of(weight) for weight in weights if is_freed(weight)))
+    if names:
+        raise FreedWeightError(
+            f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}: this call casts what was freed, alone or with a "
+            "weight that was written since. Run every kind of call (prompt, token, batch size) once before "
+            "fp8compile.free_weights, and change no weight that is cast with a freed one afterwards"
+        )
