@@ -17,7 +17,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale'
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import delayed, frozen_weights
+from fp8compile import delayed, embedding_tables, frozen_weights
 from fp8compile.adaptive.adaptive_graph import AdaptiveGraph
 from fp8compile.compile_graph import compile_graph
 from fp8compile.cuda_capture import is_to_be_captured
@@ -65,6 +65,7 @@ def fp8(
         _guard_identity(gm, example_inputs)
     if parsed.recipe.is_delayed:
         namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
+    embedding_tables.note_tables(gm.graph, example_inputs)
     known = tuple(_inputs(gm, example_inputs, parsed.frozen and opt is None))
     if any(x.is_freed for x in known):
         example_inputs = [frozen_weights.as_it_lay(x) for x in example_inputs]
@@ -131,7 +132,8 @@ def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], frozen: bool) -> 
                     f"{node.name} was freed (fp8compile.free_weights), and this graph needs it as it was: for "
                     "gradients, or in a model that is not frozen"
                 )
-            inputs.append(Input(isinstance(x, torch.nn.Parameter), is_buffer, node.name, is_frozen, freed))
+            is_parameter, is_table = isinstance(x, torch.nn.Parameter), embedding_tables.is_table(x)
+            inputs.append(Input(is_parameter, is_buffer, node.name, is_frozen, freed, is_table))
     return inputs
 
 

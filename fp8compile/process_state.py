@@ -45,6 +45,7 @@ class Store:
 
 
 STORES = (
+    Store("embedding_tables", "_tables", "parameters in which graphs look up rows", Until.OWNER),
     Store("plan.store", "_compiled", "plans of all graphs, by the calls that compiled them", Until.TORCH_RESET),
     Store("cuda_capture", "_steps", "steps that run now, and are captured now or later", Until.OWNER),
     Store("cuda_capture", "_kept", "what CUDA graphs read that others captured, whenever they run", Until.PROCESS),

@@ -50,7 +50,8 @@ class Input:
     """A graph input in the user's terms: a parameter, a buffer, or neither (it comes with the batch).
 
     is_frozen: nobody is said to write it, so that its casts can be kept from one run to the next. is_freed: they have
-    to be, as its memory was freed; passes do the same as before.
+    to be, as its memory was freed; passes do the same as before. is_table: a graph looks up rows in it, as in an
+    embedding.
     """
 
     is_parameter: bool
@@ -58,6 +59,7 @@ class Input:
     name: str = ""
     is_frozen: bool = False
     is_freed: bool = field(default=False, repr=False)
+    is_table: bool = False
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8compile
-from fp8compile import devices
+from fp8compile import devices, embedding_tables
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
 from fp8compile.passes.core.compilation import Compilation, Input
@@ -125,7 +126,7 @@ def test_double_precision_stays():
 def router_model() -> nn.Module:
     """BF16 linears, and a router that the model wants in FP32."""
     return module(
-        lambda self, x: self.down(self.up(x)) * self.router(x.float()).softmax(-1)[:, :1].bfloat16(),
+        lambda self, x: self.down(self.up(x) * self.router(x.float()).softmax(-1)[:, :1].bfloat16()),
         up=nn.Linear(32, 32).bfloat16(),
         down=nn.Linear(32, 32).bfloat16(),
         router=nn.Linear(32, 16),
@@ -205,6 +206,92 @@ def test_a_head_is_known_by_the_cross_entropy_that_it_feeds():
     plan = step(model, TOKENS, loss=lambda out: out)
     assert reasons(plan, "inner.last") == {HEAD}
     assert reasons(plan, "inner.fc") == {"every matmul that can run"}
+
+
+SHARES = torch.softmax(torch.arange(32 * 64).reshape(2, 16, 64).sin(), -1)
+ONE_HOT = F.one_hot(TOKENS, 64).float()
+LOSSES = {
+    "shares": lambda z: F.cross_entropy(z.flatten(0, 1), SHARES.flatten(0, 1)),
+    "kl": lambda z: F.kl_div(z.log_softmax(-1), SHARES),
+    "kl_of_logs": lambda z: F.kl_div((z / 2).log_softmax(-1), SHARES.log(), log_target=True),
+    "by_hand": lambda z: -(SHARES * z.log_softmax(-1)).sum(-1).mean(),
+    "softmax": lambda z: (z.softmax(-1) - ONE_HOT).square().mean(),
+    "logsumexp": lambda z: (z.logsumexp(-1) - (z * ONE_HOT).sum(-1)).mean(),
+    "binary": lambda z: F.binary_cross_entropy_with_logits(z, ONE_HOT),
+    "margins": lambda z: F.multi_margin_loss(z.flatten(0, 1), TOKENS.flatten()),
+    "capped": lambda z: F.cross_entropy((30 * torch.tanh(z / 30)).flatten(0, 1), SHARES.flatten(0, 1)),
+}
+OTHERS = {
+    "over_tokens": lambda z: (z.softmax(1) * z).sum(1).square().mean(),
+    "over_batch": lambda z: z.softmax(0).square().mean(),
+    "largest": lambda z: z.amax(-1).square().mean(),
+    "squares": lambda z: (z - ONE_HOT).square().mean(),
+}
+
+
+def test_a_head_is_known_by_the_loss_that_scores_it():
+    """Each of a language model of its own, all in one graph."""
+    losses = LOSSES | OTHERS
+    models = nn.ModuleDict({name: Language("last") for name in losses})
+
+    def forward(self, tokens):
+        return sum(losses[name](model(tokens)) for name, model in self.models.items())
+
+    plan = step(module(forward, models=models), TOKENS, loss=lambda out: out)
+    for name in losses:
+        assert reasons(plan, f"models.{name}.last") == ({HEAD} if name in LOSSES else {"every matmul that can run"}), (
+            name
+        )
+        assert reasons(plan, f"models.{name}.fc") == {"every matmul that can run"}, name
+
+
+def test_a_gate_that_goes_through_a_softmax_is_no_head():
+    """A later matmul reads what it makes."""
+    model = module(
+        lambda self, x: self.out(self.up(x) * self.gate(x).softmax(-1)),
+        **{name: nn.Linear(32, 32) for name in ("up", "gate", "out")},
+    )
+    assert reasons(step(model, torch.randn(16, 32))) == {"every matmul that can run"}
+
+
+COMPUTED = {
+    "halved": lambda w, s: w * 0.5,
+    "scaled": lambda w, s: w * s,
+    "normalized": lambda w, s: F.normalize(w, dim=-1),
+    "converted": lambda w, s: w.double().float(),
+}
+
+
+@pytest.mark.parametrize("weight", COMPUTED.values(), ids=list(COMPUTED))
+def test_a_head_is_known_by_the_embedding_that_it_is_computed_of(weight):
+    def forward(self, tokens):
+        return F.linear(self.fc(self.embed(tokens)), weight(self.embed.weight, self.s))
+
+    made = module(forward, embed=nn.Embedding(64, 32), fc=nn.Linear(32, 32), s=nn.Parameter(torch.ones(32)))
+    plan = step(made, TOKENS)
+    assert {m.reason for m in plan.matmuls if m.path != "fc"} == {HEAD}
+    assert reasons(plan, "fc") == {"every matmul that can run"}
+
+
+def test_a_head_is_known_by_an_embedding_of_another_graph():
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        torch._dynamo.graph_break()
+        return self.last(self.fc(x))
+
+    for tied in (True, False):
+        model = module(forward, embed=nn.Embedding(64, 32), fc=nn.Linear(32, 32), last=nn.Linear(32, 64, bias=False))
+        if tied:
+            model.last.weight = model.embed.weight
+        plan = step(model, TOKENS)
+        assert reasons(plan, "last") == ({HEAD} if tied else {"every matmul that can run"})
+        assert reasons(plan, "fc") == {"every matmul that can run"}
+    table = id(model.embed.weight)
+    assert table in embedding_tables._tables
+    del model, plan
+    torch.compiler.reset()
+    gc.collect()
+    assert table not in embedding_tables._tables
 
 
 def test_a_last_linear_of_another_name_is_no_head():
