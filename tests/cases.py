@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal --all-cases -p arcs --arcs FOLDER      an hour, on two cores
     python -m tests.cases FOLDER                                                          writes tests/left_out.json
 
-A run without --all-cases takes a third as long, and `tests.cases --further FOLDER` then leaves out more than before.
+A run without --all-cases takes half as long, and `tests.cases --further FOLDER` then leaves out more than before.
 
 What stays: cases so short that leaving them out gains nothing; those that run nearly every branch that any test runs,
 first those that run most for their time; the shortest case of each other test, unless it is long; and tests that
