@@ -21,7 +21,7 @@ _tables: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # by identity, as long
 def note_tables(graph: fx.Graph, inputs: Sequence[Any]) -> None:
     """Note the parameters among the inputs of Dynamo's graph in which it looks up rows."""
     for node, x in zip(graph.find_nodes(op="placeholder"), inputs, strict=False):
-        if isinstance(x, torch.nn.Parameter) and any(user.target in LOOKUPS for user in node.users):
+        if isinstance(x, torch.nn.Parameter) and not is_table(x) and any(u.target in LOOKUPS for u in node.users):
             _tables[id(x)] = weakref.ref(x)
             weakref.finalize(x, _tables.pop, id(x), None)
 

@@ -95,7 +95,7 @@ class Settings:
 
 @torch.no_grad()
 def nudge(model: nn.Module, name: str, seed: int) -> None:
-    """Change each weight by about a ten-thousandth of itself: otherwise for another seed, or number behind the name."""
+    """Change each weight by about a ten-thousandth of itself, drawn by `seed` and a number that ends `name`."""
     number = name.rpartition(" ")[2]
     torch.manual_seed(seed + 1000 * int(number) if number.isdigit() else seed)
     for p in model.parameters():

@@ -3,14 +3,14 @@
     python -m benchmarks.training.largest_batch --only "Llama 1.1B*40*" --json FILE    one GPU
     python -m benchmarks.training.largest_batch --tiny    a tiny model on a CPU, with a made-up limit: that it runs
 
-Models, systems and columns are those of train_step.py; the allocator may take no more than the GiB in a row's name
-(`torch.cuda.set_per_process_memory_fraction`), its caches included. Two small batches give a first guess, as peaks grow
-with the batch; from there batches are trained one larger or one smaller, each compiled anew, until one trains and the
-next does not. Each trains a few steps, the first of which makes the optimizer's states.
+Models and systems are those of train_step.py. The allocator may take no more than the GiB in a row's name, its caches
+included (`torch.cuda.set_per_process_memory_fraction`). Two small batches give a first guess, as peaks grow with the
+batch; from there batches are trained one larger or one smaller, each compiled anew, until one trains and the next does
+not. Each trains a few steps, the first of which makes the optimizer's states.
 
 batch     sequences, or images, of the largest batch
 ms        median time of its step
-tokens/s  with that batch; of-BF16 is the ratio to the baseline's with the largest batch of its own
+tokens/s  with that batch; speed-up: beside the baseline with the largest batch of its own
 peak      GiB allocated at most with it
 tried     batches that were trained, or could not be
 """

@@ -167,7 +167,7 @@ class KeptCasts:
         known = self.known.get(id(weights[0]))
         if known is None or not known.holds_for(weights):
             if any(weight.is_inference() and not is_freed(weight) for weight in weights):
-                return self._of_now(weights)  # torch does not count writes to those
+                return self._computed_now(weights)  # torch does not count writes to those
             known = self._renewed(weights)
         tensors: list[Any] = [value.tensor for value in known.values]
         keep(*tensors)
@@ -179,8 +179,8 @@ class KeptCasts:
         keys = [(value.key, tuple(map(id, own))) for value, own in zip(self.values, read, strict=True)]
         return read, keys, [_values.by_key.get(key) for key in keys]
 
-    def _of_now(self, weights: Sequence[Tensor]) -> list[Any]:
-        """Return values that are computed now and not kept; of freed weights, what is kept."""
+    def _computed_now(self, weights: Sequence[Tensor]) -> list[Any]:
+        """Return values computed now, which are not kept; those of freed weights as they were kept."""
         read, _, found = self._found(weights)
         tensors = list(self.run(stand_ins(weights)))
         for i, (own, x) in enumerate(zip(read, found, strict=True)):

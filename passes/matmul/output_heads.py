@@ -21,9 +21,7 @@ HEADS = re.compile(
     r"(^|\.)(lm_head|head|heads|output|output_layer|output_projection|classifier|score|scores|embed_out|proj_out"
     r"|to_logits|logits|cls|unembed|vocab_proj|generator|qa_outputs|(predictions|lm_head)\.decoder)$"
 )
-
-
-SCORES = (aten.gather.default, aten.nll_loss_forward.default, aten.log1p.default)
+SCORES = (aten.gather.default, aten.nll_loss_forward.default, aten.log1p.default)  # the last of binary cross-entropy
 
 
 def find_heads(c: Compilation, matmuls: list[MatmulNode]) -> list[MatmulNode]:
