@@ -46,12 +46,11 @@ from benchmarks.training.convergence_report import (
     PARTS,
     PARTS_OF_O3,
     STATES,
-    STUDENT,
     THREE_PARTS,
-    Interval,
     Run,
     without_nudge,
 )
+from benchmarks.training.intervals import Interval, student
 from corpus import Corpus, load_corpus
 
 BASE = "BF16"
@@ -149,7 +148,7 @@ def effects(branches: Sequence[Branch], bases: Mapping[int, Branch]) -> dict[str
     measured = torch.tensor([list(each.values()) for each in found], dtype=torch.float64)
     added = torch.linalg.lstsq(has, measured).solution
     variance = (has @ added - measured).square().sum(0) / free
-    quantile, spread = STUDENT[min(free, len(STUDENT)) - 1], torch.linalg.inv(has.T @ has)
+    quantile, spread = student(free), torch.linalg.inv(has.T @ has)
     each, every = torch.eye(has.shape[1], dtype=torch.float64)[:-1], torch.ones(1, has.shape[1], dtype=torch.float64)
     every[:, -1] = 0
     asked = torch.cat([each, every])  # each part, and their sum

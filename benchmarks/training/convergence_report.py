@@ -7,12 +7,14 @@ import json
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import curves
+from benchmarks.training.intervals import CLAIM, Gap, Interval, gaps_of_groups
 
 RECIPES = ("mixed", "tensorwise", "blockwise")
 ROLES = ("output", "grad_input", "grad_weight")
@@ -47,6 +49,7 @@ OURS: dict[str, dict[str, Any]] = {
     **PARTS,
     **THREE_PARTS,
 }
+ALL_IN_FP8, NONE_IN_FP8 = "all with matmuls in FP8", "all without"
 STATES = "8-bit states"  # the model as BF16's, the optimizer's step compiled
 NUDGED = "BF16 nudged"
 NUDGES = re.compile(r" nudged( [0-9]+)?$")  # how the name of a run from nudged weights ends; the number is of the nudge
@@ -54,14 +57,9 @@ CONFIGURATIONS = ("BF16", NUDGED, STATES, *(x for x in OURS if x not in PARTS | 
 KNOWN = tuple(dict.fromkeys((*CONFIGURATIONS, *OURS)))  # in the order of tables
 SMOOTHED, LAST, AVERAGED, IN_BF16 = "smoothed", "last", "averaged", ", in BF16"  # measures of a run; the last a suffix
 MEASURES = (SMOOTHED, LAST, LAST + IN_BF16, AVERAGED, AVERAGED + IN_BF16)
-CLAIM = 0.001  # the half width of the interval that `pairs_for` counts pairs for
 TAIL = 3  # evaluations that are averaged into a smoothed loss
 SPIKE = 0.2
 READING = 10  # steps in a reading of the training loss
-STUDENT = (  # 97.5 % quantile, 1 … 30 degrees of freedom
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 
 def without_nudge(name: str) -> str:
@@ -118,54 +116,6 @@ class Run:
     @property
     def spikes(self) -> int:
         return sum(x > min(self.readings[max(0, i - 5) : i], default=x) + SPIKE for i, x in enumerate(self.readings))
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean, and the half width of its 95 % interval (None of a single value)."""
-
-    mean: float
-    half: float | None
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Interval:
-        if len(values) < 2:
-            return Interval(statistics.mean(values), None)
-        quantile = STUDENT[min(len(values) - 2, len(STUDENT) - 1)]
-        return Interval(statistics.mean(values), quantile * statistics.stdev(values) / len(values) ** 0.5)
-
-    def text(self, form: str) -> str:
-        return f"{self.mean:{form}} ± " + ("?" if self.half is None else f"{self.half:{form.replace('+', '')}}")
-
-
-@dataclass(frozen=True)
-class Gap:
-    """How far a configuration's runs are from BF16's of the same seeds, by one measure: loss / BF16's - 1.
-
-    deviation: of one pair, None of a single one; pairs_needed: so many make an interval of ± `CLAIM`.
-    """
-
-    mean: float
-    half: float | None
-    deviation: float | None
-    pairs: int
-    pairs_needed: int | None
-
-    @staticmethod
-    def of(gaps: Sequence[float]) -> Gap:
-        interval = Interval.of(gaps)
-        deviation = statistics.stdev(gaps) if len(gaps) > 1 else None
-        return Gap(
-            interval.mean, interval.half, deviation, len(gaps), None if deviation is None else pairs_for(deviation)
-        )
-
-
-def pairs_for(deviation: float) -> int:
-    """Return how many pairs of that deviation have an interval of at most ± `CLAIM`."""
-    n = 2
-    while STUDENT[min(n - 2, len(STUDENT) - 1)] * deviation / n**0.5 > CLAIM:
-        n += 1
-    return n
 
 
 def gaps_by_measure(pairs: Sequence[tuple[Run, Run]]) -> dict[str, dict[str, Any]]:
@@ -231,7 +181,7 @@ def smoothed(run: Run) -> list[tuple[int, float]]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows for people."""
     lines = [
-        f"{'configuration':<20}{'seeds':>5}  {'held-out loss':<17}{'gap to BF16':<19}{'spikes':>6}{'ms/step':>9}"
+        f"{'configuration':<25}{'seeds':>5}  {'held-out loss':<17}{'gap to BF16':<19}{'spikes':>6}{'ms/step':>9}"
         f"{'matched':>9}{'peak GiB':>9}"
     ]
     base = next((r["time_to_equal_loss"] for r in rows if r["name"] == "BF16"), None)
@@ -240,7 +190,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         mine = r["time_to_equal_loss"]
         matched = f"{base / mine:.2f}×" if base and mine else "-"
         lines.append(
-            f"{r['name']:<20}{len(r['seeds']):>5}  {Interval(**r['loss']).text('.4f'):<17}{gap:<19}{r['spikes']:>6}"
+            f"{r['name']:<25}{len(r['seeds']):>5}  {Interval(**r['loss']).text('.4f'):<17}{gap:<19}{r['spikes']:>6}"
             f"{1000 * r['seconds_per_step']:>9.1f}{matched:>9}{r['peak_bytes'] / 2**30:>9.2f}"
             + (f"  {r['diverged']} diverged" if r["diverged"] else "")
         )
@@ -258,6 +208,34 @@ def noise_table(rows: Sequence[dict[str, Any]]) -> str:
                     f"{row['name'] + ', ' + measure:<40}{gap['pairs']:>5}  {interval:<18}{gap['deviation']:>9.2%}"
                     f"{gap['pairs_needed']:>18}"
                 )
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def table_of_nudged_runs(runs: Sequence[Run]) -> str:
+    """Return, for people, the gaps of configurations that have runs from nudged weights; "" where none has.
+
+    Runs from nudged weights count as further runs of their configuration and seed. The last row takes all runs with
+    matmuls in FP8 together, and all without.
+    """
+    done = [r for r in runs if r.finished and not r.diverged]
+    nudged = {without_nudge(r.name) for r in done if r.name != without_nudge(r.name)}
+    if not nudged:
+        return ""
+    by_name, by_matmuls = (
+        defaultdict[tuple[str, int], list[float]](list),
+        defaultdict[tuple[str, int], list[float]](list),
+    )
+    for run in done:
+        by_name[without_nudge(run.name), run.seed].append(run.loss)
+        by_matmuls[ALL_IN_FP8 if run.fp8_matmuls else NONE_IN_FP8, run.seed].append(run.loss)
+    lines = [f"{'gap to BF16, with nudged runs':<30}{'runs':>5}  {'gap':<18}{'of a run':>9}"]
+    for losses, base in ((by_name, "BF16"), (by_matmuls, NONE_IN_FP8)):
+        if max(len(values) for values in losses.values()) < 2:
+            continue
+        deviation, gaps = gaps_of_groups(losses, base)
+        for name, gap in gaps.items():
+            count = sum(len(values) for (other, _), values in losses.items() if other == name)
+            lines.append(f"{name:<30}{count:>5}  {gap.text('+.2%'):<18}{deviation:>9.2%}")
     return "\n".join(lines) if len(lines) > 1 else ""
 
 
@@ -322,7 +300,9 @@ def report(folder: Path, settings: dict[str, Any]) -> str:
         (folder / "loss.svg").write_text(picture(runs))
     if norms := picture_of_norms(runs):
         (folder / "norms.svg").write_text(norms)
-    return "\n\n".join(part for part in (table(rows), noise_table(rows), running_table(runs)) if part)
+    return "\n\n".join(
+        part for part in (table(rows), noise_table(rows), table_of_nudged_runs(runs), running_table(runs)) if part
+    )
 
 
 def read_runs(folder: Path) -> list[Run]:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.harness.measuring import machine
-from benchmarks.training.convergence_report import Interval
+from benchmarks.training.intervals import Interval
 from corpus import Corpus, even_starts, load_corpus, random_starts, windows
 from llama import Llama, LlamaConfig
 from training import MAX_GRADIENT_NORM, Size, lr_factor, make_optimizer

@@ -19,6 +19,7 @@ import torch
 import fp8compile
 from benchmarks.training import convergence as benchmark
 from benchmarks.training import convergence_report as shown
+from benchmarks.training import intervals
 
 STEPS = 6
 TEXT = Path(asyncio.__file__).parent  # that no change of this project changes, and is soon read
@@ -97,7 +98,7 @@ def test_configurations_run_and_are_reported(folders, capsys):
         benchmark.main([*arguments, "--steps", "7"])
     capsys.readouterr()
     benchmark.main([*arguments, "--report"])
-    assert "O3 mixed                1" in capsys.readouterr().out
+    assert "O3 mixed                     1" in capsys.readouterr().out
 
 
 def test_the_first_and_the_last_block_stay_bf16() -> None:
@@ -156,8 +157,8 @@ def test_the_last_weights_are_averaged_and_evaluated():
 def test_pairs_that_a_claim_takes():
     """A deviation of 0.2 % has an interval of ± t · 0.2 % / √n: 0.1 % from 18 on (t 2.110), not with 17 (2.120)."""
     assert 2.110 * 0.002 / 18**0.5 < shown.CLAIM < 2.120 * 0.002 / 17**0.5
-    assert shown.pairs_for(0.002) == 18
-    assert shown.pairs_for(0.0) == 2
+    assert intervals.pairs_for(0.002) == 18
+    assert intervals.pairs_for(0.0) == 2
 
 
 def test_gaps_are_told_by_measure():
@@ -187,11 +188,11 @@ def test_runs_that_are_not_finished_are_compared_at_a_step_of_both():
 
 
 def test_intervals_are_student_s():
-    found = shown.Interval.of([1.0, 2.0, 4.0])
+    found = intervals.Interval.of([1.0, 2.0, 4.0])
     # mean 7/3, deviation √(7/3), times 4.303 / √3
     assert found.mean == pytest.approx(7 / 3)
     assert found.half == pytest.approx(4.303 * math.sqrt(7 / 3) / math.sqrt(3))
-    assert shown.Interval.of([1.0]).half is None
+    assert intervals.Interval.of([1.0]).half is None
 
 
 def test_the_summary_compares_equal_seeds_and_equal_losses():
@@ -212,7 +213,7 @@ def test_the_summary_compares_equal_seeds_and_equal_losses():
     # smoothed: 4, 3, 7/3, 4/3, 1 → 1.8 between steps 30 and 40; 4, 3, 2.5, 5/3, 1.5 → likewise
     first, second = 30 + 10 * (7 / 3 - 1.8) / 1.0, 30 + 10 * (2.5 - 1.8) / (2.5 - 5 / 3)
     assert rows["BF16"]["time_to_equal_loss"] == pytest.approx(2.0 * (first + second) / 2)
-    assert "BF16                    2  1.2500 ± 3.1765" in shown.table(list(rows.values()))
+    assert "BF16                         2  1.2500 ± 3.1765" in shown.table(list(rows.values()))
 
 
 def test_a_run_that_was_not_timed_takes_the_time_of_its_configuration():
@@ -232,6 +233,40 @@ def test_runs_from_nudged_weights_stand_behind_their_configuration() -> None:
     ]  # fmt: skip
     given = benchmark.parser().parse_args(["--configurations", "grad_input alone nudged 3", "BF16"])
     assert given.configurations == ["grad_input alone nudged 3", "BF16"]
+
+
+def test_gaps_of_groups_share_one_deviation() -> None:
+    losses = {
+        ("BF16", 0): [1.0, 1.02],
+        ("O3", 0): [1.05, 1.03, 1.01],
+        ("BF16", 1): [2.0],
+        ("O3", 1): [2.2],
+        ("a", 0): [1.0],
+    }
+    deviation, gaps = intervals.gaps_of_groups(losses, "BF16")
+    assert list(gaps) == ["O3", "a"]
+    # of each about its mean: 1.01 and 1.03; three degrees of freedom
+    squares = 2 * (0.01 / 1.01) ** 2 + 2 * (0.02 / 1.03) ** 2
+    assert deviation == pytest.approx(math.sqrt(squares / 3))
+    assert gaps["O3"].mean == pytest.approx((1.03 / 1.01 - 1 + 0.1) / 2)
+    assert gaps["O3"].half == pytest.approx(3.182 * deviation * math.sqrt((1 / 3 + 1 / 2 + 1 + 1) / 4))
+    assert gaps["a"].half == pytest.approx(3.182 * deviation * math.sqrt(1 + 1 / 2))
+    with pytest.raises(ValueError, match="no group has two runs"):
+        intervals.gaps_of_groups({("BF16", 0): [1.0], ("O3", 0): [1.1]}, "BF16")
+
+
+def test_runs_from_nudged_weights_are_further_runs_of_their_configuration() -> None:
+    alone = [made("BF16", 0, [1.0], 1.0), made("O3 mixed", 0, [1.1], 1.0)]
+    assert shown.table_of_nudged_runs(alone) == ""
+    lone = made("O2 mixed nudged", 0, [1.1], 1.0)
+    assert shown.table_of_nudged_runs([alone[0], lone]) == ""  # nothing says how far runs come apart
+    runs = [*alone, made("O3 mixed nudged", 0, [1.14], 1.0), made("BF16 nudged", 0, [1.02], 1.0)]
+    for run in (runs[1], runs[2]):
+        run.fp8_matmuls = 9
+    lines = shown.table_of_nudged_runs(runs).splitlines()
+    deviation = math.sqrt((2 * (0.01 / 1.01) ** 2 + 2 * (0.02 / 1.12) ** 2) / 2)
+    assert lines[1].split() == ["O3", "mixed", "2", "+10.89%", "±", f"{4.303 * deviation:.2%}", f"{deviation:.2%}"]
+    assert lines[2].split()[:6] == ["all", "with", "matmuls", "in", "FP8", "2"]
 
 
 def test_an_unknown_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
