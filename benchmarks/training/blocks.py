@@ -20,6 +20,7 @@ from llama import Block, LlamaConfig, Rotary
 LAYERS = 2
 LLAMA_8B = LlamaConfig(dim=4096, n_layers=LAYERS, n_heads=32, n_kv_heads=8, hidden=14336, rope_base=500_000.0)
 LLAMA_1B = LlamaConfig(dim=2048, n_layers=LAYERS, n_heads=32, n_kv_heads=8, hidden=8192, rope_base=500_000.0)
+LLAMA_2_7B = LlamaConfig(dim=4096, n_layers=LAYERS, n_heads=32, n_kv_heads=32, hidden=11008)
 LLAMA_13B = LlamaConfig(dim=5120, n_layers=LAYERS, n_heads=40, n_kv_heads=40, hidden=13824)
 TINY = LlamaConfig(dim=128, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden=256)
 

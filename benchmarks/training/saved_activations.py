@@ -29,12 +29,15 @@ import fp8compile
 from benchmarks.harness.measuring import GIB, milliseconds
 from benchmarks.harness.peers import convert
 from benchmarks.harness.picture import Point, scatter
-from benchmarks.training.blocks import LLAMA_8B, Blocks, compare, gradients, memory, step
+from benchmarks.training.blocks import LLAMA_2_7B, LLAMA_8B, Blocks, compare, gradients, memory, step
 from fp8compile import process_state
 from fp8compile.errors import Fp8Warning
 
 BUDGETS = (0.3, 0.4, 0.6, 1.0, 1.5)  # GiB a block
-ELSEWHERE = {"torchao 0.17 tensorwise": 1.63, "COAT": 1.60}  # GiB a block of the same model, measured by the allocator
+ELSEWHERE = {  # model → what other systems keep of it
+    "Llama-8B block": {"torchao 0.17 tensorwise": 1.63, "COAT": 1.60},  # GiB, measured by the allocator
+    "Llama-2-7B block": {"TransformerEngine, by COAT's paper": 18.33, "COAT, by its paper": 13.33},  # in units
+}
 
 
 # ---- counting -------------------------------------------------------------------------------------------------------
@@ -79,12 +82,23 @@ def llama() -> tuple[nn.Module, tuple[int, ...]]:
     return Blocks(replace(LLAMA_8B, n_layers=1)), (4, 4096, 4096)
 
 
+def llama_2() -> tuple[nn.Module, tuple[int, ...]]:
+    """Return one block of Llama-2-7B, the model of COAT's tables, 2 × 4096 tokens."""
+    return Blocks(replace(LLAMA_2_7B, n_layers=1)), (2, 4096, 4096)
+
+
 def unet() -> tuple[nn.Module, tuple[int, ...]]:
     """16 images of 64 × 64."""
     return UNet(), (16, 128, 64, 64)
 
 
-COUNTED = {"Llama-8B block": llama, "GPT-2 XL block": gpt2, "ViT-H layer": vit, "U-Net levels": unet}
+COUNTED = {
+    "Llama-8B block": llama,
+    "Llama-2-7B block": llama_2,
+    "GPT-2 XL block": gpt2,
+    "ViT-H layer": vit,
+    "U-Net levels": unet,
+}
 WAYS: dict[str, dict[str, Any]] = {
     "BF16, Inductor's cut": {"save": "bf16", "skip": "*"},
     "FP8 matmuls, own cut": {"save": "bf16", "select": "all"},
@@ -95,11 +109,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Counted:
-    """Bytes that a model keeps, by form."""
+    """GiB that a model keeps, by form. units: of its input in BF16, which is how COAT's paper counts."""
 
     model: str
     way: str
     gib: float
+    units: float
     forms: dict[str, float]
 
 
@@ -120,20 +135,23 @@ def count(name: str, way: str) -> Counted:
     for plan in fp8compile.compiles():
         for row in plan.saved:
             forms[row.form] += row.bytes
-    return Counted(name, way, sum(forms.values()) / GIB, {form: n / GIB for form, n in forms.items()})
+    saved = sum(forms.values())
+    return Counted(name, way, saved / GIB, saved / x.nbytes, {form: n / GIB for form, n in forms.items()})
 
 
 def print_counts() -> list[Counted]:
     found = []
-    print(f"{'model':16} {'way':28} {'GiB':>7}  of which")
+    print(f"{'model':16} {'way':34} {'GiB':>7} {'units':>7}  of which")
     for name in COUNTED:
         for way in WAYS:
             c = count(name, way)
             found.append(c)
             forms = ", ".join(f"{form} {n:.3f}" for form, n in sorted(c.forms.items(), key=lambda f: -f[1])[:4])
-            print(f"{name:16} {way:28} {c.gib:7.3f}  {forms}", flush=True)
-    for other, gib in ELSEWHERE.items():
-        print(f"{'Llama-8B block':16} {other:28} {gib:7.3f}  (by the allocator)")
+            print(f"{name:16} {way:34} {c.gib:7.3f} {c.units:7.2f}  {forms}", flush=True)
+        unit = c.gib / c.units
+        for other, n in ELSEWHERE.get(name, {}).items():
+            gib, units = (n, n / unit) if name == "Llama-8B block" else (n * unit, n)
+            print(f"{name:16} {other:34} {gib:7.3f} {units:7.2f}")
     return found
 
 
