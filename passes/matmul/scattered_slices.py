@@ -90,8 +90,7 @@ def _scattered(node: fx.Node) -> Scattered | None:
     start, end, step = (given[0] % size, given[0] % size + 1, 1) if is_index else slice(*given).indices(size)
     sizes = list(value(node).shape)
     sizes[dim : dim + 1] = [] if is_index else [end - start]
-    # written alike as well: what is made of the concatenation would have the sizes of its pieces, perhaps long terms
-    alike = value(x).dtype == value(node).dtype and list(map(str, value(x).shape)) == list(map(str, sizes))
+    alike = value(x).dtype == value(node).dtype and same_sizes(value(x).shape, sizes)
     return Scattered(x, dim, start, end, is_index) if step == 1 and alike else None
 
 

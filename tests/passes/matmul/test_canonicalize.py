@@ -403,9 +403,13 @@ def test_slices_that_are_subtracted_or_spread_stay():
     def broadcast(a, b):
         return among_zeros(a, (2, 8), 0, 0) + among_zeros(b, (4, 2, 8), 1, 1)
 
+    def broadcast_along_it(a, b):
+        return among_zeros(a, (2, 8), 0, 0) + among_zeros(b, (2, 2, 8), 0, 1)
+
     assert "cat" not in targets(canonical(subtracted, (8,), (8,)))
     assert "cat" not in targets(canonical(weighted, (8,), (8,)))
     assert "cat" not in targets(canonical(broadcast, (8,), (4, 8)))
+    assert "cat" not in targets(canonical(broadcast_along_it, (8,), (2, 8)))
 
 
 class Packed(nn.Module):
