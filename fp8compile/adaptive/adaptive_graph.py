@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from fp8compile import devices
-from fp8compile.adaptive.captured import CannotRecompileError, CapturedGraph, Compile, Compiled
+from fp8compile.adaptive.captured import CannotRecompileError, CapturedGraph, Compile, Compiled, Conditions
 from fp8compile.adaptive.choices import keyed
 from fp8compile.adaptive.looks import Looks
 from fp8compile.adaptive.loss_spikes import LossSpikes, loss_among
@@ -53,12 +53,16 @@ _all: list[weakref.ref[AdaptiveGraph]] = []
 
 @dataclass
 class Version:
-    """One way to run the graph. Both forms are compiled when they are first needed."""
+    """One way to run the graph. conditions: on the sizes of its inputs, elsewhere the first version runs."""
 
     options: Options
     plan: Plan
-    plain: Compiled
-    watched: Compiled | None = None
+    compiled: Compiled
+    conditions: Conditions | None = None
+
+    def runs(self, inputs: Sequence[Any]) -> bool:
+        """Return True if this version computes what the graph says of inputs with these sizes."""
+        return self.conditions is None or self.conditions.hold(inputs)
 
 
 class AdaptiveGraph:
@@ -87,12 +91,14 @@ class AdaptiveGraph:
         self._losses = LossSpikes(self.settings.spike)
         self._bf16: Version | None = None
         self._is_fixed = False  # no other version can be compiled
+        self._is_partial = False  # sizes were seen that the version of the hour does not run with
         self._bf16_until = 0  # the step at which FP8 goes on
         self._bf16_steps = self.settings.spike_steps  # after the next spike
         self._versions = 0  # FP8 ones
         first = self._in_bf16() if self.settings.bf16_steps else self._base
         compiled, made = compile(gm, inputs, first)  # within Dynamo, whose guards may grow
-        self._now = Version(first, made[-1] if made else Plan(), compiled)
+        self._now = self._first = Version(first, made[-1] if made else Plan(), compiled)
+        self._watched: Version | None = None  # the form of what runs now that measures
         if first is self._base:
             self._begin()
         else:
@@ -132,43 +138,57 @@ class AdaptiveGraph:
     def __call__(self, *args: Any) -> Any:
         """Return what the graph computes."""
         if not self.is_training:
-            return self._following().plain(*args)
-        run = self._advance()
+            return self._where_it_runs(self._following(), args).compiled(*args)
+        version = self._advance(args)
         self.step += 1
-        outputs = run(*args)
+        outputs = version.compiled(*args)
         if self.settings.spike and self._is_in_fp8() and (loss := loss_among(outputs)) is not None:
             observe_loss(loss, self)
         return outputs
 
-    def _advance(self) -> Compiled:
-        """Return the compiled form for this step."""
+    def _advance(self, inputs: Sequence[Any]) -> Version:
+        """Return the version for this step."""
         if self.step == self.settings.bf16_steps and self.step:
             self._start_fp8()
         if self.step < self._bf16_until and (bf16 := self._bf16_version()) is not None:
-            return bf16.plain
-        if self.step < self.settings.bf16_steps or self.why_done:
-            return self._now.plain
-        if self._looks.is_open:
-            self._read()
-        if not self._looks.is_due(self.step) or self.why_done or (watched := self._watched()) is None:
-            return self._now.plain
-        self._looks.begin(self.step)
-        return watched
+            return self._where_it_runs(bf16, inputs)
+        if self.step >= self.settings.bf16_steps and not self.why_done:
+            if self._looks.is_open:
+                self._read()
+            if self._looks.is_due(self.step) and not self.why_done and (watched := self._watched_version()) is not None:
+                self._looks.begin(self.step)  # on all ranks, whatever their sizes
+                if watched.runs(inputs):
+                    return watched
+        return self._where_it_runs(self._now, inputs)
 
-    def _watched(self) -> Compiled | None:
+    def _where_it_runs(self, version: Version, inputs: Sequence[Any]) -> Version:
+        """Return the version, or the first one where it does not run with inputs of these sizes."""
+        if version.runs(inputs):
+            return version
+        if not self._is_partial:
+            self._is_partial = True
+            warn_user(
+                f"fp8: the automatic mode changed a graph for sizes with {version.conditions} alone; others run as it "
+                f"was compiled first. torch._dynamo.mark_dynamic(x, dim, min=…, max=…) can keep sizes apart."
+            )
+        return self._first
+
+    def _watched_version(self) -> Version | None:
         """Return the form of this version that measures; end the automatic mode where it cannot be compiled."""
-        if self._now.watched is None:
+        if self._watched is None:
             options = self._now.options
             mode = WITHOUT_CUDA_GRAPHS.get(options.mode or "", options.mode)
             with store.collected():
-                version = self._version(replace(options, watch=self._name, mode=mode, dump=None), self._ranks)
-            self._now.watched = version.plain if version is not None else None
-        return self._now.watched
+                self._watched = self._version(replace(options, watch=self._name, mode=mode, dump=None), self._ranks)
+        return self._watched
 
     def _read(self) -> None:
         """Decide on what the last look measured, when all of it is there, on all ranks."""
         rows = self._looks.read(2 * sum(1 for _ in self.plan.converted))
         if rows is None:
+            return
+        if not rows:  # no rank had inputs of sizes that the measuring form runs with
+            self._looks.become_due(self.step)
             return
         self.measured = _of_casts(rows, self.plan)
         if self._decide(rows):
@@ -241,8 +261,8 @@ class AdaptiveGraph:
         """Return the graph compiled with other options; end the automatic mode where one of `ranks` cannot."""
         version, why = None, ""
         try:
-            compiled, made = self._captured.again(options)
-            version = Version(options, made[-1] if made else Plan(), compiled)
+            compiled, made, conditions = self._captured.again(options)
+            version = Version(options, made[-1] if made else Plan(), compiled, conditions)
         except CannotRecompileError as error:
             why = str(error)
         except Exception as error:
@@ -259,7 +279,7 @@ class AdaptiveGraph:
     def _replace(self, version: Version) -> None:
         """Run this version from now on."""
         self.replaced.append(self._now.plan)
-        self._now = version
+        self._now, self._watched = version, None
 
     def _start_fp8(self) -> None:
         version = self._version(self._base, self._ranks)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from torch import fx
+import sympy
+from torch import SymInt, fx
 from torch._guards import TracingContext, tracing  # what Dynamo knew of the graph: compiled again, it must be the same
 
 from fp8compile.options import Options
@@ -21,6 +22,29 @@ class CannotRecompileError(Exception):
     """A graph cannot be compiled again, for this reason."""
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """What must hold of symbolic sizes for a graph that was compiled outside of Dynamo, whose guards do not say it.
+
+    holds: of sizes seen so far. positions: of the symbols among the inputs of the graph.
+    """
+
+    of: tuple[sympy.Basic, ...]
+    positions: dict[sympy.Basic, int]
+    holds: dict[tuple[int, ...], bool] = field(default_factory=dict)
+
+    def hold(self, inputs: Sequence[Any]) -> bool:
+        """Return True if the sizes among the inputs meet all conditions."""
+        sizes = tuple(int(inputs[position]) for position in self.positions.values())
+        if sizes not in self.holds:
+            values = {symbol: sympy.Integer(n) for symbol, n in zip(self.positions, sizes, strict=True)}
+            self.holds[sizes] = all(condition.xreplace(values) == sympy.true for condition in self.of)
+        return self.holds[sizes]
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.of))
+
+
 @dataclass
 class CapturedGraph:
     """A copy of a graph, and what is needed to compile it again."""
@@ -29,6 +53,7 @@ class CapturedGraph:
     inputs: list[Any]  # fake, as the graph has them
     context: TracingContext | None
     compile: Compile
+    _known: int | None = field(default=None, init=False)  # the guards that Dynamo checks
 
     @staticmethod
     def of(gm: fx.GraphModule, compile: Compile) -> CapturedGraph:
@@ -36,16 +61,29 @@ class CapturedGraph:
         inputs = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
         return CapturedGraph(_copy(gm), inputs, TracingContext.try_get(), compile)
 
-    def again(self, options: Options) -> tuple[Compiled, list[Plan]]:
-        """Compile with other options. Raises `CannotRecompileError` instead of specialising further."""
+    def again(self, options: Options) -> tuple[Compiled, list[Plan], Conditions | None]:
+        """Compile with other options; also return what must hold of symbolic sizes, None if Dynamo checks all of it.
+
+        Raises `CannotRecompileError`.
+        """
         if self.context is None:
             raise CannotRecompileError("the graph did not come from Dynamo")
-        known = _guards(self.context)
+        if self._known is None:
+            self._known = len(_guards(self.context))
         with tracing(self.context):
-            result = self.compile(_copy(self.gm), self.inputs, options)
-        if _guards(self.context) != known:
+            compiled, plans = self.compile(_copy(self.gm), self.inputs, options)
+        # all since Dynamo: what an earlier compilation has added is known to this one
+        return compiled, plans, self._conditions(_guards(self.context)[self._known :])
+
+    def _conditions(self, expressions: Sequence[sympy.Basic]) -> Conditions | None:
+        """Return the conditions as the inputs can be asked for them; raise `CannotRecompileError` where they cannot."""
+        if not expressions:
+            return None
+        given = {x.node.expr: i for i, x in enumerate(self.inputs) if isinstance(x, SymInt)}
+        symbols = sorted(set[Any]().union(*(e.free_symbols for e in expressions)), key=str)
+        if not all(symbol in given for symbol in symbols):
             raise CannotRecompileError("it would specialise symbolic sizes, which Dynamo does not check any more")
-        return result
+        return Conditions(tuple(dict.fromkeys(expressions)), {symbol: given[symbol] for symbol in symbols})
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
@@ -60,6 +98,6 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def _guards(context: TracingContext) -> int:
+def _guards(context: TracingContext) -> list[sympy.Basic]:
     env = context.fake_mode.shape_env if context.fake_mode is not None else None
-    return len(env.guards) if env is not None else 0
+    return [guard.expr for guard in env.guards] if env is not None else []

@@ -56,6 +56,10 @@ class Looks:
         self._close()
         self._gap, self._due = 1, step
 
+    def become_due(self, step: int) -> None:
+        """Look at this step, as nothing was measured in the last look."""
+        self._due = step
+
     def become_rarer(self) -> None:
         """Wait for twice as many steps as before the last look."""
         self._gap = min(self._gap * 2, self.every)

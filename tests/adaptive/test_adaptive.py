@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import nn
 
@@ -215,9 +216,9 @@ def test_bf16_steps_are_those_of_bf16():
 
 def test_looks_are_rare_and_between_them_nothing_is_measured(monkeypatch):
     looked = []
-    original = fp8compile.AdaptiveGraph._watched
+    original = fp8compile.AdaptiveGraph._watched_version
     monkeypatch.setattr(
-        fp8compile.AdaptiveGraph, "_watched", lambda self: (looked.append(self.step), original(self))[1]
+        fp8compile.AdaptiveGraph, "_watched_version", lambda self: (looked.append(self.step), original(self))[1]
     )
     measured = []
     add = fp8compile.Statistics.add
@@ -317,12 +318,75 @@ def test_what_cannot_be_compiled_again_stays_as_it_is_and_says_so(monkeypatch):
     assert graph().changes == []
 
 
-def test_a_version_that_would_need_more_guards_is_not_used(monkeypatch):
+def specialise(monkeypatch, most: int) -> None:
+    """Let every compilation outside of Dynamo specialise to at most so many rows."""
+    original = captured.CapturedGraph.of
+
+    def of(gm, compile):
+        def specialised(gm, inputs, options):
+            assert all(x <= most for x in inputs if isinstance(x, torch.SymInt))  # adds a guard
+            return compile(gm, inputs, options)
+
+        return original(gm, specialised)
+
+    monkeypatch.setattr(captured.CapturedGraph, "of", of)
+
+
+@pytest.mark.filterwarnings("ignore:fp8. the automatic mode changed a graph for sizes")
+def test_versions_run_with_the_sizes_that_they_were_specialised_to(monkeypatch):
+    specialise(monkeypatch, 64)
+    torch.manual_seed(1)
+    model = Gained()
+    step = torch.compile(model, backend="fp8", options={**RUN, "adaptive": {"every": 2}}, dynamic=True)
+    fixed = torch.compile(model, backend="fp8", options=RUN, dynamic=True)
+    changed = torch.compile(model, backend="fp8", options={**RUN, "skip": ["second"]}, dynamic=True)
+    for rows in (40, 80, 64, 96):
+        train(step, 2, rows)
+    model.plant(1e6)
+    for rows in (40, 80, 64, 96, 48, 80):
+        train(step, 3, rows)
+    assert decisions()["second", "output"] == "bf16"
+    for rows in (64, 72, 32, 80):
+        x = torch.randn(rows, 32)
+        with torch.autocast("cpu", torch.bfloat16):
+            own, in_fp8, in_bf16 = step(x), fixed(x), changed(x)
+        assert torch.equal(own, in_bf16 if rows <= 64 else in_fp8)
+        assert not torch.equal(in_fp8, in_bf16)
+
+
+def test_sizes_that_no_version_runs_with_are_said_once(monkeypatch):
+    specialise(monkeypatch, 64)
+    model = Gained()
+    step = torch.compile(model, backend="fp8", options={**RUN, "adaptive": {"every": 2}}, dynamic=True)
+    train(step, 2, 40)
+    model.plant(1e6)
+    train(step, 6, 40)
+    assert decisions()["second", "output"] == "bf16"
+    with pytest.warns(
+        Fp8Warning, match=r"for sizes with s[0-9]+ <= 64 alone; others run as it was compiled first"
+    ) as said:
+        train(step, 4, 80)
+    assert len(said) == 1
+
+
+def test_looks_at_sizes_that_are_not_measured_are_taken_again(monkeypatch):
+    specialise(monkeypatch, 64)
+    model = Gained()
+    step = torch.compile(model, backend="fp8", options={**RUN, "adaptive": {"every": 64}}, dynamic=True)
+    train(step, 1, 40)
+    model.plant(1e6)
+    train(step, 100, 80)  # not one of these is measured, and looks do not become rare
+    train(step, 12, 40)
+    assert decisions()["second", "output"] == "bf16"
+
+
+def test_a_version_whose_guards_cannot_be_checked_is_not_used(monkeypatch):
     model = Gained()
     step = compiled(model)
     train(step, 3)
-    counts = iter(range(1000))
-    monkeypatch.setattr(captured, "_guards", lambda context: next(counts))
+    counts = iter(range(1, 1000))
+    unknown = sympy.Symbol("u0")
+    monkeypatch.setattr(captured, "_guards", lambda context: [unknown < n for n in range(next(counts))])
     model.plant(1e6)
     with pytest.warns(Fp8Warning, match="it would specialise symbolic sizes"):
         train(step, 8)
