@@ -25,7 +25,12 @@ from fp8compile.torch_hooks import graph_passes
 from fp8compile.torch_hooks.calls.compilations import current_frame
 from fp8compile.torch_hooks.half_passes import EarlyHalfPass, LoweringPass
 from fp8compile.torch_hooks.inductor.inductor_settings import inductor_settings
-from fp8compile.torch_hooks.inner_compiler import compile_half, compile_without_casts, run_eagerly
+from fp8compile.torch_hooks.inner_compiler import (
+    compile_half,
+    compile_without_casts,
+    eager_decompositions,
+    run_eagerly,
+)
 from fp8compile.torch_hooks.joint_pass import JointPass
 from fp8compile.torch_hooks.modules import nested_regions
 from fp8compile.torch_hooks.partitioner import Partitioner
@@ -67,9 +72,12 @@ def compile_graph(
     }
     settings |= {**graph_passes.shared(settings, ours), "custom_partitioner_fn": joint.partitioner}
     inner: Any = compile_half if parsed.executor == "inductor" else run_eagerly
+    decompositions = None if parsed.executor == "inductor" else eager_decompositions()
     if parsed.frozen:
         inner = functools.partial(compile_without_casts, compile_it=inner)
     inner = functools.partial(inner, lowering=lowering, record=record)
-    compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=settings)
+    compiled: Any = compile_fx(
+        gm, example_inputs, inner_compile=inner, config_patches=settings, decompositions=decompositions
+    )
     record.close(current_frame(example_inputs))
     return compiled, record.plans

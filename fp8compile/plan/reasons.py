@@ -88,7 +88,8 @@ class Reason(StrEnum):
     MAY_BE_ZERO = "may_be_zero"  # rounded to zero, it would be divided by, or its logarithm taken
     COMPARED = "compared"
     STEP = "step"  # its answer jumps: a floor, an argmax
-    CANCELLATION = "cancellation"  # taken off a constant
+    CANCELLATION = "cancellation"  # taken off a constant, or another tensor
+    WIDE_RANGE = "wide_range"  # small numbers in it count as much as large ones
     UNKNOWN_OPERATOR = "unknown_operator"
     MORE_THAN_VALUE = "more_than_value"  # an operator reads it as more than a value
 

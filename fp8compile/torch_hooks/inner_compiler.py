@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import fx
 from torch._guards import TracingContext  # where Inductor says how the results of a half lie
+from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table  # compile_fx takes another instead
 from torch._inductor.utils import BoxedBool  # the form of its setting for CUDA graphs
 
 from fp8compile.errors import FreedWeightError
@@ -153,6 +155,12 @@ def _note(args: Sequence[Any], read: Sequence[int]) -> None:
     new = [args[i] for i in read if not is_read(args[i])]
     if new:
         note_reads(new)
+
+
+def eager_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions but that of eye, which counts in UInt16: eager CPUs have no kernel for that."""
+    with config.patch(fallback_random=True):  # as a graph is compiled that runs node by node
+        return {op: f for op, f in select_decomp_table().items() if op not in (aten.eye.default, aten.eye.m)}
 
 
 def run_eagerly(

@@ -7,11 +7,13 @@
     x > t, x == y       rounding turns the answer (x > 0 survives: rounding keeps the sign)
     floor(x), topk(x)   likewise
     1 - x               what is left is all rounding where x is near one: a sigmoid, a tanh
+    x - y               likewise where the two are near: tokens beside their neighbours, a prediction beside its target
+    exp(x) * exp(y)     what is small in one is multiplied by what is large in the other (`passes/save/wide_ranges.py`)
     jvp(f, x)           what the model itself differentiates: its primals, tangents and inner gradients
     mylib.flash(x)      nobody knows: what `passes/core/operators.py` does not name may do any of these
 
-The reason runs up from such an operator through everything that backward may compute again; that of a difference only
-to copies and squares of what it is taken of, for what saturates (1 - sigmoid(x)) forgives its input. Harmless forms are
+The reason runs up from such an operator through everything that backward may compute again; that of a difference, or of
+a wide range, only to copies and squares, for what saturates (1 - sigmoid(x)) forgives its input. Harmless forms are
 known: 1 / (1 + exp(x)) and log1p(exp(x)) are bounded, and so is exp of minus a square; a denominator with a constant in
 it that is not tiny cannot become zero.
 """
@@ -33,6 +35,7 @@ from fp8compile.passes.core.compilation import aten, is_tensor, value
 from fp8compile.passes.core.derivatives import is_differentiated
 from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.save.signs import DIVISIONS, SAME_SIGN, Signs, number, square_of
+from fp8compile.passes.save.wide_ranges import find_wide_factors
 from fp8compile.plan.reasons import DIFFERENTIATED, Reason, Why
 
 QUERY_OR_KEY = Why(Reason.QUERY_OR_KEY, "in the exponent of attention")
@@ -43,6 +46,10 @@ ANGLE = Why(Reason.ANGLE, "an angle")
 DIVISOR = Why(Reason.MAY_BE_ZERO, "divided by, and may round to zero")
 COMPARED = Why(Reason.COMPARED, "compared: rounding could turn the answer")
 CANCELLATION = Why(Reason.CANCELLATION, "taken off a constant: near to it, only rounding would be left")
+DIFFERENCE = Why(Reason.CANCELLATION, "taken off another tensor: where they are near, only rounding would be left")
+RANGE = Why(
+    Reason.WIDE_RANGE, "an exponential that is multiplied by another: small numbers in it count, and would be zeros"
+)
 Hazards = dict[fx.Node, Why]
 
 
@@ -52,7 +59,7 @@ def find_hazards(
     """Return the values that must not be rounded, each with its reason. may_run_again: True for a node of forward that
     backward may compute again."""
     found: Hazards = {}
-    differences: Hazards = {}
+    exact_alone: Hazards = dict.fromkeys(find_wide_factors(graph, _is_bounded, is_backward), RANGE)  # not their inputs
     signs = Signs(graph)
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function":
@@ -61,15 +68,15 @@ def find_hazards(
             found.setdefault(source, why)
         if is_differentiated(node):
             found.setdefault(node, DIFFERENTIATED)
-        for source in _taken_off(node):
-            differences.setdefault(source, CANCELLATION)
+        for source, why in _differences_of(node).items():
+            exact_alone.setdefault(source, why)
         if node in found and (may_run_again(node) or (is_backward(node) and _hands_on(node))):
             for source in node.all_input_nodes:
                 found.setdefault(source, found[node])
-        if node in differences and (node.target in SAME_SIGN or square_of(node) is not None):
+        if node in exact_alone and _is_copy_or_square(node):
             for source in node.all_input_nodes:
-                differences.setdefault(source, differences[node])
-    return {node: why for node, why in {**differences, **found}.items() if _is_float(node)}
+                exact_alone.setdefault(source, exact_alone[node])
+    return {node: why for node, why in {**exact_alone, **found}.items() if _is_float(node)}
 
 
 def _hazards_of(node: fx.Node, signs: Signs) -> Hazards:
@@ -88,6 +95,8 @@ def _hazards_of(node: fx.Node, signs: Signs) -> Hazards:
         return _of_partly(node, sources)
     if target is aten.pow.Tensor_Scalar and argument(node, "exponent") < 0:
         return {} if signs.is_positive(sources[0]) else _all(sources, DIVISOR)
+    if target in (aten.pow.Scalar, aten.pow.Tensor_Tensor):
+        return _all([a for a in sources if a is argument(node, "exponent")], EXPONENT)
     return _of_hazard(node, operators.hazard_of(target), sources, signs)
 
 
@@ -117,6 +126,12 @@ def _hands_on(node: fx.Node) -> bool:
     return fusible.is_pointwise(node) or operators.moves(node.target) or node.target is operator.getitem
 
 
+def _is_copy_or_square(node: fx.Node) -> bool:
+    """Return True if what `node` gives are elements of its input, or their squares."""
+    is_copy = node.target in SAME_SIGN or node.target is operator.getitem or operators.moves(node.target)
+    return is_copy or square_of(node) is not None
+
+
 def _of_partly(node: fx.Node, sources: list[fx.Node]) -> Hazards:
     """Return the inputs that must be exact, of an operator that bears rounding of others, as attention does."""
     exact = [a for a in sources if a not in operators.bearing(node)]
@@ -134,6 +149,32 @@ def _called(node: fx.Node) -> str:
         if isinstance(node.target, torch._ops.HigherOrderOperator) and operators.is_operator(a):
             return operators.shown(a)
     return operators.shown(node.target)
+
+
+def _differences_of(node: fx.Node) -> Hazards:
+    """Return the values of which `node` is a difference that may be small beside them."""
+    if (alone := _taken_off(node)) or node.target is not aten.sub.Tensor:
+        return _all(alone, CANCELLATION)
+    a, b = node.args[:2]
+    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node) and is_tensor(a) and is_tensor(b)) or a is b:
+        return {}
+    # a mean, or a bias, is smaller than what it is taken off
+    whole = [list(map(str, value(x).shape)) == list(map(str, value(node).shape)) for x in (a, b)]
+    is_smooth = _computed_from(a) == _computed_from(b)  # one function of what is rounded once
+    return _all([a, b], DIFFERENCE) if (all(whole) or not any(whole)) and not is_smooth else {}
+
+
+def _computed_from(node: fx.Node) -> set[fx.Node]:
+    """Return the values from which `node` is computed element by element."""
+    found, pending = set[fx.Node](), [node]
+    while pending:
+        x = pending.pop()
+        tensors = [a for a in x.all_input_nodes if is_tensor(a) and x.target not in fusible.CONSTANTS]
+        if fusible.is_pointwise(x) and tensors:
+            pending += tensors
+        elif not (fusible.is_pointwise(x) and x.target in fusible.CONSTANTS):
+            found.add(x)
+    return found
 
 
 def _taken_off(node: fx.Node) -> list[fx.Node]:

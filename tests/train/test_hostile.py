@@ -368,3 +368,10 @@ def test_jagged_tensors(executor: str) -> None:
             found.append([p.grad for p in m.parameters()])
         for actual, expected in zip(*found, strict=True):
             assert sqnr(expected, actual) > LEAST
+
+
+@pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
+@pytest.mark.parametrize("n", [128, 300])  # torch counts in UInt8, and in UInt16
+def test_an_identity_in_a_graph_that_runs_node_by_node(n: int) -> None:
+    model, x = Holder(lambda m, x: m.a(x) @ (torch.eye(n) + 0.5).to(x.dtype), a=linear(n)), noise(32, 32)
+    torch.testing.assert_close(compiled(model, skip="*")(x), model(x), rtol=0, atol=0)

@@ -322,7 +322,8 @@ def test_a_loss_in_the_graph_is_exact() -> None:
     target = noise(16, D, seed=5)
     model = build(lambda m, x: F.mse_loss(block(m, x).float(), target.float()))
     with_target = step(model, compiled(model, kernels="inductor"), [noise(16, D)])
-    assert "no matmul reads it: it is for the loss" in {row.reason for row in rows()}
+    near = "taken off another tensor: where they are near, only rounding would be left"
+    assert near in {row.reason for row in rows()}
     torch.compiler.reset()
     without = step(model, compiled(model, kernels="inductor", save="bf16"), [noise(16, D)])
     assert torch.equal(with_target["output 0"], without["output 0"])

@@ -104,6 +104,8 @@ def table(x: Tensor) -> Tensor:
 LOGITS = "in an exponent"
 EXPONENT, ANGLE, DIVISOR = "in an exponent", "an angle", "divided by, and may round to zero"
 COMPARED, RSQRT = "compared: rounding could turn the answer", "rsqrt of what may round to zero"
+DIFFERENCE = "taken off another tensor: where they are near, only rounding would be left"
+WIDE = "an exponential that is multiplied by another: small numbers in it count, and would be zeros"
 EQ, ROUND = (f"read by {op}, whose answer rounding could turn" for op in ("eq", "round"))
 
 ALL_FP8: dict[str, Callable[[Tensor], Tensor]] = {
@@ -171,7 +173,6 @@ ALL_FP8: dict[str, Callable[[Tensor], Tensor]] = {
     "gated_by_chunk": lambda h: (lambda a, b: torch.cat([F.silu(a) * b] * 2, -1))(*h.chunk(2, -1)),
     "glu": lambda h: F.glu(h.repeat(1, 2)),
     "quotient": pair(lambda a, b: a / (b.square() + 0.1)),
-    "product_with_difference": pair(lambda a, b: a * (a - b)),
     "unit_differences": pair(lambda a, b: F.normalize(a - b, dim=-1)),
     "attention": attention,
     "not_a_number": lambda h: torch.where(h.isnan(), 0, h * h),
@@ -202,6 +203,10 @@ KEPT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "deviation": (lambda h: h / h.std(-1, keepdim=True), EQ),
     "sinc": (torch.sinc, EQ),
     "angle_of_two": (pair(torch.atan2), EQ),
+    "power_in_a_hyperbolic_tangent": (lambda h: h * torch.tanh(2.0 ** (9 * h)), EXPONENT),
+    "product_with_difference": (pair(lambda a, b: a * (a - b)), DIFFERENCE),
+    "difference_of_tokens": (lambda h: h * (h - h.roll(1, 0)), DIFFERENCE),
+    "differences_of_pairs": (lambda h: (h[:8, None] - h[None, :8]).square().sum((0, 1)) * h, DIFFERENCE),
 }
 
 
@@ -310,6 +315,16 @@ def entropy(h: Tensor) -> Tensor:
     return -p * torch.log(p + 1e-8)
 
 
+EDGES = torch.arange(TOKENS) * 7 % (TOKENS - 1)
+
+
+def recurrence(h: Tensor) -> Tensor:
+    """h_t = a_t h_{t-1} + b_t, in parallel."""
+    a, b = h.chunk(2, -1)
+    logs = F.logsigmoid(a.float()).cumsum(0)
+    return ((b * torch.exp(-logs)).cumsum(0) * torch.exp(logs)).to(h.dtype).repeat(1, 2)
+
+
 Hazard = tuple[Callable[[Tensor], Tensor], dict[str, float]]
 SOFTMAX = "the gradients of logits of 25 are differences of near numbers: values are rounded"
 MEAN = "x itself is saved, as torch rounds the mean for backward on a CPU; exact means leave (x - mean) * rstd"
@@ -333,6 +348,12 @@ def test_gradients_stay_near_where_rounding_is_dangerous(name: str) -> None:
 
 # The same functions where nothing is dangerous, and neighbours of theirs that hold.
 SAFE: dict[str, Hazard] = {
+    "difference_of_tokens_with_a_mean": (lambda h: h * (h - h.roll(1, 0)), {"bias": 10.0}),
+    "edges_of_nodes_with_a_mean": (lambda h: (h[EDGES] - h[EDGES + 1]).square() + h, {"bias": 10.0}),
+    "lerp_of_tokens_with_a_mean": (lambda h: torch.lerp(h, h.roll(1, 0), h.tanh()), {"bias": 10.0}),
+    "recurrence_by_exponentials": (recurrence, {}),
+    "product_of_powers": (pair(lambda a, b: 2.0 ** (9 * a) * (b * 2.0 ** (-9 * a))), {}),
+    "quotient_of_powers": (pair(lambda a, b: b * torch.exp2(9 * a) / torch.exp2(9 * a + b)), {}),
     "reciprocal_of_a_sigmoid": (lambda h: 1 / (torch.sigmoid(h) + 1e-6), {"gain": 5.0}),
     "reciprocal_of_an_exponential": (lambda h: 1 / (torch.exp(h) + 1e-6), {"gain": 5.0}),
     "sigmoid_with_a_bias": (torch.sigmoid, {"bias": 3.0}),
