@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import cases
+from tests import cases, mutate
 from tests.cases import Case
 from tests.conftest import pytest_collection_modifyitems
 
@@ -91,6 +91,12 @@ def test_numbers_of_several_processes_are_of_the_same_branches(tmp_path: Path) -
     x, y = cases.read(tmp_path)
     assert x.branches != y.branches
     assert x.branches | y.branches == {0, 1}
+
+
+def test_no_case_that_a_mutation_names_is_left_out() -> None:
+    by_test = cases.left_out()
+    named = {test for m in mutate.mutations() for test in m.tests.split() if "::" in test}
+    assert not {name for name in named if name in by_test or cases.is_left_out(name, by_test)}
 
 
 def test_the_list_names_tests_that_exist() -> None:
