@@ -31,7 +31,7 @@ KEPT_BY = {  # operators whose result spans as much as what they are given
 def find_wide_factors(
     graph: fx.Graph, is_bounded: Callable[[fx.Node], bool], is_backward: Callable[[fx.Node], bool]
 ) -> set[fx.Node]:
-    """Return the wide values of which forward multiplies or divides two, and the factors that they are made of.
+    """Return the wide values of which forward multiplies or divides two, also in a matmul, and the factors of those.
 
     is_bounded: True for an exponential of which no more is made than a sigmoid or a softplus.
     """
@@ -42,7 +42,7 @@ def find_wide_factors(
             continue
         sources = [a for a in node.all_input_nodes if a in wide]
         is_product = node.target in PRODUCTS and not _is_share(node)
-        if is_product and len(sources) == 2:
+        if (is_product or _is_matmul(node)) and len(sources) == 2:
             factors += sources
         is_source = node.target in EXPONENTIALS and not is_bounded(node)
         if is_source or (sources and (is_product or _keeps_ranges(node, sources))):
@@ -64,6 +64,10 @@ def _keeps_ranges(node: fx.Node, wide: list[fx.Node]) -> bool:
     if node.target in SUMS:
         return len(wide) == len(set(node.args[:2]))  # beside an ordinary number a small one decides nothing
     return node.target in KEPT_BY or operators.moves(node.target) or square_of(node) is not None
+
+
+def _is_matmul(node: fx.Node) -> bool:
+    return operators.is_operator(node.target) and operators.name_of(node.target) in operators.MATMULS
 
 
 def _is_share(node: fx.Node) -> bool:

@@ -325,6 +325,13 @@ def recurrence(h: Tensor) -> Tensor:
     return ((b * torch.exp(-logs)).cumsum(0) * torch.exp(logs)).to(h.dtype).repeat(1, 2)
 
 
+def attention_with_decays(h: Tensor) -> Tensor:
+    """Linear attention whose weights decay over time, by a factor for each feature."""
+    logs = F.logsigmoid(h.roll(1, -1).float()).cumsum(0)
+    weights = (h * torch.exp(logs)) @ (h.flip(-1) * torch.exp(-logs)).transpose(0, 1)
+    return (weights.tril() / 8).to(h.dtype) @ h
+
+
 Hazard = tuple[Callable[[Tensor], Tensor], dict[str, float]]
 SOFTMAX = "the gradients of logits of 25 are differences of near numbers: values are rounded"
 MEAN = "x itself is saved, as torch rounds the mean for backward on a CPU; exact means leave (x - mean) * rstd"
@@ -352,6 +359,7 @@ SAFE: dict[str, Hazard] = {
     "edges_of_nodes_with_a_mean": (lambda h: (h[EDGES] - h[EDGES + 1]).square() + h, {"bias": 10.0}),
     "lerp_of_tokens_with_a_mean": (lambda h: torch.lerp(h, h.roll(1, 0), h.tanh()), {"bias": 10.0}),
     "recurrence_by_exponentials": (recurrence, {}),
+    "attention_with_decays": (attention_with_decays, {}),
     "product_of_powers": (pair(lambda a, b: 2.0 ** (9 * a) * (b * 2.0 ** (-9 * a))), {}),
     "quotient_of_powers": (pair(lambda a, b: b * torch.exp2(9 * a) / torch.exp2(9 * a + b)), {}),
     "reciprocal_of_a_sigmoid": (lambda h: 1 / (torch.sigmoid(h) + 1e-6), {"gain": 5.0}),
