@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import fx
 
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import aten, is_tensor
+from fp8compile.passes.core.compilation import aten, is_tensor, same_sizes, value
 from fp8compile.passes.save.signs import DIVISIONS, square_of
 
 EXPONENTIALS = {
@@ -44,7 +44,7 @@ def find_wide_factors(
         is_product = node.target in PRODUCTS and not _is_share(node)
         if (is_product or _is_matmul(node)) and len(sources) == 2:
             factors += sources
-        is_source = node.target in EXPONENTIALS and not is_bounded(node)
+        is_source = node.target in EXPONENTIALS and not is_bounded(node) and not _is_number(node)
         if is_source or (sources and (is_product or _keeps_ranges(node, sources))):
             wide.add(node)
     found: set[fx.Node] = set()
@@ -64,6 +64,11 @@ def _keeps_ranges(node: fx.Node, wide: list[fx.Node]) -> bool:
     if node.target in SUMS:
         return len(wide) == len(set(node.args[:2]))  # beside an ordinary number a small one decides nothing
     return node.target in KEPT_BY or operators.moves(node.target) or square_of(node) is not None
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Return True if `node` has one element, which changes no range: a temperature, a scale that is learned."""
+    return same_sizes([1] * value(node).dim(), value(node).shape)
 
 
 def _is_matmul(node: fx.Node) -> bool:

@@ -101,6 +101,11 @@ def table(x: Tensor) -> Tensor:
     return torch.arange(16.0, dtype=x.dtype) / 8
 
 
+def temperature(h: Tensor, t: float) -> Tensor:
+    """exp of a number that no constant folding knows."""
+    return torch.exp(t * torch.ones_like(h[0, :1]).cumsum(0))
+
+
 LOGITS = "in an exponent"
 EXPONENT, ANGLE, DIVISOR = "in an exponent", "an angle", "divided by, and may round to zero"
 COMPARED, RSQRT = "compared: rounding could turn the answer", "rsqrt of what may round to zero"
@@ -130,6 +135,7 @@ ALL_FP8: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda h: h.softmax(-1),
     "softmax_by_hand": lambda h: (lambda e: e / e.sum(-1, keepdim=True))(torch.exp(h - h.amax(-1, keepdim=True))),
     "exp": torch.exp,
+    "learned_scales": lambda h: (h * temperature(h, 0.7)) * temperature(h, 1.3) * h.sigmoid(),
     "expm1": torch.expm1,
     "exp2": torch.exp2,
     "power_of_two": lambda h: 2.0**h,
