@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--further", action="store_true", help="what the list leaves out already is left out")
     given = parser.parse_args(arguments)
     cases = [c for c in read(given.folder) if not c.name.startswith("tests/gpu/")]
-    stay = chosen(cases, [*ALWAYS, *(test for m in mutate.mutations() for test in m.tests.split() if "::" in test)])
+    stay = chosen(cases, [*ALWAYS, *(test for m in mutate.mutations() for test in m.names if "::" in test)])
     names = {c.name for c in stay}
     by_test = defaultdict(set, {test: set(left) for test, left in left_out().items()} if given.further else {})
     for case in (c for c in cases if c.name not in names):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,12 +28,17 @@ FAILED = 1  # pytest's exit code where tests failed, rather than could not be ru
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change that makes the code wrong. old: text that the file has once; tests: what must fail, as for pytest."""
+    """A change that makes the code wrong. old: text that the file has once; tests: what must fail, as in a shell."""
 
     file: str
     old: str
     new: str
     tests: str
+
+    @property
+    def names(self) -> list[str]:
+        """The files, tests and cases of which one must fail."""
+        return shlex.split(self.tests)
 
     def apply(self, root: Path) -> None:
         """Write the change into the checkout at `root`. Raises ValueError where `old` is not there exactly once."""
@@ -53,7 +59,7 @@ def survives(mutation: Mutation) -> str:
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy(Path(folder))
         mutation.apply(Path(folder))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutation.tests.split()]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutation.names]
         environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)

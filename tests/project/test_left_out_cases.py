@@ -95,7 +95,7 @@ def test_numbers_of_several_processes_are_of_the_same_branches(tmp_path: Path) -
 
 def test_no_case_that_a_mutation_names_is_left_out() -> None:
     by_test = cases.left_out()
-    named = {test for m in mutate.mutations() for test in m.tests.split() if "::" in test}
+    named = {test for m in mutate.mutations() for test in m.names if "::" in test}
     assert not {name for name in named if name in by_test or cases.is_left_out(name, by_test)}
 
 

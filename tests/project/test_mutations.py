@@ -14,7 +14,7 @@ from tests.mutate import Mutation
 def test_a_mutation_changes_one_place_and_its_tests_are_there(mutation: Mutation) -> None:
     assert (mutate.ROOT / mutation.file).read_text().count(mutation.old) == 1
     assert mutation.old != mutation.new
-    assert all((mutate.ROOT / test.split("::")[0]).exists() for test in mutation.tests.split())
+    assert all((mutate.ROOT / test.split("::")[0]).exists() for test in mutation.names)
 
 
 def test_what_is_not_there_once_is_no_mutation(tmp_path: Path) -> None:
