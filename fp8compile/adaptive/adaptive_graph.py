@@ -169,7 +169,7 @@ class AdaptiveGraph:
             self._is_partial = True
             warn_user(
                 f"fp8: the automatic mode changed a graph for sizes with {version.conditions} alone; others run as it "
-                f"was compiled first. torch._dynamo.mark_dynamic(x, dim, min=…, max=…) can keep sizes apart."
+                "was compiled first."
             )
         return self._first
 

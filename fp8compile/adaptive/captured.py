@@ -24,9 +24,9 @@ class CannotRecompileError(Exception):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What must hold of symbolic sizes for a graph that was compiled outside of Dynamo, whose guards do not say it.
+    """Check what a graph compiled outside of Dynamo needs of symbolic sizes, as no guard of Dynamo does.
 
-    holds: of sizes seen so far. positions: of the symbols among the inputs of the graph.
+    of: what must be true. positions: of its symbols among the inputs of the graph. holds: answers for sizes so far.
     """
 
     of: tuple[sympy.Basic, ...]

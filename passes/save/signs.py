@@ -128,7 +128,7 @@ def number(arg: Any) -> float:
     return float(arg) if isinstance(arg, (int, float)) else math.nan
 
 
-def _copied(node: fx.Node) -> fx.Node:
+def copied(node: fx.Node) -> fx.Node:
     """Return the node that `node` is a view, a copy or a conversion of."""
     while node.op == "call_function" and node.target in SAME_SIGN and node.target is not aten.cat.default:
         node = node.all_input_nodes[0]
@@ -140,14 +140,14 @@ def _averaged(node: fx.Node) -> list[fx.Node]:
 
     A mean may be a sum divided by a number, or the first result of a var_mean.
     """
-    node = _copied(node)
+    node = copied(node)
     if node.target in (aten.div.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.mul.Scalar):
         tensors = [a for a in node.all_input_nodes if value(a).dim() and math.isnan(number(a))]
         return _averaged(tensors[0]) if len(tensors) == 1 else []
     if fusible.is_moment(node) or "getitem" in str(node.target):
         node = first_input(node)
     means = (aten.mean.dim, aten.mean.default, aten.sum.dim_IntList, *fusible.MOMENTS)
-    return [_copied(first_input(node))] if node.target in means else []
+    return [copied(first_input(node))] if node.target in means else []
 
 
 def _is_square(arg: Any) -> bool:
@@ -158,7 +158,7 @@ def _is_square(arg: Any) -> bool:
         return _is_square(arg.args[0])
     squared = square_of(arg)
     if squared is not None:
-        return not _is_difference(_copied(squared))
+        return not _is_difference(copied(squared))
     if arg.target in (aten.mul.Tensor, aten.mul.Scalar):
         a, b = arg.args[:2]
         return (number(b) >= 0 and _is_square(a)) or (number(a) >= 0 and _is_square(b))

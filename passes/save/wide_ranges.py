@@ -15,7 +15,7 @@ from torch import fx
 
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import aten, is_tensor, same_sizes, value
-from fp8compile.passes.save.signs import DIVISIONS, square_of
+from fp8compile.passes.save.signs import DIVISIONS, copied, square_of
 
 EXPONENTIALS = {
     aten.exp.default, aten.exp2.default, aten.pow.Scalar, aten.pow.Tensor_Tensor, aten.cumprod.default
@@ -79,12 +79,5 @@ def _is_share(node: fx.Node) -> bool:
     """Return True if `node` divides a value by its own sum, or by its largest element."""
     if node.target not in DIVISIONS:
         return False
-    over, below = (_moved(a) if isinstance(a, fx.Node) else None for a in node.args[:2])
-    return below is not None and below.target in fusible.REDUCTIONS and _moved(below.all_input_nodes[0]) is over
-
-
-def _moved(node: fx.Node) -> fx.Node:
-    """Return the node that `node` is a view, a copy or a conversion of."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1 and operators.moves(node.target):
-        node = node.all_input_nodes[0]
-    return node
+    over, below = (copied(a) if isinstance(a, fx.Node) else None for a in node.args[:2])
+    return below is not None and below.target in fusible.REDUCTIONS and copied(below.all_input_nodes[0]) is over

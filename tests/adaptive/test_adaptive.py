@@ -318,26 +318,26 @@ def test_what_cannot_be_compiled_again_stays_as_it_is_and_says_so(monkeypatch):
     assert graph().changes == []
 
 
-def specialise(monkeypatch, most: int) -> None:
-    """Let every compilation outside of Dynamo specialise to at most so many rows."""
+def specialised(monkeypatch, every: int, most: int = 64):
+    """Return a model and its step, which each compilation outside of Dynamo specialises to at most so many rows."""
     original = captured.CapturedGraph.of
 
     def of(gm, compile):
-        def specialised(gm, inputs, options):
+        def compile_for_few(gm, inputs, options):
             assert all(x <= most for x in inputs if isinstance(x, torch.SymInt))  # adds a guard
             return compile(gm, inputs, options)
 
-        return original(gm, specialised)
+        return original(gm, compile_for_few)
 
     monkeypatch.setattr(captured.CapturedGraph, "of", of)
+    model = Gained()
+    return model, torch.compile(model, backend="fp8", options={**RUN, "adaptive": {"every": every}}, dynamic=True)
 
 
 @pytest.mark.filterwarnings("ignore:fp8. the automatic mode changed a graph for sizes")
 def test_versions_run_with_the_sizes_that_they_were_specialised_to(monkeypatch):
-    specialise(monkeypatch, 64)
     torch.manual_seed(1)
-    model = Gained()
-    step = torch.compile(model, backend="fp8", options={**RUN, "adaptive": {"every": 2}}, dynamic=True)
+    model, step = specialised(monkeypatch, 2)
     fixed = torch.compile(model, backend="fp8", options=RUN, dynamic=True)
     changed = torch.compile(model, backend="fp8", options={**RUN, "skip": ["second"]}, dynamic=True)
     for rows in (40, 80, 64, 96):
@@ -355,9 +355,7 @@ def test_versions_run_with_the_sizes_that_they_were_specialised_to(monkeypatch):
 
 
 def test_sizes_that_no_version_runs_with_are_said_once(monkeypatch):
-    specialise(monkeypatch, 64)
-    model = Gained()
-    step = torch.compile(model, backend="fp8", options={**RUN, "adaptive": {"every": 2}}, dynamic=True)
+    model, step = specialised(monkeypatch, 2)
     train(step, 2, 40)
     model.plant(1e6)
     train(step, 6, 40)
@@ -370,9 +368,7 @@ def test_sizes_that_no_version_runs_with_are_said_once(monkeypatch):
 
 
 def test_looks_at_sizes_that_are_not_measured_are_taken_again(monkeypatch):
-    specialise(monkeypatch, 64)
-    model = Gained()
-    step = torch.compile(model, backend="fp8", options={**RUN, "adaptive": {"every": 64}}, dynamic=True)
+    model, step = specialised(monkeypatch, 64)
     train(step, 1, 40)
     model.plant(1e6)
     train(step, 100, 80)  # not one of these is measured, and looks do not become rare
