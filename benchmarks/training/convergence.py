@@ -62,6 +62,7 @@ from benchmarks.training.convergence_report import (
     READING,
     STATES,
     Run,
+    milliseconds,
     report,
     without_nudge,
 )
@@ -321,7 +322,7 @@ def _run_all(
             settings, corpus, run, file, checkpoint, deadline, timed=not given.untimed
         ):
             return len(todo) - i
-        time_of_step = f"{1000 * run.seconds_per_step:.1f} ms a step" if run.seconds else "not timed"
+        time_of_step = f"{milliseconds(run.seconds_per_step)} ms a step" if run.seconds else "not timed"
         print(f"{name:<20} seed {seed}: {run.loss:.4f}, {time_of_step}", flush=True)
     return 0
 

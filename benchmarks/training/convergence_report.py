@@ -109,9 +109,9 @@ class Run:
         return self.smoothed_loss if measure == SMOOTHED else math.inf if self.diverged else self.final.get(measure)
 
     @property
-    def seconds_per_step(self) -> float:
-        """NaN of a run that was not timed."""
-        return statistics.median(self.seconds) if self.seconds else math.nan
+    def seconds_per_step(self) -> float | None:
+        """Return the median; None for a run that was not timed."""
+        return statistics.median(self.seconds) if self.seconds else None
 
     @property
     def spikes(self) -> int:
@@ -149,15 +149,21 @@ def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "gaps": {} if name == "BF16" else gaps_by_measure(pairs),
             "spikes": sum(r.spikes for r in mine),
             "seconds_per_step": seconds,
-            "time_to_equal_loss": statistics.mean(steps) * seconds if len(steps) == len(mine) else None,
+            "time_to_equal_loss": statistics.mean(steps) * seconds if len(steps) == len(mine) and seconds else None,
             "equal_loss": worst, "peak_bytes": max(r.peak_bytes for r in mine), "fp8_matmuls": mine[0].fp8_matmuls,
         })  # fmt: skip
     return rows
 
 
-def typical_seconds(runs: Sequence[Run]) -> float:
-    """Seconds of a step: the median of the runs that were timed, NaN where none was."""
-    return statistics.median([r.seconds_per_step for r in runs if r.seconds] or [math.nan])
+def typical_seconds(runs: Sequence[Run]) -> float | None:
+    """Return the seconds of a step: the median of the runs that were timed, None where none was."""
+    timed = [seconds for r in runs if (seconds := r.seconds_per_step) is not None]
+    return statistics.median(timed) if timed else None
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return a time for people, "-" where it was not measured."""
+    return "-" if seconds is None else f"{1000 * seconds:.1f}"
 
 
 def steps_to(run: Run, loss: float) -> float | None:
@@ -191,7 +197,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         matched = f"{base / mine:.2f}×" if base and mine else "-"
         lines.append(
             f"{r['name']:<25}{len(r['seeds']):>5}  {Interval(**r['loss']).text('.4f'):<17}{gap:<19}{r['spikes']:>6}"
-            f"{1000 * r['seconds_per_step']:>9.1f}{matched:>9}{r['peak_bytes'] / 2**30:>9.2f}"
+            f"{milliseconds(r['seconds_per_step']):>9}{matched:>9}{r['peak_bytes'] / 2**30:>9.2f}"
             + (f"  {r['diverged']} diverged" if r["diverged"] else "")
         )
     return "\n".join(lines)
@@ -255,17 +261,22 @@ def running_table(runs: Sequence[Run]) -> str:
             gap = mine[step] / others[step] - 1
             lines.append(
                 f"{r.name:<20}{r.seed:>5}{f'{step} of {r.steps}':>13}{mine[step]:>9.4f}{others[step]:>9.4f}{gap:>+8.2%}"
-                f"{1000 * r.seconds_per_step:>9.1f}{f'{base.spikes} → {r.spikes}':>8}"
+                f"{milliseconds(r.seconds_per_step):>9}{f'{base.spikes} → {r.spikes}':>8}"
             )
     return "\n".join(lines) if len(lines) > 1 else ""
 
 
 def picture(runs: Sequence[Run]) -> str:
-    """Smoothed held-out losses over training time, as means over seeds with the range of the intervals as bands."""
+    """Draw smoothed held-out losses over training time, means over seeds, with the range of the intervals as bands.
+
+    Configurations of which no run was timed are left out.
+    """
     found = []
     for name, mine in _by_name(runs):
         smooth = [smoothed(r) for r in mine]
         seconds = typical_seconds(mine)
+        if seconds is None:
+            continue
         steps = [step for step, _ in min(smooth, key=len)]
         found.append(_curve(name, [n * seconds for n in steps], [[loss for _, loss in s] for s in smooth]))
     return curves.draw(found, "Held-out loss (mean of seeds, 95 %)", "seconds of training", "nats per byte")
