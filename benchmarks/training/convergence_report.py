@@ -269,17 +269,18 @@ def running_table(runs: Sequence[Run]) -> str:
 def picture(runs: Sequence[Run]) -> str:
     """Draw smoothed held-out losses over training time, means over seeds, with the range of the intervals as bands.
 
-    Configurations of which no run was timed are left out.
+    Where a configuration has no run that was timed, all are drawn over steps.
     """
+    by_name = _by_name(runs)
+    seconds = {name: s for name, mine in by_name if (s := typical_seconds(mine)) is not None}
+    timed = len(seconds) == len(by_name)
     found = []
-    for name, mine in _by_name(runs):
+    for name, mine in by_name:
         smooth = [smoothed(r) for r in mine]
-        seconds = typical_seconds(mine)
-        if seconds is None:
-            continue
-        steps = [step for step, _ in min(smooth, key=len)]
-        found.append(_curve(name, [n * seconds for n in steps], [[loss for _, loss in s] for s in smooth]))
-    return curves.draw(found, "Held-out loss (mean of seeds, 95 %)", "seconds of training", "nats per byte")
+        places = [step * (seconds[name] if timed else 1.0) for step, _ in min(smooth, key=len)]
+        found.append(_curve(name, places, [[loss for _, loss in s] for s in smooth]))
+    along = "seconds of training" if timed else "steps of training"
+    return curves.draw(found, "Held-out loss (mean of seeds, 95 %)", along, "nats per byte")
 
 
 def picture_of_norms(runs: Sequence[Run]) -> str:

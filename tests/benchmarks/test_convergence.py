@@ -219,10 +219,13 @@ def test_the_summary_compares_equal_seeds_and_equal_losses():
 def test_a_run_that_was_not_timed_takes_the_time_of_its_configuration():
     untimed = made("BF16", 1, [4.0, 2.0, 1.0, 1.0, 1.0], 0.0)
     untimed.seconds = []
-    rows = shown.summary([made("BF16", 0, [4.0, 2.0, 1.0, 1.0, 1.0], 2.0), untimed])
+    runs = [made("BF16", 0, [4.0, 2.0, 1.0, 1.0, 1.0], 2.0), untimed]
+    rows = shown.summary(runs)
     assert rows[0]["seconds_per_step"] == 2.0
     assert rows[0]["time_to_equal_loss"] == pytest.approx(2.0 * 50)
     assert "2000.0" in shown.table(rows)
+    assert "seconds of training" in shown.picture([untimed, runs[0]])
+    assert "steps of training" in shown.picture([untimed])
     alone = shown.summary([untimed])
     assert "nan" not in shown.table(alone) and alone[0]["time_to_equal_loss"] is None
 
