@@ -227,7 +227,8 @@ def test_a_run_that_was_not_timed_takes_the_time_of_its_configuration():
     assert "seconds of training" in shown.picture([untimed, runs[0]])
     assert "steps of training" in shown.picture([untimed])
     alone = shown.summary([untimed])
-    assert "nan" not in shown.table(alone) and alone[0]["time_to_equal_loss"] is None
+    assert "nan" not in shown.table(alone)
+    assert alone[0]["time_to_equal_loss"] is None
 
 
 def test_runs_from_nudged_weights_stand_behind_their_configuration() -> None:
