@@ -27,6 +27,7 @@ from fp8compile.torch_hooks.inductor import (
     direct_launch,
     launches_in_place,
     read_before_write,
+    sparse_tensors,
 )
 from fp8compile.torch_hooks.modules import backward_hooks, recurrent_modules
 
@@ -94,6 +95,13 @@ PERMANENT = (
         "Inductor gives dimensions of one element strides by which cuDNN lays out gradients as torch does not predict",
         "torch_hooks.inductor.convolution_strides:read_dense_strides",
         apply=lambda is_ours: convolution_strides.read_dense_strides(),
+    ),
+    Patch(
+        "sparse_tensors",
+        "torch._inductor.fx_utils.get_storage, while a graph of this backend is compiled",
+        "Inductor asks sparse tensors, which have none, for their storage, if what they are computed from has changed",
+        "torch_hooks.inductor.sparse_tensors:give_storages",
+        apply=lambda is_ours: sparse_tensors.give_storages(),
     ),
     Patch(
         "direct_launch",

@@ -24,7 +24,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.variables import BackwardHookVariable
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput
 from torch._higher_order_ops import triton_kernel_wrap
-from torch._inductor import async_compile, ir, pattern_matcher
+from torch._inductor import async_compile, fx_utils, ir, pattern_matcher
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx
@@ -238,6 +238,15 @@ def test_convolution_strides_is_needed(monkeypatch):
         torch.compile(OfTokens((3, 4), checkpointed=True))(torch.randn(1, 12, 19, requires_grad=True)).backward()
     (strides,) = [args[2].get_stride() for args in read if args[0] is torch.ops.aten.convolution_backward.default]
     still([*strides] != [228, 1, 76, 19])
+
+
+def test_sparse_tensors_is_needed():
+    try:
+        fx_utils.get_storage(torch.eye(2).to_sparse())
+        raised = False
+    except NotImplementedError:
+        raised = True
+    still(raised)
 
 
 # ---- for a time -----------------------------------------------------------------------------------------------------
