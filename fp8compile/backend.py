@@ -32,7 +32,7 @@ from fp8compile.torch_hooks import dynamo_stage
 from fp8compile.torch_hooks.calls import compiled_calls, trainers
 from fp8compile.torch_hooks.calls.graph_runs import counted
 from fp8compile.torch_hooks.calls.unwrapped_errors import unwrapped
-from fp8compile.torch_hooks.modules import backward_hooks
+from fp8compile.torch_hooks.modules import backward_hooks, whole_paths
 from fp8compile.torch_hooks.patches import apply_patches
 
 Compiled = Callable[..., Any]
@@ -58,6 +58,7 @@ def fp8(
     example_inputs, with_hooks = backward_hooks.insert(gm, example_inputs)
     namespace = ""
     opt = traced_optimizer(gm, example_inputs)
+    names = whole_paths.complete_paths(gm, example_inputs) if opt is None else {}
     if opt is None:
         parsed = dynamo_stage.run_model_passes(DynamoGraph(gm.graph, parsed, gm, example_inputs))
         trainers.warn_of_fused_optimizer()
@@ -66,7 +67,7 @@ def fp8(
     if parsed.recipe.is_delayed:
         namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
     embedding_tables.note_tables(gm.graph, example_inputs)
-    known = tuple(_inputs(gm, example_inputs, parsed.frozen and opt is None))
+    known = tuple(_inputs(gm, example_inputs, parsed.frozen and opt is None, names))
     if any(x.is_freed for x in known):
         example_inputs = [frozen_weights.as_it_lay(x) for x in example_inputs]
     if parsed.adaptive is not None and opt is None:
@@ -119,8 +120,11 @@ def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             return
 
 
-def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], frozen: bool) -> list[Input]:
-    """Return what each input of Dynamo's graph is in the user's terms. frozen: of option `frozen`."""
+def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], frozen: bool, names: Mapping[str, str]) -> list[Input]:
+    """Return what each input of Dynamo's graph is in the user's terms.
+
+    frozen: of option `frozen`. names: whole ones of parameters, where Dynamo's begin inside of the model.
+    """
     inputs = []
     for node, given in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
         is_buffer = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
@@ -133,7 +137,8 @@ def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], frozen: bool) -> 
                     "gradients, or in a model that is not frozen"
                 )
             is_parameter, is_table = isinstance(x, torch.nn.Parameter), embedding_tables.is_table(x)
-            inputs.append(Input(is_parameter, is_buffer, node.name, is_frozen, freed, is_table))
+            name = names.get(node.name, node.name)
+            inputs.append(Input(is_parameter, is_buffer, name, is_frozen, freed, is_table))
     return inputs
 
 

@@ -1,8 +1,9 @@
 """Choose which layers of a model are exported in FP8: those whose output matmul ran in FP8, by this process's plans.
 
-A plan's paths begin at what was compiled, which may be a module around the exported one, or a part of it. `layers` of
-the user takes the place of plans. What is no plain `nn.Linear` and no module of stacked experts, shares its weight, or
-belongs to layers that servers fuse and of which another is not FP8, stays as it is, with that reason.
+A plan's paths begin at what was compiled, which may be a module around the exported one, or a part of it; one with `*`
+stands for all layers that run the same code. `layers` of the user takes the place of plans. What is no plain
+`nn.Linear` and no module of stacked experts, shares its weight, or belongs to layers that servers fuse and of which
+another is not FP8, stays as it is, with that reason.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ def by_name(model: nn.Module, by_path: Mapping[str, T]) -> dict[str, T]:
     """Return, by names of layers of `model`, what is known by paths of plans. Other paths are left out."""
     names = {WRAPPERS.sub("", name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     names |= stacked_experts(model).keys()
-    paths = {path: x for given, x in by_path.items() for path in _each(WRAPPERS.sub("", given))}
+    shared_first = sorted(by_path.items(), key=lambda row: "*" not in row[0])  # what is said of one layer alone holds
+    merged = [(path, x) for given, x in shared_first for path in _each(WRAPPERS.sub("", given))]
+    paths = {path: x for given, x in merged for path in _numbered(given, names)}
     before, inside = _prefixes(paths, names)
     moved = {inside + path.removeprefix(before): x for path, x in paths.items() if path.startswith(before)}
     return {name: x for name, x in moved.items() if name in names}
@@ -136,6 +139,19 @@ def _each(path: str) -> list[str]:
     """Return the paths that a merged one stands for: a.(b+c) is a.b and a.c."""
     start, bracket, members = path.removesuffix(")").partition("(")
     return [start + member for member in members.split("+")] if bracket else [path]
+
+
+def _numbered(path: str, names: Iterable[str]) -> list[str]:
+    """Return the paths that one with `*` stands for, by the names that end as it does: layers.*.up is layers.0.up, …"""
+    if "*" not in path:
+        return [path]
+    found, parts = dict[str, None](), path.split(".")
+    for name in names:
+        ends = name.split(".")[-len(parts) :]
+        rest = parts[-len(ends) :]
+        if all(p == end or (p == "*" and end.isdigit()) for p, end in zip(rest, ends, strict=True)):
+            found[".".join([*parts[: len(parts) - len(ends)], *ends])] = None
+    return [*found]
 
 
 def _prefixes(paths: Iterable[str], names: Iterable[str]) -> tuple[str, str]:

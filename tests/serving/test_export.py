@@ -66,6 +66,19 @@ def test_files(tmp_path: Path) -> None:
         assert_files(model, fp8compile.export(model, tmp_path / format, format), tmp_path / format, format)
 
 
+def test_layers_that_share_code(tmp_path: Path) -> None:
+    """Graph breaks within layers: one compilation serves all of them, and says so of all."""
+    model = llama(num_hidden_layers=3)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+    exported = fp8compile.export(trained(model), tmp_path / "block", "block")
+    assert "model.layers.*.mlp.down_proj" in {m.path for plan in fp8compile.last_compile().plans for m in plan.matmuls}
+    layers = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)} - {"lm_head"}
+    assert len(layers) == 21
+    assert set(exported.quantized) == layers
+    assert exported.kept == {"lm_head": "in training: the output head (lm_head=True converts it)"}
+
+
 def assert_files(model: Any, exported: fp8compile.Exported, out: Path, format: str) -> None:
     """Names, dtypes, shapes and values of all tensors; the config is one that its library validates."""
     files = load_file(out / "model.safetensors")

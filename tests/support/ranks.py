@@ -33,9 +33,9 @@ IMPORTED = ["fp8compile", "torch._inductor.compile_fx", "torch.distributed.check
 SECONDS = 240  # for one function; a process that waits for another one longer than that never gets it
 
 
-# What has used a GPU cannot be copied, nor what has threads: from torch 2.15 on autograd starts some for any backward,
+# What has used a GPU cannot be copied, nor what has threads: from torch 2.14 on autograd starts some for any backward,
 # and 2.11 takes any backward for one that did.
-HAS_COMPILED = not torch.cuda.is_available() and "2.13" <= torch.__version__ < "2.15"
+HAS_COMPILED = not torch.cuda.is_available() and "2.13" <= torch.__version__ < "2.14"
 
 
 def copies() -> Any:

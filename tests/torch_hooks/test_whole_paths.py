@@ -1,0 +1,174 @@
+"""Paths in graphs that begin inside of a model, after a graph break: as in the model without a break."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from quick import quicken
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+
+import fp8compile
+from fp8compile.torch_hooks.modules import whole_paths
+
+quicken()
+FP8: dict[str, Any] = {"select": "all", "strict": True, "executor": "eager"}
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.up, self.down = nn.Linear(64, hidden), nn.Linear(hidden, 64)
+        self.gate = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x).relu()
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.down(y) * (x @ self.gate)
+
+
+class Backbone(nn.Module):
+    def __init__(self, widths: tuple[int, ...], breaks: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(hidden, breaks) for hidden in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Model(nn.Module):
+    """A backbone, and a last layer of this name and width, whose results are returned."""
+
+    def __init__(self, breaks: bool = True, last: str = "lm_head", width: int = 256, widths: tuple[int, ...] = (128,)):
+        super().__init__()
+        self.model, self.last = Backbone(widths, breaks), last
+        setattr(self, last, nn.Linear(64, width, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, self.last)(self.model(x))
+
+
+class Layer(nn.Linear):
+    """Code of the user's; Dynamo compiles no forward of torch's own by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class TwoAlike(nn.Module):
+    """Layers of one kind, called in a loop that Dynamo cannot trace: it compiles the layer itself, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(64, 64), Layer(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+class Whole(nn.Module):
+    """A model around another, as trainers make them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def decisions(model: nn.Module, run: Any = None, **options: Any) -> dict[str, set[str]]:
+    """Train a step; return what was decided about the output matmuls, by path. Gradients are near those of eager."""
+    torch.compiler.reset()
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    run = torch.compile(model if run is None else run, backend="fp8", options={**FP8, **options})
+    for p in model.parameters():
+        p.grad = None
+    run(x).square().mean().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    exact = torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+    for mine, theirs in zip(found, exact, strict=True):
+        assert float((mine - theirs).norm()) < 0.2 * float(theirs.norm())
+    rows = [m for plan in fp8compile.last_compile().plans for m in plan.matmuls if m.role == "output"]
+    return {path: {m.decision for m in rows if m.path == path} for path in {m.path for m in rows}}
+
+
+LAYER = ("model.layers.0.up", "model.layers.0.down", "model.layers.0")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.filterwarnings("ignore::fp8compile.Fp8Warning")
+def test_a_head_is_known_by_its_name(breaks: bool) -> None:
+    """Its result is returned, so its name alone says what it is."""
+    assert decisions(Model(breaks)) == {**{key: {"fp8"} for key in LAYER}, "lm_head": {"bf16"}}
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.filterwarnings("ignore::fp8compile.Fp8Warning")
+@pytest.mark.parametrize("pattern", ["model.layers.0.down", "model.*", "lm_head"])
+def test_patterns_see_whole_paths(pattern: str, breaks: bool) -> None:
+    found = decisions(Model(breaks), skip=[pattern], lm_head=True)
+    skipped = {"model.layers.0.down": LAYER[1:2], "model.*": LAYER, "lm_head": ("lm_head",)}[pattern]
+    assert found == {path: {"bf16" if path in skipped else "fp8"} for path in (*LAYER, "lm_head")}
+
+
+def test_layers_that_share_code_share_a_path() -> None:
+    """One of another size has its own."""
+    found = decisions(Model(widths=(128, 128, 192)), lm_head=True)
+    layers = [f"model.layers.{number}{end}" for number in "*2" for end in ("", ".up", ".down")]
+    assert found == {key: {"fp8"} for key in [*layers, "lm_head"]}
+
+
+def test_one_layer_of_several_that_share_code_is_not_skipped_with_the_others() -> None:
+    with pytest.warns(fp8compile.Fp8Warning, match=r"'model.layers.0.up' matches no matmul .*model.layers.\*.up"):
+        found = decisions(Model(widths=(128, 128)), skip=["model.layers.0.up"])
+    assert found["model.layers.*.up"] == {"fp8"}
+
+
+def test_modules_of_other_names_that_share_code_have_none() -> None:
+    assert decisions(TwoAlike(), lm_head=True) == {"": {"fp8"}}
+
+
+def test_paths_begin_at_what_was_compiled() -> None:
+    model = Model()
+    assert "inner.model.layers.0.up" in decisions(Whole(model))
+    whole = Whole(model)
+    assert {"lm_head", "model.layers.0.up"} <= decisions(whole, torch.compile(model, backend="fp8", options=FP8)).keys()
+    assert "model.layers.0.up" in decisions(model, lambda x: model(x))
+
+
+def test_wrappers_of_torch_are_no_part_of_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Whole, "__module__", "torch.nn.parallel.distributed")
+    assert "model.layers.0.up" in decisions(Whole(Model()))
+
+
+def test_tied_weights_are_found() -> None:
+    model = Model(width=64)
+    model.model.layers[0].gate = model.lm_head.weight  # type: ignore[union-attr, assignment]
+    assert decisions(model, lm_head=True).keys() == {*LAYER, "lm_head"}
+
+
+def test_caches_tell_names_apart() -> None:
+    """Of two models whose last frames differ in the name of the layer alone."""
+    caches = inductor_config.patch(fx_graph_cache=True), functorch_config.patch(enable_autograd_cache=True)
+    with caches[0], caches[1]:
+        found = [decisions(Model(last=name), executor="inductor")[name] for name in ("projection", "lm_head")]
+    assert found == [{"fp8"}, {"bf16"}]
+
+
+def test_nothing_is_looked_for_outside_of_what_is_compiled() -> None:
+    class Outside(nn.Module):
+        def forward(self) -> list[nn.Module]:
+            return whole_paths._running_modules()
+
+    assert Outside()() == []
