@@ -20,15 +20,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from fp8compile import ops
 from fp8compile.devices import TABLE, Device
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import count, is_tensor, value
+from fp8compile.passes.core.compilation import count, hint, is_tensor, value
 from fp8compile.passes.core.marker_views import ScaledMM
 from fp8compile.passes.core.matmul_views import GroupedMM
 from fp8compile.passes.save.min_cut import Halves, Prices, may_be_computed_again, may_be_kept, plan_saved, saved_bytes
@@ -248,8 +250,16 @@ def _operations(node: fx.Node) -> float:
     formula = flop_registry.get(node.target.overloadpacket)
     if formula is None:
         return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
-    return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+    given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs, out = tree_map(_of_known_size, (*given, node.meta["val"]))  # type: ignore[misc]
+    return float(formula(*args, **kwargs, out_val=out))
+
+
+def _of_known_size(x: Any) -> Any:
+    """Return a tensor without data, or a number, in place of one whose sizes are symbols: as they were when traced."""
+    if isinstance(x, torch.Tensor):
+        return torch.empty([hint(n) for n in x.shape], dtype=x.dtype, device="meta")
+    return hint(x) if isinstance(x, torch.SymInt) else x
 
 
 def _of_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import SIZES, ZOO, Case
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile
@@ -215,3 +216,52 @@ def test_what_a_checkpoint_runs_again_is_not_kept_for_a_budget(width: int, budge
     got = gradients(case, activation_budget=budget, recipe="tensorwise", save_min_bytes=0)
     assert all(a.isfinite().all() for a in got.values())
     assert fp8compile.last_compile().converted
+
+
+class OfAnyRows(nn.Module):
+    """A layer with a convolution, attention and linear layers, for any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.qkv = nn.Conv1d(64, 64, 3, padding=1), nn.Linear(64, 192)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.conv(x.mT).mT.sin()
+        q, k, v = self.qkv(x).unflatten(2, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.filterwarnings("ignore::fp8compile.errors.Fp8Warning")
+@pytest.mark.parametrize("skip", [["*"], ["up"], []], ids=["no matmul", "some matmuls", "all matmuls"])
+def test_a_budget_holds_for_sizes_that_are_symbols(skip: list[str]) -> None:
+    """What is kept grows with the batch, and no size is compiled for by itself."""
+    torch.manual_seed(0)
+    model, counted = OfAnyRows(), list[int]()
+
+    def noted(x: Tensor) -> Tensor:
+        counted[-1] += 0 if isinstance(x, nn.Parameter) else x.numel() * x.element_size()
+        return x
+
+    def kept(**compiled: Any) -> list[int]:
+        torch.compiler.reset()
+        counters.clear()
+        run = torch.compile(model, dynamic=True, **compiled)
+        for batch in (8, 16, 24):
+            counted.append(0)
+            with torch.autograd.graph.saved_tensors_hooks(noted, lambda x: x):
+                y = run(torch.randn(batch, 32, 64))
+            y.square().mean().backward()
+        return counted[-3:]
+
+    def kept_within(budget: float) -> list[int]:
+        options = {"executor": "eager", "strict": True, "select": "all", "skip": skip, "save": "bf16"}
+        return kept(backend="fp8", options={**options, "activation_budget": budget})
+
+    kept(backend="aot_eager")
+    graphs = counters["stats"]["unique_graphs"]
+    for few, _, many in (most := kept_within(1.0), least := kept_within(0.2)):
+        assert counters["stats"]["unique_graphs"] == graphs
+        assert many == pytest.approx(3 * few, rel=0.01)
+    assert least[0] < 0.5 * most[0]
