@@ -198,12 +198,15 @@ class AdaptiveGraph:
 
     def _decide(self, rows: Sequence[Row]) -> bool:
         """Change what should be changed. Returns True if looks should begin anew: something kept too little."""
-        plan, changes = self._policy.look(self.plan, rows, self.step)
+        left = self.settings.recompiles - self.recompiles
+        plan, changes = self._policy.look(
+            self.plan, rows, self.step, losses_alone=left <= 1
+        )  # the last one is for these
         if not changes:
             self.plan.matmuls[:] = plan.matmuls  # with what was seen, in their reasons
             return False
-        if self.recompiles >= self.settings.recompiles:
-            self._end(f"{self.settings.recompiles} recompiles are used up, and {len(changes)} more changes were due")
+        if left <= 0:
+            self._end(f"{self.settings.recompiles} recompiles are used up, and {len(changes)} more casts lose too much")
             return False
         saved = {**self._saved, **dict(_changed_saved(plan))}
         options = replace(
@@ -221,9 +224,9 @@ class AdaptiveGraph:
             logger.info("adaptive: %s", change)
         return not all(change.is_for_noise for change in changes)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, warn: bool = True) -> None:
         self.why_done = why
-        if why.startswith("not compiled"):
+        if warn:
             warn_user(f"fp8: the automatic mode leaves a graph as it is: {why}.")
         logger.info("adaptive: %s", why)
 
@@ -292,7 +295,7 @@ class AdaptiveGraph:
         self._versions = 1
         self._policy.start_from(self.plan)
         if self.is_training and not self.plan.converted:
-            self._end("nothing of it is in FP8")
+            self._end("nothing of it is in FP8", warn=False)
 
     def _following(self) -> Version:
         """Return the version of an inference graph: with the options of its training graph, where there is one."""

@@ -1,4 +1,8 @@
-"""When the casts of a graph are measured: in one step each, ever more rarely while nothing changes."""
+"""When the casts of a graph are measured: in one step each, ever more rarely while nothing changes.
+
+A graph may be executed several times for a step of the optimizer, on other data each time: micro-batches, or real and
+made-up samples. So the numbers of executions between looks are odd, or by turns one less: all of a cycle are seen.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class Looks:
     done: int = field(default=0, init=False)
     is_open: bool = field(default=False, init=False)
     _due: int = field(default=0, init=False)  # the step of the next one
-    _gap: int = field(default=1, init=False)  # steps from the last one to that
+    _gap: int = field(default=0, init=False)  # steps from the last one to that
     _began: int = field(default=0, init=False)  # the step of the last one
     _waited: int = field(default=0, init=False)  # executions since then
 
@@ -54,15 +58,15 @@ class Looks:
     def begin_anew(self, step: int) -> None:
         """Look at this step, and often after it; what an open look has measured is forgotten."""
         self._close()
-        self._gap, self._due = 1, step
+        self._gap, self._due = 0, step
 
     def become_due(self, step: int) -> None:
         """Look at this step, as nothing was measured in the last look."""
         self._due = step
 
     def become_rarer(self) -> None:
-        """Wait for twice as many steps as before the last look."""
-        self._gap = min(self._gap * 2, self.every)
+        """Wait for twice as many steps as before the last look, and one more."""
+        self._gap = min(2 * self._gap + 1, max(1, self.every - self.done % 2))
         self._due = self._began + self._gap
 
     def _close(self) -> None:

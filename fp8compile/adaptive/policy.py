@@ -7,7 +7,8 @@ first:
 
 It takes the first choice with which both operands keep what the settings demand, and changes only where it does not
 keep that now. It returns to a cheaper choice, never below the recipe's, that would keep `margin` more at `patience`
-looks in a row. A grouped matmul has two choices, the recipe's (rows) and BF16.
+looks in a row; not to one that it had returned to before and that then lost too much. A grouped matmul has two choices,
+the recipe's (rows) and BF16.
 A saved tensor has two choices: FP8 as the compiler would keep it, and its own dtype, where it then stays: kept as it is
 it has no cast to measure.
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -90,13 +91,16 @@ class Policy:
     """The policy for one graph, with what it knows of its matmuls between looks.
 
     baselines: by member, how the plan had it at first. cheaper_looks: at how many looks in a row a cheaper choice
-    would have kept enough. next_spending: the first step at which casts may change for less noise.
+    would have kept enough. returned: the cheaper choice that it returned to last. relapsed: those among them that then
+    lost too much again. next_spending: the first step at which casts may change for less noise.
     """
 
     settings: Adaptive
     grouped: bool = True  # whether the device has matmuls with groups
     baselines: dict[Key, Choice] = field(default_factory=dict)
     cheaper_looks: Counter[Key] = field(default_factory=Counter)
+    returned: dict[Key, Choice] = field(default_factory=dict)
+    relapsed: dict[Key, set[Choice]] = field(default_factory=lambda: defaultdict(set))
     next_spending: int = SPACING
 
     def start_from(self, plan: Plan) -> None:
@@ -105,8 +109,13 @@ class Policy:
             for member in members:
                 self.baselines.setdefault(member, choice_of(row))
 
-    def look(self, plan: Plan, measured: Sequence[Row], step: int) -> tuple[Plan, list[Change]]:
-        """Return the plan as it should be, with what was seen in its reasons, and the changes that make it so."""
+    def look(
+        self, plan: Plan, measured: Sequence[Row], step: int, losses_alone: bool = False
+    ) -> tuple[Plan, list[Change]]:
+        """Return the plan as it should be, with what was seen in its reasons, and the changes that make it so.
+
+        losses_alone: change what loses too much, and nothing for speed or less noise.
+        """
         known: dict[Key, dict[str, Row]] = {}
         for m in measured:
             known.setdefault((m.path, m.role, m.occurrence), {})[m.side] = m
@@ -118,12 +127,12 @@ class Policy:
             after, why = choice_of(row), ""
             if set(sides) == {"left", "right"} and members[0] in self.baselines:
                 matmul = self._seen(row, members[0], sides, row.path in edges)
-                after, why = self._choose(matmul)
+                after, why = self._choose(matmul, losses_alone)
                 seen += [] if why else [(len(rows), matmul)]
             if why:
                 row = _change(row, after, why, step, changes)
             rows.append(row)
-        if self.settings.budget:
+        if self.settings.budget and not losses_alone:
             self._spend(rows, seen, step, changes)
         saved = [self._saved(row, key, measured, step, changes) for row, key in _saved_keys(plan.saved)]
         return replace(plan, matmuls=rows, saved=saved), changes
@@ -135,14 +144,17 @@ class Policy:
         product = row.role != "grad_input" and any(m.trait == "product" for m in activations)
         return _Seen(row, key, sides, edge, product, self.settings.edges if edge or product else 0.0)
 
-    def _choose(self, matmul: _Seen) -> tuple[Choice, str]:
+    def _choose(self, matmul: _Seen, losses_alone: bool) -> tuple[Choice, str]:
         """Return the choice for a matmul, and why if it is another one."""
         row, key, sides, more = matmul.row, matmul.key, matmul.sides, matmul.more
         now, baseline = choice_of(row), self.baselines[key]
         is_grouped = row.kind == "grouped"
         choices = [*dict.fromkeys((baseline, Choice()))] if is_grouped else self._choices(baseline, matmul.product)
-        place = choices.index(now) if now in choices else len(choices)
         lost = worst(now, sides, self.settings, more)
+        if now.left is not None and lost is not None and self.returned.get(key) == now:
+            self.relapsed[key].add(now)
+        choices = [c for c in choices if c == now or c not in self.relapsed[key]]
+        place = choices.index(now) if now in choices else len(choices)
         if now.left is not None and lost is not None:
             self.cheaper_looks[key] = 0
             fits = (c for c in choices if c != now and worst(c, sides, self.settings, more) is None)
@@ -152,9 +164,10 @@ class Policy:
             return now, ""
         cheaper = [c for c in choices[:place] if worst(c, sides, self.settings, more + self.settings.margin) is None]
         self.cheaper_looks[key] = self.cheaper_looks[key] + 1 if cheaper else 0
-        if self.cheaper_looks[key] < self.settings.patience:
+        if self.cheaper_looks[key] < self.settings.patience or losses_alone:
             return now, ""
         self.cheaper_looks[key] = 0
+        self.returned[key] = cheaper[0]
         return cheaper[0], f"{self.settings.patience} looks in a row it would have kept {kept(cheaper[0], sides)}"
 
     def _spend(self, rows: list[Matmul], seen: Sequence[tuple[int, _Seen]], step: int, changes: list[Change]) -> None:

@@ -32,8 +32,8 @@ class Adaptive:
     margin: dB more that a cheaper cast must have to be returned to.
     patience: looks in a row at which it must have them.
     edges: dB more that the first and the last layer must keep, and products of two activations (SwiGLU).
-    recompiles: how often a graph may be compiled again, each time with changes of one or more matmuls at once; then it
-    is left as it is.
+    recompiles: how often a graph may be compiled again, each time with changes of one or more matmuls at once, the last
+    time only of what loses too much; then it is left as it is.
     budget: share of the time of all matmuls that casts may cost which add less noise (0.02: two percent); 0: casts
     change where too much is lost, and nowhere else.
     spike: a loss so many standard deviations above the mean of the last 32 is a spike; 0 looks at no loss.

@@ -151,6 +151,31 @@ def test_between_the_thresholds_nothing_changes():
     assert decisions() == changed
 
 
+@pytest.mark.parametrize("outlier", [0, 1], ids=["the first call", "the second call"])
+def test_a_model_that_is_called_twice_a_step(outlier: int) -> None:
+    """One of the calls has the planted channel: it is seen, and what keeps it is not given up for the other's sake."""
+    model = Gained()
+    step = compiled(model, {"every": 8})
+    for i in range(80):
+        model.plant(1e6 if i % 2 == outlier else 1.0)
+        train(step, 1)
+    assert decisions()["second", "output"] == "bf16"
+    assert graph().recompiles <= 3, str(graph())
+
+
+def test_the_last_recompile_is_for_what_loses_too_much() -> None:
+    model = Gained()
+    step = compiled(model, {"every": 1, "patience": 1, "recompiles": 2})
+    model.plant(1e6)
+    train(step, 4)
+    changed = decisions()
+    assert changed["second", "output"] == "bf16"
+    model.plant(1.0)
+    train(step, 8)  # would return, with the only recompile that is left
+    assert decisions() == changed
+    assert not graph().why_done
+
+
 def test_recompiles_are_bounded(caplog):
     model = Gained()
     step = compiled(model, {"every": 1, "patience": 1, "recompiles": 2})
@@ -350,8 +375,8 @@ def test_versions_run_with_the_sizes_that_they_were_specialised_to(monkeypatch):
         x = torch.randn(rows, 32)
         with torch.autocast("cpu", torch.bfloat16):
             own, in_fp8, in_bf16 = step(x), fixed(x), changed(x)
-        assert torch.equal(own, in_bf16 if rows <= 64 else in_fp8)
-        assert not torch.equal(in_fp8, in_bf16)
+        expected, other = (in_bf16, in_fp8) if rows <= 64 else (in_fp8, in_bf16)
+        assert (own - expected).norm() < 0.1 * (own - other).norm()  # in a look, casts read what BF16 has rounded
 
 
 def test_sizes_that_no_version_runs_with_are_said_once(monkeypatch):

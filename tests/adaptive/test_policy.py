@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from fp8compile.adaptive.looks import Looks
 from fp8compile.adaptive.policy import Choice, Policy, outermost
 from fp8compile.adaptive.settings import Adaptive
+from fp8compile.distributed.ranks import Ranks
 from fp8compile.kernels.casts.loss_sums import ALTERNATIVES
 from fp8compile.plan.cast_rows import Row
 from fp8compile.plan.plan import Plan
@@ -174,3 +177,50 @@ def test_outermost_layers():
     assert outermost(paths) == {"h.0.q", "h.10.q", "h.10.experts.3.up"}
     assert outermost(["0.fc", "1.fc", "2.fc"]) == {"0.fc", "2.fc"}
     assert outermost(["a", "b", "c"]) == {"a", "c"}
+
+
+def test_what_failed_again_is_not_returned_to() -> None:
+    """A matmul that went back to its recipe's casts and lost too much once more stays with what keeps enough."""
+    policy, row = Policy(Adaptive(patience=2)), matmul()
+    policy.start_from(Plan(matmuls=[row, *AROUND]))
+
+    def after(row: Matmul, kept: dict[str, tuple[float, float, float]], **settings: bool) -> Matmul:
+        found = [measured(row, side, kept) for side in ("left", "right")]
+        return policy.look(Plan(matmuls=[row, *AROUND]), found, 7, **settings)[0].matmuls[0]
+
+    def casts(row: Matmul) -> str:
+        return f"{row.left} × {row.right}"
+
+    only_groups = {GROUP: FINE}
+    for turn in range(2):
+        row = after(row, only_groups)
+        assert casts(row) == f"{GROUP} × {GROUP}"
+        assert casts(after(row, EVERYTHING)) == casts(row)  # one look is not enough
+        assert casts(after(row, EVERYTHING, losses_alone=True)) == casts(row)
+        row = after(row, EVERYTHING)
+        assert casts(row) == (f"{ROW} × {TENSOR}" if turn == 0 else f"{TENSOR} × {ROW}")  # others are still there
+
+
+def test_a_return_waits_while_changes_are_for_losses_alone() -> None:
+    policy, row = Policy(Adaptive(patience=1)), matmul()
+    policy.start_from(Plan(matmuls=[row, *AROUND]))
+    exact = replace(row, decision="bf16", left=None, right=None)
+    found = [measured(exact, side, EVERYTHING) for side in ("left", "right")]
+    for alone, decision in ((True, "bf16"), (False, "fp8")):
+        plan, changes = policy.look(Plan(matmuls=[exact, *AROUND]), found, 7, losses_alone=alone)
+        assert (plan.matmuls[0].decision, len(changes)) == (decision, int(not alone))
+
+
+@pytest.mark.parametrize("every", [1, 7, 10, 16, 100])
+@pytest.mark.parametrize("cycle", range(1, 9))
+def test_looks_fall_on_all_executions_of_a_step(cycle: int, every: int) -> None:
+    looks, seen = Looks("here", every, Ranks()), list[int]()
+    for step in range(30 * every + 200):
+        if looks.is_due(step):
+            looks.begin(step)
+            seen.append(step)
+            looks._close()
+            looks.done += 1
+            looks.become_rarer()
+    assert {step % cycle for step in seen} == {*range(cycle)}
+    assert max(b - a for a, b in pairwise(seen)) <= every
