@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale's history belongs to one model
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
@@ -65,7 +65,8 @@ def fp8(
     if parsed.recipe.is_delayed or (parsed.adaptive is not None and opt is None):
         _guard_identity(gm, example_inputs)
     if parsed.recipe.is_delayed:
-        namespace = delayed.namespace([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
+        trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
+        namespace = delayed.namespace(example_inputs, trains)
     embedding_tables.note_tables(gm.graph, example_inputs)
     known = tuple(_inputs(gm, example_inputs, parsed.frozen and opt is None, names))
     if any(x.is_freed for x in known):
@@ -113,11 +114,10 @@ apply_patches(_is_fp8)
 
 
 def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Let no other model run this graph: its delayed scales know the histories of this one only."""
+    """Let no other model run this graph, even one that shares parameters: it knows the casts of this one only."""
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
         if isinstance(x, torch.nn.Parameter) and getattr(node, "_dynamo_source", None) is not None:
             install_guard(node._dynamo_source.make_guard(GuardBuilder.ID_MATCH))
-            return
 
 
 def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], frozen: bool, names: Mapping[str, str]) -> list[Input]:

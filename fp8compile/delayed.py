@@ -10,23 +10,27 @@ one was seen: the next pass finds the histories as that pass had found them. (A 
 such a step; what its too large scale made of finite gradients would stay for `history` steps.)
 
 Histories live here, by key (`model<i>/<module path>/<role>/<operand>`), one FP32 tensor [history] on the device of the
-tensor they describe. `state_dict` and `load_state_dict` carry them through a checkpoint.
+tensor they describe. `state_dict` and `load_state_dict` carry them through a checkpoint. Models are numbered in the
+order in which they are first compiled for training, which after a restart must be the same; a model that is gone leaves
+its number to the next one. What is loaded under a number that another model has is warned of.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8compile import process_state
-from fp8compile.errors import Fp8Error
+from fp8compile.errors import Fp8Error, Fp8Warning
 from fp8compile.formats import FORMATS
 from fp8compile.kernels.reference import markers
+from fp8compile.model_identity import Parameters
 
 
 @dataclass
@@ -53,7 +57,8 @@ class _Pass:
 _histories: dict[str, Tensor] = {}
 _before: dict[str, Tensor] = {}  # each history as it was before its last entry
 _passes: dict[tuple[str, torch.device], _Pass] = {}  # by model
-_models: dict[int, weakref.ref[torch.nn.Parameter]] = {}
+_models: dict[int, Parameters] = {}
+_loaded: set[str] = set()  # keys that were loaded, and not read since
 
 
 def tensors() -> list[Tensor]:
@@ -81,6 +86,8 @@ def scale(amax: Tensor, key: str, format: str, history: int, margin: int, power_
 def _history(key: str, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the history under `key`, and as it was before its last entry; of another length, its newest entries."""
     kept = _histories.get(key)
+    if _loaded:
+        _read_what_was_loaded(key, kept is None)
     if kept is None or kept.shape[0] != length or kept.device != device:
         for known in (_histories, _before):
             fresh = torch.zeros(length, dtype=torch.float32, device=device)
@@ -91,6 +98,21 @@ def _history(key: str, length: int, device: torch.device) -> tuple[Tensor, Tenso
     return _histories[key], _before[key]
 
 
+def _read_what_was_loaded(key: str, is_new: bool) -> None:
+    """Note that `key` is read; warn where it begins without a history, and one was loaded under another number."""
+    _loaded.discard(key)
+    others = [k for k in _loaded if k.partition("/")[2] == key.partition("/")[2]] if is_new else []
+    if others:
+        _loaded.clear()
+        warnings.warn(
+            f"fp8: delayed scaling: a history was loaded for {others[0]!r}, and this model is numbered "
+            f"{key.partition('/')[0]}: it begins without. Models are numbered in the order in which they are first "
+            "trained; fp8compile.delayed.reset(), before loading, forgets those of this process.",
+            Fp8Warning,
+            stacklevel=2,
+        )
+
+
 def _pass_of(key: str, device: torch.device) -> _Pass:
     owner = key.partition("/")[0], device
     if owner not in _passes:
@@ -99,15 +121,24 @@ def _pass_of(key: str, device: torch.device) -> _Pass:
     return _passes[owner]
 
 
-def namespace(parameters: list[torch.nn.Parameter]) -> str:
-    """Return a name for the model these parameters belong to: model0, model1, … in order of first compilation."""
+def namespace(inputs: Sequence[Any], trains: bool = True) -> str:
+    """Return a name for the model of a graph with these inputs: model0, model1, … in order of first compilation.
+
+    trains: the graph has a backward half, and so histories. Others make no model known, and are called "" until then.
+    """
+    mine = Parameters(inputs)
     for index, known in _models.items():
-        owner = known()
-        if owner is not None and any(owner is p for p in parameters):
+        if mine.are_of_one_model(known):
+            _models[index] = max(mine, known, key=lambda x: len(x.ids()))
             return f"model{index}"
-    index = len(_models)
-    if parameters:
-        _models[index] = weakref.ref(parameters[0])
+    if not trains:
+        return ""
+    index = next((i for i, known in _models.items() if not known.ids()), len(_models))
+    _models[index] = mine
+    for key in [k for k in _histories if k.startswith(f"model{index}/") and k not in _loaded]:
+        del _histories[key], _before[key]  # of a model that is gone
+    for owner in [owner for owner in _passes if owner[0] == f"model{index}"]:
+        del _passes[owner]
     return f"model{index}"
 
 
@@ -140,6 +171,7 @@ def load_state_dict(state: Mapping[str, Tensor]) -> None:
                 mine.copy_(kept)
             else:
                 known[key] = kept.detach().clone().float()
+    _loaded.update(state)
 
 
 def reset() -> None:
@@ -150,10 +182,11 @@ def reset() -> None:
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
     """Put back, at the end of this context, all histories as they were, and which models they belong to."""
-    before, models = state_dict(), dict(_models)
+    before, models, loaded = state_dict(), dict(_models), set(_loaded)
     try:
         yield
     finally:
         reset()
         _models.update(models)
         load_state_dict(before)
+        _loaded.intersection_update(loaded)

@@ -59,6 +59,7 @@ STORES = (
     Store("delayed", "_histories", "amax histories of delayed scaling, by key", Until.RESET),
     Store("delayed", "_before", "each history as it was before its last entry", Until.RESET),
     Store("delayed", "_passes", "the forward and backward pass that each model is in", Until.RESET),
+    Store("delayed", "_loaded", "keys of amax histories that were loaded and not read since", Until.RESET),
     Store("delayed", "_models", "models with delayed scaling, by the number in their keys", Until.RESET),
     Store("plan.cast_statistics", "_watched", "what is being measured, by name", Until.RESET),
     Store("adaptive.adaptive_graph", "_all", "graphs in automatic mode", Until.RESET),

@@ -33,6 +33,7 @@ from fp8compile.adaptive.policy import Change, Policy, explain_again
 from fp8compile.adaptive.ranks import mean, ranks_of
 from fp8compile.adaptive.settings import Adaptive
 from fp8compile.distributed.ranks import Ranks
+from fp8compile.model_identity import Parameters
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.plan import overrides, store
 from fp8compile.plan.cast_rows import Row
@@ -82,7 +83,7 @@ class AdaptiveGraph:
         self.why_done = ""
         self._captured = CapturedGraph.of(gm, compile)
         self._base = replace(options, adaptive=None)
-        self._owner = _first_parameter(inputs)
+        self._parameters = Parameters(inputs)
         self._name = f"adaptive{len(_all)}"
         self._saved: dict[SavedKey, str] = dict(options.plan.saved) if options.plan is not None else {}
         self._policy = Policy(self.settings, _has_groups(inputs))
@@ -306,8 +307,7 @@ class AdaptiveGraph:
         return self._now
 
     def _leads(self, other: AdaptiveGraph) -> bool:
-        mine, theirs = (s._owner() if s._owner is not None else None for s in (self, other))
-        return mine is not None and mine is theirs and _outputs(self.plan) == _outputs(other.plan)
+        return self._parameters.are_of_one_model(other._parameters) and _outputs(self.plan) == _outputs(other.plan)
 
 
 def adaptive_graphs() -> list[AdaptiveGraph]:
@@ -329,10 +329,6 @@ def observe_loss(loss: Tensor, of: AdaptiveGraph | None = None) -> None:
     if why := judge._losses.add(mean(whole, judge._ranks)):
         for graph in graphs:
             graph.roll_back(why)
-
-
-def _first_parameter(inputs: Sequence[Any]) -> weakref.ref[torch.nn.Parameter] | None:
-    return next((weakref.ref(x) for x in inputs if isinstance(x, torch.nn.Parameter)), None)
 
 
 def _has_groups(inputs: Sequence[Any]) -> bool:

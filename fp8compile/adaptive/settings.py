@@ -25,7 +25,7 @@ class Adaptive:
     Steps are executions of a training graph.
 
     bf16_steps: the first so many steps run in BF16.
-    every: steps between two looks; the first ones, and those after a change, come after 1, 2, 4, … steps.
+    every: steps between two looks; the first ones, and those after a change, come after 1, 3, 7, … steps.
     minimum: dB of SQNR that each cast must keep.
     even: dB that it must keep with every row, and every column, counting the same
     (`fp8compile/plan/cast_statistics.py`).

@@ -338,3 +338,89 @@ def test_a_module_called_twice_in_a_step_has_two_histories():
     first, second = history("model0/fc/output/left"), history("model0/fc/output#1/left")
     assert len([v for v in first if v]) == len([v for v in second if v]) == 3  # one record a step
     assert min(second[:3]) > 10 * max(first[:3])
+
+
+class OnTrunk(nn.Module):
+    """Layers of its own behind a layer that it may share."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.own = trunk, nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.trunk(x).sin())
+
+
+def test_models_that_share_a_layer_have_separate_histories() -> None:
+    """The loss of one has a weight that puts its gradients far below those of the other."""
+    trunk = nn.Linear(32, 48)
+    models = [OnTrunk(trunk), OnTrunk(trunk)]
+    steps = [torch.compile(m, backend="fp8", options=OPTIONS) for m in models]
+    x = torch.randn(16, 32)
+    for _ in range(3):
+        for step, weight in zip(steps, (1.0, 1e-6), strict=True):
+            trunk.zero_grad()
+            models[1].zero_grad()
+            (step(x).square().mean() * weight).backward()
+    (exact,) = torch.autograd.grad(models[1](x).square().mean() * 1e-6, [models[1].own.weight])
+    got = models[1].own.weight.grad
+    assert got is not None
+    assert float((got - exact).norm()) < 0.1 * float(exact.norm())
+    sides = [history(f"model{i}/own/grad_weight/left") for i in range(2)]
+    assert sides[0] == pytest.approx([1e6 * amax for amax in sides[1]], rel=0.1)
+
+
+def resumed(seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A new model with what `long` saved after its third step."""
+    plain = model(seed)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
+    plain.load_state_dict(long().state["model"])
+    optimizer.load_state_dict(copy.deepcopy(long().state["optimizer"]))
+    return plain, optimizer
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_model_that_is_gone_leaves_its_number(loads: bool) -> None:
+    """A model made anew in a process trains as one that is the first: with what was loaded, or without histories."""
+    losses = []
+    for is_first in (True, False):
+        torch.compiler.reset()
+        delayed.reset()
+        if not is_first:
+            trained(2, seed=5)
+            torch.compiler.reset()
+            gc.collect()
+            assert max(history("model0/0/output/left")) > 0
+        plain, optimizer = resumed()
+        if loads:
+            delayed.load_state_dict(long().state["fp8"])
+        losses.append(train(torch.compile(plain, backend="fp8", options=OPTIONS), optimizer, range(3, 7)))
+        assert {key.split("/")[0] for key in delayed.state_dict()} == {"model0"}
+        del plain, optimizer
+    assert losses[0] == losses[1]
+    assert (losses[0] == long().losses[3:]) == loads
+
+
+def test_evaluating_numbers_no_model() -> None:
+    expected, state = long().losses[3:], long().state
+    torch.compiler.reset()
+    delayed.reset()
+    other = torch.compile(model(seed=2), backend="fp8", options=OPTIONS)
+    plain, optimizer = resumed()
+    delayed.load_state_dict(state["fp8"])
+    with torch.no_grad():
+        other(torch.randn(16, 32))
+    assert train(torch.compile(plain, backend="fp8", options=OPTIONS), optimizer, range(3, 7)) == expected
+
+
+def test_histories_of_another_number_are_warned_of_once() -> None:
+    """A model is trained before the one whose histories were loaded: it has none, and takes the number."""
+    state = {key.replace("model0", "model1"): x for key, x in long().state["fp8"].items()}
+    torch.compiler.reset()
+    delayed.reset()
+    plain, optimizer = resumed()
+    delayed.load_state_dict(state)
+    step = torch.compile(plain, backend="fp8", options=OPTIONS)
+    with pytest.warns(fp8compile.Fp8Warning, match="loaded for 'model1/.*, and this model is numbered model0") as said:
+        train(step, optimizer, range(3, 5))
+    assert len(said) == 1
