@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -91,6 +92,7 @@ def decisions(model: nn.Module, run: Any = None, **options: Any) -> dict[str, se
     """Train a step; return what was decided about the output matmuls, by path. Gradients are near those of eager."""
     torch.compiler.reset()
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    warnings.filterwarnings("ignore", "fp8: NOTHING was converted in a graph")  # of a part that is left by choice
     run = torch.compile(model if run is None else run, backend="fp8", options={**FP8, **options})
     for p in model.parameters():
         p.grad = None
@@ -107,14 +109,12 @@ LAYER = ("model.layers.0.up", "model.layers.0.down", "model.layers.0")
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.filterwarnings("ignore::fp8compile.Fp8Warning")
 def test_a_head_is_known_by_its_name(breaks: bool) -> None:
     """Its result is returned, so its name alone says what it is."""
     assert decisions(Model(breaks)) == {**{key: {"fp8"} for key in LAYER}, "lm_head": {"bf16"}}
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.filterwarnings("ignore::fp8compile.Fp8Warning")
 @pytest.mark.parametrize("pattern", ["model.layers.0.down", "model.*", "lm_head"])
 def test_patterns_see_whole_paths(pattern: str, breaks: bool) -> None:
     found = decisions(Model(breaks), skip=[pattern], lm_head=True)

@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo import eval_frame  # its frames are where a call of what torch.compile made begins
 
 from fp8compile.passes.core.origin import clean_path
+from fp8compile.plan import plan_warnings
 
 STACK = "nn_module_stack"
 BEGIN = re.compile(r"""L\[['"]args['"]\]\[0\]|[LG]\[['"][^\]]*['"]\]""")  # of the source of what a frame was given
@@ -41,6 +42,7 @@ def complete_paths(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[st
     if not running:
         return {}
     owner, root = running[0], running[-1]
+    plan_warnings.note_layers(root)
     parameters = {clean_path(name): p for name, p in root.named_parameters(remove_duplicate=False)}
     names = defaultdict(list)
     for name, p in parameters.items():
