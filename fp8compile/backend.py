@@ -32,7 +32,7 @@ from fp8compile.torch_hooks import dynamo_stage
 from fp8compile.torch_hooks.calls import compiled_calls, trainers
 from fp8compile.torch_hooks.calls.graph_runs import counted
 from fp8compile.torch_hooks.calls.unwrapped_errors import unwrapped
-from fp8compile.torch_hooks.modules import backward_hooks, whole_paths
+from fp8compile.torch_hooks.modules import backward_hooks
 from fp8compile.torch_hooks.patches import apply_patches
 
 Compiled = Callable[..., Any]
@@ -58,7 +58,7 @@ def fp8(
     example_inputs, with_hooks = backward_hooks.insert(gm, example_inputs)
     namespace = ""
     opt = traced_optimizer(gm, example_inputs)
-    names = whole_paths.complete_paths(gm, example_inputs) if opt is None else {}
+    names = dynamo_stage.name_modules(gm, example_inputs, parsed) if opt is None else {}
     if opt is None:
         parsed = dynamo_stage.run_model_passes(DynamoGraph(gm.graph, parsed, gm, example_inputs))
         trainers.warn_of_fused_optimizer()

@@ -7,7 +7,11 @@ scaled loss are unscaled all the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+from torch import fx
 
 from fp8compile.errors import StateError
 from fp8compile.options import Options
@@ -16,8 +20,20 @@ from fp8compile.passes.core.snapshot import ModuleSnapshot
 from fp8compile.passes.core.stages import DynamoGraph
 from fp8compile.passes.optimizer import unscale_gradients
 from fp8compile.torch_hooks import failures
+from fp8compile.torch_hooks.modules import whole_paths
 
 OF_A_STEP = "Every operation of this step loads and stores 8-bit states, which is slower"
+
+
+def name_modules(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, str]:
+    """Name modules from the compiled model on, as far as they can be found (`whole_paths.complete_paths`)."""
+    try:
+        return whole_paths.complete_paths(gm, example_inputs)
+    except Exception as error:
+        if options.strict:
+            raise
+        failures.warn(error, gm.graph, options, "After a graph break modules are named from there on")
+        return {}
 
 
 def run_model_passes(c: DynamoGraph) -> Options:

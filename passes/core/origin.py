@@ -21,7 +21,7 @@ def clean_path(path: str) -> str:
     path = re.sub(r"""^[LG]\[['"][^\]]*['"]\]""", "", path)
     path = re.sub(r"""\[['"]?([^'"\]]+)['"]?\]""", r".\1", path)
     path = re.sub(r"^.*\.__closure__\.\d+\.cell_contents\b", "", path)  # a model that an inner function holds
-    path = re.sub(r"\.__dict__\b|\._modules\b|\._parameters\b|\b_orig_mod\.|\b_checkpoint_wrapped_module\.", "", path)
+    path = re.sub(r"(^|\.)(__dict__|_modules|_parameters|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)", "", path)
     return path.strip(".")
 
 

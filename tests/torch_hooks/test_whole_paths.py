@@ -11,6 +11,7 @@ from quick import quicken
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp8compile
 from fp8compile.torch_hooks.modules import whole_paths
@@ -172,3 +173,26 @@ def test_nothing_is_looked_for_outside_of_what_is_compiled() -> None:
             return whole_paths._running_modules()
 
     assert Outside()() == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_failure_leaves_paths_as_they_are(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no such frame")
+
+    monkeypatch.setattr(whole_paths, "_shared_path", fail)
+    if strict:
+        with pytest.raises(Exception, match="no such frame"):
+            decisions(Model())
+    else:
+        with pytest.warns(fp8compile.Fp8Warning, match="no such frame.*modules are named from there on"):
+            found = decisions(Model(), strict=False)
+        assert {"", "up", "down"} <= found.keys()
+
+
+def test_wrappers_of_checkpoints_are_no_part_of_a_path() -> None:
+    model = Model(breaks=False, widths=(128, 128))
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = checkpoint_wrapper(layer)
+        model.model.layers[i].register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+    assert {"model.layers.*.up", "model.layers.*.down", "lm_head"} <= decisions(model, lm_head=True).keys()

@@ -103,7 +103,8 @@ def _shared_path(
 
     used: whole names of the parameters that the graph reads.
     """
-    alike = [(name, m) for name, m in root.named_modules(remove_duplicate=False) if type(m) is type(owner)]
+    modules = root.named_modules(remove_duplicate=False)
+    alike = [(clean_path(name), m) for name, m in modules if type(m) is type(owner)]
     own = next((name for name, m in alike if m is owner), None)
     if own is None:
         return None
@@ -113,7 +114,7 @@ def _shared_path(
         pairs = [(parameters.get(name + rest), parameters[own + rest]) for rest in inside]
         return all(x is not None and _kind(x) == _kind(y) for x, y in pairs)
 
-    label = _with_stars([clean_path(name) for name, _ in alike if may_run(clean_path(name))])
+    label = _with_stars([name for name, _ in alike if may_run(name)])
     return None if label is None else (own, label)
 
 
