@@ -199,10 +199,8 @@ class AdaptiveGraph:
 
     def _decide(self, rows: Sequence[Row]) -> bool:
         """Change what should be changed. Returns True if looks should begin anew: something kept too little."""
-        left = self.settings.recompiles - self.recompiles
-        plan, changes = self._policy.look(
-            self.plan, rows, self.step, losses_alone=left <= 1
-        )  # the last one is for these
+        left = self.settings.recompiles - self.recompiles  # the last one is kept for what loses too much
+        plan, changes = self._policy.look(self.plan, rows, self.step, losses_alone=left <= 1)
         if not changes:
             self.plan.matmuls[:] = plan.matmuls  # with what was seen, in their reasons
             return False
