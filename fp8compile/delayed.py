@@ -124,16 +124,15 @@ def _pass_of(key: str, device: torch.device) -> _Pass:
 def namespace(inputs: Sequence[Any], trains: bool = True) -> str:
     """Return a name for the model of a graph with these inputs: model0, model1, … in order of first compilation.
 
-    trains: the graph has a backward half, and so histories. Others make no model known, and are called "" until then.
+    trains: the graph has a backward half, and so histories. Any other has no name.
     """
+    if not trains:
+        return ""
     mine = Parameters(inputs)
     for index, known in _models.items():
         if mine.are_of_one_model(known):
-            _models[index] = max(mine, known, key=lambda x: len(x.ids()))
             return f"model{index}"
-    if not trains:
-        return ""
-    index = next((i for i, known in _models.items() if not known.ids()), len(_models))
+    index = next((i for i, known in _models.items() if known.are_gone()), len(_models))
     _models[index] = mine
     for key in [k for k in _histories if k.startswith(f"model{index}/") and k not in _loaded]:
         del _histories[key], _before[key]  # of a model that is gone

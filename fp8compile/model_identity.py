@@ -14,16 +14,23 @@ from torch.nn import Parameter
 
 
 class Parameters:
-    """The parameters among the inputs of a graph; they are not kept alive."""
+    """The parameters among the inputs of a graph; they are not kept alive.
+
+    One alone is referred to, weakly: `torch.utils.swap_tensors` refuses what something refers to.
+    """
 
     def __init__(self, inputs: Iterable[Any]) -> None:
-        self._references = [weakref.ref(x) for x in inputs if isinstance(x, Parameter)]
+        parameters = [x for x in inputs if isinstance(x, Parameter)]
+        self._first = weakref.ref(parameters[0]) if parameters else None
+        self._ids = frozenset(map(id, parameters))
 
-    def ids(self) -> set[int]:
-        """Return what tells the parameters that are alive from any other object."""
-        return {id(p) for reference in self._references if (p := reference()) is not None}
+    def are_gone(self) -> bool:
+        """Return True if there are none, or not any more."""
+        return self._first is None or self._first() is None
 
     def are_of_one_model(self, others: Parameters) -> bool:
-        """Return True if one graph reads all the parameters that the other one reads."""
-        mine, theirs = self.ids(), others.ids()
-        return bool(mine & theirs) and (mine <= theirs or theirs <= mine)
+        """Return True if both begin with the same parameter, and one graph reads all that the other one reads."""
+        mine, theirs = (x._first() if x._first is not None else None for x in (self, others))
+        if mine is None or mine is not theirs:
+            return False
+        return self._ids <= others._ids or others._ids <= self._ids

@@ -49,7 +49,12 @@ STORES = (
     Store("plan.store", "_compiled", "plans of all graphs, by the calls that compiled them", Until.TORCH_RESET),
     Store("cuda_capture", "_steps", "steps that run now, and are captured now or later", Until.OWNER),
     Store("cuda_capture", "_kept", "what CUDA graphs read that others captured, whenever they run", Until.PROCESS),
-    Store("plan.plan_warnings", "_layers", "paths of layers of models that are compiled", Until.TORCH_RESET),
+    Store(
+        "plan.plan_warnings",
+        "_layers",
+        "layers of models that are compiled, and whether a graph had them",
+        Until.TORCH_RESET,
+    ),
     Store("plan.plan_warnings", "_matched", "patterns of options that matched, or were warned of", Until.TORCH_RESET),
     Store("torch_hooks.calls.compiled_calls", "_given_up", "code that Dynamo compiles no more", Until.TORCH_RESET),
     Store("torch_hooks.calls.graph_runs", "runs", "how many graphs were asked for, and ran", Until.RESET),

@@ -1,7 +1,7 @@
 """When the casts of a graph are measured: in one step each, ever more rarely while nothing changes.
 
 A graph may be executed several times for a step of the optimizer, on other data each time: micro-batches, or real and
-made-up samples. So the numbers of executions between looks are odd, or by turns one less: all of a cycle are seen.
+made-up samples. So the numbers of executions between looks are irregular: all of a cycle are seen.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from fp8compile.distributed.ranks import Ranks
 from fp8compile.plan import cast_statistics
 from fp8compile.plan.cast_rows import Row
 
+SPREAD = 2654435761  # 2³² divided by the golden ratio: multiples of it are spread evenly (Knuth)
 PATIENCE = 4  # executions that a look waits for the backward pass of its step
 
 
@@ -65,8 +66,9 @@ class Looks:
         self._due = step
 
     def become_rarer(self) -> None:
-        """Wait for twice as many steps as before the last look, and one more."""
-        self._gap = min(2 * self._gap + 1, max(1, self.every - self.done % 2))
+        """Wait for twice as many steps as before the last look, and one more; for fewer than `every`, by up to 7."""
+        fewer = (self.done * SPREAD >> 16) % min(8, self.every)
+        self._gap = min(2 * self._gap + 1, self.every - fewer)
         self._due = self._began + self._gap
 
     def _close(self) -> None:

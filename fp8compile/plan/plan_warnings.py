@@ -3,9 +3,8 @@ that a cache kept."""
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -18,14 +17,15 @@ from fp8compile.torch_hooks.calls.user_frame import warn_user
 # Left on purpose: a graph of nothing else is no surprise.
 BY_DEFAULT = {Reason.HEAD, Reason.RECIPE, Reason.OPERATIONS, Reason.PLAN, Reason.ADAPTIVE, Reason.CHUNKED_LOSS}
 _matched: set[str] = set()  # patterns that have matched, or of which was said that they have not
-_layers: set[str] = set()  # paths of layers of the models that are compiled, whose graphs may be still to come
+_layers: dict[str, bool] = {}  # of models that are compiled, by path: whether a graph has had it
 
 
-def note_layers(model: nn.Module) -> None:
-    """Know the layers of a model, of which graphs hold only a part each: a pattern that names one may match later."""
+def note_layers(model: nn.Module, compiled: Collection[str]) -> None:
+    """Know the layers of a model, of which this graph has those in `compiled`: a pattern may name one still to come."""
     for name, module in model.named_modules():
         if any(p.dim() > 1 for p in module.parameters(recurse=False)):
-            _layers.add(name)
+            _layers.setdefault(name, False)
+    _layers.update(dict.fromkeys(compiled, True))
 
 
 def warn_again(plan: Plan) -> None:
@@ -73,7 +73,7 @@ def _check_patterns(option: str, patterns: Sequence[str], what: str, paths: set[
     """Warn once of each pattern that names none of the `paths`, nor a layer that a later graph may have."""
     _matched.update(f"{option} {p}" for p in patterns for path in paths if matching([p], path))
     for pattern in patterns:
-        if shown_paths and f"{option} {pattern}" not in _matched and not _is_elsewhere(pattern, paths):
+        if shown_paths and f"{option} {pattern}" not in _matched and not _is_to_come(pattern):
             _matched.add(f"{option} {pattern}")
             listed = sorted(path or "(the model itself)" for path in shown_paths)
             shown = ", ".join(listed[:6]) + (", …" if len(listed) > 6 else "")
@@ -85,8 +85,6 @@ def _could_be(matmul: Matmul) -> bool:
     return (matmul.role != "other" or matmul.kind in ("mm", "addmm")) and matmul.code not in BY_DEFAULT
 
 
-def _is_elsewhere(pattern: str, paths: set[str]) -> bool:
-    """Return True if a pattern names a layer that none of the `paths` is; one with `*` is several layers."""
-    shared = [path for path in paths if "*" in path]
-    named = (layer for layer in _layers if matching([pattern], layer))
-    return any(not any(fnmatch.fnmatchcase(layer, path) for path in shared) for layer in named)
+def _is_to_come(pattern: str) -> bool:
+    """Return True if a pattern names a layer that no graph has had."""
+    return any(not had and matching([pattern], layer) for layer, had in _layers.items())

@@ -19,6 +19,7 @@ from fp8compile.passes import pipeline
 from fp8compile.passes.core.snapshot import ModuleSnapshot
 from fp8compile.passes.core.stages import DynamoGraph
 from fp8compile.passes.optimizer import unscale_gradients
+from fp8compile.plan import plan_warnings
 from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.modules import whole_paths
 
@@ -26,9 +27,12 @@ OF_A_STEP = "Every operation of this step loads and stores 8-bit states, which i
 
 
 def name_modules(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, str]:
-    """Name modules from the compiled model on, as far as they can be found (`whole_paths.complete_paths`)."""
+    """Name modules from the compiled model on; return whole names of parameters (`whole_paths.complete_paths`)."""
     try:
-        return whole_paths.complete_paths(gm, example_inputs)
+        names = whole_paths.complete_paths(gm, example_inputs)
+        if names.model is not None and (options.skip or options.save):
+            plan_warnings.note_layers(names.model, names.layers)
+        return names.inputs
     except Exception as error:
         if options.strict:
             raise

@@ -424,3 +424,26 @@ def test_histories_of_another_number_are_warned_of_once() -> None:
     with pytest.warns(fp8compile.Fp8Warning, match="loaded for 'model1/.*, and this model is numbered model0") as said:
         train(step, optimizer, range(3, 5))
     assert len(said) == 1
+
+
+def test_layers_keep_their_histories_when_the_model_is_evaluated() -> None:
+    """They are compiled one by one for training, and as a whole for evaluation; then for another batch."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32, bias=False)) for _ in range(3)))
+    for i, layer in enumerate(layers):
+        layer[0].weight.data.mul_(10.0**i)
+    steps = [torch.compile(layer, backend="fp8", options=OPTIONS, dynamic=False) for layer in layers]
+    whole = torch.compile(layers, backend="fp8", options=OPTIONS)
+
+    def train_on(rows: int) -> None:
+        x = torch.randn(rows, 32)
+        for step in steps:
+            x = step(x)
+        x.square().mean().backward()
+
+    train_on(16)
+    with torch.no_grad():
+        whole(torch.randn(16, 32))
+    train_on(24)
+    kept = [history(f"model{i}/0/output/right") for i in range(3)]
+    for i, layer in enumerate(layers):
+        assert kept[i][:2] == [layer[0].weight.abs().max().item()] * 2

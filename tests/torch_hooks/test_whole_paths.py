@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def decisions(model: nn.Module, run: Any = None, **options: Any) -> dict[str, se
         p.grad = None
     run(x).square().mean().backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
-    exact = torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+    exact = torch.autograd.grad(model(x).square().mean(), [p for p in model.parameters() if p.requires_grad])
     for mine, theirs in zip(found, exact, strict=True):
         assert float((mine - theirs).norm()) < 0.2 * float(theirs.norm())
     rows = [m for plan in fp8compile.last_compile().plans for m in plan.matmuls if m.role == "output"]
@@ -148,9 +149,8 @@ def test_paths_begin_at_what_was_compiled() -> None:
     assert "model.layers.0.up" in decisions(model, lambda x: model(x))
 
 
-def test_wrappers_of_torch_are_no_part_of_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Whole, "__module__", "torch.nn.parallel.distributed")
-    assert "model.layers.0.up" in decisions(Whole(Model()))
+def test_wrappers_of_torch_are_no_part_of_a_path() -> None:
+    assert "model.layers.0.up" in decisions(type("DistributedDataParallel", (Whole,), {})(Model()))
 
 
 def test_tied_weights_are_found() -> None:
@@ -180,7 +180,7 @@ def test_a_failure_leaves_paths_as_they_are(strict: bool, monkeypatch: pytest.Mo
     def fail(*_: Any) -> None:
         raise ValueError("no such frame")
 
-    monkeypatch.setattr(whole_paths, "_shared_path", fail)
+    monkeypatch.setattr(whole_paths, "_given", fail)
     if strict:
         with pytest.raises(Exception, match="no such frame"):
             decisions(Model())
@@ -196,3 +196,85 @@ def test_wrappers_of_checkpoints_are_no_part_of_a_path() -> None:
         model.model.layers[i] = checkpoint_wrapper(layer)
         model.model.layers[i].register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
     assert {"model.layers.*.up", "model.layers.*.down", "lm_head"} <= decisions(model, lm_head=True).keys()
+
+
+def test_sharded_modules_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fully_shard` gives modules a class of its own; a layer that is gathered has other parameters than the rest."""
+    monkeypatch.setattr(Block, "__module__", "torch.distributed.fsdp._fully_shard._fully_shard")
+    model = Model(widths=(128, 128))
+    model.model.layers[1].requires_grad_(False)
+    assert {"model.layers.*.up", "model.layers.*.down", "lm_head"} == decisions(model, lm_head=True).keys() - {
+        "model.layers.*"
+    }
+
+
+def through(layer: nn.Module, x: Tensor) -> Tensor:
+    y = layer(x)
+    torch._dynamo.graph_break()
+    return y.sin()
+
+
+class ByFunction(nn.Module):
+    """Layers that a function is given, which Dynamo compiles once for layers of one shape."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return through(self.last, through(self.second, through(self.first, x)))
+
+
+@pytest.mark.filterwarnings("ignore:fp8. skip pattern")
+def test_what_a_function_is_given_may_be_another_layer() -> None:
+    """Where no other has its shape, it is known."""
+    assert decisions(ByFunction(64), skip=["second"]) == {"": {"fp8"}}
+    assert decisions(ByFunction(128), skip=["last"]) == {"": {"fp8"}, "last": {"bf16"}}
+
+
+class InTurn(nn.Module):
+    """Two stacks of layers, which run the same code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (Backbone((128,), breaks=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+def test_a_pattern_that_no_graph_obeys_is_said() -> None:
+    with pytest.warns(fp8compile.Fp8Warning, match=r"'encoder\.\*' matches no matmul"):
+        found = decisions(InTurn(), skip=["encoder.*"])
+    assert found.keys() == {"", "up", "down"}
+
+
+def test_a_layer_with_two_names_has_the_first() -> None:
+    model = Model(width=64)
+    model.again = model.lm_head  # type: ignore[assignment]
+    assert decisions(model, lm_head=True).keys() == {*LAYER, "again"}
+
+
+def test_nothing_is_kept_alive() -> None:
+    """What a forward has deleted is freed in the call that compiles, too."""
+    alive, inner = [], Backbone((128,), breaks=True)
+
+    class Deleting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        @torch.compiler.disable(recursive=False)
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            reference = weakref.ref(y)
+            z = self.inner(y)
+            del y
+            alive.append(reference() is not None)
+            return z
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(Deleting(), backend="fp8", options=FP8)(torch.randn(32, 64))
+    assert "inner.layers.0.up" in {m.path for plan in fp8compile.last_compile().plans for m in plan.matmuls}
+    assert alive == [False]

@@ -16,57 +16,73 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, fx, nn
+import torch
+from torch import fx, nn
 from torch._dynamo import eval_frame  # its frames are where a call of what torch.compile made begins
 
 from fp8compile.passes.core.origin import clean_path
-from fp8compile.plan import plan_warnings
 
 STACK = "nn_module_stack"
 BEGIN = re.compile(r"""L\[['"]args['"]\]\[0\]|[LG]\[['"][^\]]*['"]\]""")  # of the source of what a frame was given
-CALLS = (Path(eval_frame.__file__), ("compile_wrapper", "_fn"))
-WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp.")  # their forward is Python, and their names are nobody's
+LOADED = "L['___stack"  # begins the source of what was loaded before a graph break, from the module whose code it is
+COMPILED = (eval_frame.__file__, ("compile_wrapper", "_fn"))  # the frames of a call of what was compiled
+CALLED = (nn.modules.module.__file__, ("_call_impl",))  # of a module; its locals are not kept longer by looking at them
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
 
 
-def complete_paths(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, str]:
-    """Write whole paths into the module stacks of the nodes of Dynamo's graph `gm`.
+@dataclass(frozen=True)
+class Given:
+    """A parameter that a graph is given: its input, its name there, and its names in the model."""
 
-    Returns whole names of parameters, by the names of their inputs: of those alone whose paths were not whole.
-    """
+    node: fx.Node
+    local: str
+    whole: Sequence[str]
+
+
+@dataclass
+class Names:
+    """What a graph's modules and parameters are called. inputs: whole names of parameters by their inputs, of those
+    alone whose paths were not whole. model: the one that is being called. layers: what this graph, or the next call of
+    its code, has of it."""
+
+    inputs: dict[str, str] = field(default_factory=dict)
+    model: nn.Module | None = None
+    layers: set[str] = field(default_factory=set)
+
+
+def complete_paths(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Names:
+    """Write whole paths into the module stacks of the nodes of Dynamo's graph `gm`, and return what is called how."""
     running = _running_modules()
     if not running:
-        return {}
+        return Names()
     owner, root = running[0], running[-1]
-    plan_warnings.note_layers(root)
-    parameters = {clean_path(name): p for name, p in root.named_parameters(remove_duplicate=False)}
-    names = defaultdict(list)
-    for name, p in parameters.items():
-        names[id(p)].append(name)
-    given: dict[str, list[tuple[fx.Node, str, list[str]]]] = defaultdict(list)
-    for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
-        source = getattr(getattr(node, "_dynamo_source", None), "name", "")
-        if isinstance(x, nn.Parameter) and (begin := BEGIN.match(source)):
-            given[begin.group()].append((node, clean_path(source), names[id(x)]))
-    paths = {begin: path for begin, known in given.items() if (path := _path(known))}
-    if not paths:
-        return {}
-    used = [whole for known in given.values() for _, _, wholes in known for whole in wholes]
-    shared = _shared_path(root, owner, used, parameters)
-    if shared is None:
-        return {}
-    own, label = shared
-    paths = {
-        begin: label + path.removeprefix(own)
-        for begin, path in paths.items()
-        if label == own or f"{path}.".startswith(f"{own}.")
-    }
+    given = _given(gm, example_inputs, root)
+    names = Names(model=root, layers={_parent(whole) for known in given.values() for x in known for whole in x.whole})
+    begins = {begin: path for begin, known in given.items() if (path := _path(known))}
+    if not begins:
+        return names
+    modules = {clean_path(name): m for name, m in root.named_modules(remove_duplicate=False)}
+    own = next((name for name, m in modules.items() if m is owner), None)
+    label, paths = "", dict[str, str]()
+    for begin, path in begins.items():
+        is_own = own is not None and (path == own or (begin.startswith(LOADED) and _is_within(path, own)))
+        module = own if is_own and own is not None else path
+        used = [path[len(module) :].removeprefix(".").split(".") + x.local.split(".") for x in given[begin]]
+        used = [[part for part in parts if part] for parts in used]
+        alike = [name for name, m in modules.items() if _may_take_the_place(m, modules[module], used)]
+        names.layers |= {_parent(".".join([*filter(None, [name]), *parts])) for name in alike for parts in used}
+        if (shared := _with_stars(alike)) is None:
+            continue
+        label = shared if is_own else label
+        paths[begin] = shared + path[len(module) :] if module else path
     _write(gm, paths, label, type(owner))
-    return {node.name: f"{paths[begin]}.{local}" for begin in paths for node, local, _ in given[begin]}
+    names.inputs = {x.node.name: f"{paths[begin]}.{x.local}" for begin in paths for x in given[begin]}
+    return names
 
 
 def _running_modules() -> list[nn.Module]:
@@ -74,53 +90,68 @@ def _running_modules() -> list[nn.Module]:
     frame: FrameType | None = sys._getframe(1)
     found: list[nn.Module] = []
     while frame is not None:
-        if Path(frame.f_code.co_filename) == CALLS[0] and frame.f_code.co_name in CALLS[1]:
-            return found
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and not _is_transparent(owner):
-            found.append(owner)
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file == CALLED[0] and name in CALLED[1]:
+            found += _named(frame.f_locals["self"])
+        elif file == COMPILED[0] and name in COMPILED[1]:
+            return found + _named(getattr(frame.f_locals.get("fn"), "__self__", None))  # of a method
         frame = frame.f_back
     return []
 
 
-def _is_transparent(module: nn.Module) -> bool:
-    return isinstance(module, fx.GraphModule) or type(module).__module__.startswith(WRAPPERS)
+def _named(module: Any) -> list[nn.Module]:
+    """Return a module if others are named from it on."""
+    is_transparent = isinstance(module, fx.GraphModule) or type(module).__name__ in WRAPPERS
+    return [module] if isinstance(module, nn.Module) and not is_transparent else []
 
 
-def _path(known: Sequence[tuple[fx.Node, str, Sequence[str]]]) -> str | None:
-    """Return the path of the module that Dynamo calls otherwise, by (_, its name, whole names) of its parameters."""
+def _given(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module) -> dict[str, list[Given]]:
+    """Return the parameters of a graph that `root` has, by the beginning of their sources."""
+    found = []
+    for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+        source = getattr(getattr(node, "_dynamo_source", None), "name", "")
+        if isinstance(x, nn.Parameter) and (begin := BEGIN.match(source)):
+            found.append((node, x, begin.group(), clean_path(source)))
+    wanted, names = {id(x) for _, x, _, _ in found}, defaultdict[int, list[str]](list)
+    for name, p in nn.Module.named_parameters(root, remove_duplicate=False):
+        if id(p) in wanted:
+            names[id(p)].append(clean_path(name))
+    given = defaultdict[str, list[Given]](list)
+    for node, x, begin, local in found:
+        given[begin].append(Given(node, local, names[id(x)]))
+    return given
+
+
+def _path(known: Sequence[Given]) -> str | None:
+    """Return the path of the module that has these parameters by their names there; None if there is none."""
     places = [
-        {whole[: -len(local)].removesuffix(".") for whole in wholes if f".{whole}".endswith(f".{local}")}
-        for _, local, wholes in known
+        {whole[: -len(x.local)].removesuffix(".") for whole in x.whole if f".{whole}".endswith(f".{x.local}")}
+        for x in known
     ]
-    return min(set.intersection(*places), key=len, default=None)
+    return min(set.intersection(*places), key=lambda path: (len(path), path), default=None)
 
 
-def _shared_path(
-    root: nn.Module, owner: nn.Module, used: Sequence[str], parameters: Mapping[str, Tensor]
-) -> tuple[str, str] | None:
-    """Return the path of `owner`, and one for all modules that may run what is compiled for it; None if there is none.
-
-    used: whole names of the parameters that the graph reads.
-    """
-    modules = root.named_modules(remove_duplicate=False)
-    alike = [(clean_path(name), m) for name, m in modules if type(m) is type(owner)]
-    own = next((name for name, m in alike if m is owner), None)
-    if own is None:
-        return None
-    inside = [name.removeprefix(own) for name in used if f"{name}.".startswith(f"{own}.") or not own]
-
-    def may_run(name: str) -> bool:
-        pairs = [(parameters.get(name + rest), parameters[own + rest]) for rest in inside]
-        return all(x is not None and _kind(x) == _kind(y) for x, y in pairs)
-
-    label = _with_stars([name for name, _ in alike if may_run(name)])
-    return None if label is None else (own, label)
+def _may_take_the_place(other: nn.Module, module: nn.Module, used: Iterable[Sequence[str]]) -> bool:
+    """Return True if what is compiled for `module` may run for `other`: one of its class, with parameters of the same
+    shapes. Whether they need gradients, and what they are of (FSDP shards them), may change from call to call."""
+    if type(other) is not type(module):
+        return False
+    pairs = [(_parameter(other, parts), _parameter(module, parts)) for parts in used]
+    return all(x is y or (x is not None and y is not None and x.shape == y.shape) for x, y in pairs)
 
 
-def _kind(x: Tensor) -> tuple[Any, ...]:
-    """Return what a compiled frame asks of a parameter."""
-    return type(x), tuple(x.shape), x.dtype, x.device, x.requires_grad
+def _parameter(module: Any, parts: Sequence[str]) -> torch.Tensor | None:
+    for part in parts:
+        module = getattr(getattr(module, "_checkpoint_wrapped_module", module), part, None)
+    return module if isinstance(module, torch.Tensor) else None
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_within(path: str, own: str) -> bool:
+    return not own or path == own or path.startswith(f"{own}.")
 
 
 def _with_stars(paths: Sequence[str]) -> str | None:
