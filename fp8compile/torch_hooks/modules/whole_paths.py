@@ -72,6 +72,8 @@ def complete_paths(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Names:
     for begin, path in begins.items():
         is_own = own is not None and (path == own or (begin.startswith(LOADED) and _is_within(path, own)))
         module = own if is_own and own is not None else path
+        if module not in modules:  # a container of parameters, say
+            continue
         used = [path[len(module) :].removeprefix(".").split(".") + x.local.split(".") for x in given[begin]]
         used = [[part for part in parts if part] for parts in used]
         alike = [name for name, m in modules.items() if _may_take_the_place(m, modules[module], used)]
