@@ -46,9 +46,11 @@ class Given:
 
 @dataclass
 class Names:
-    """What a graph's modules and parameters are called. inputs: whole names of parameters by their inputs, of those
-    alone whose paths were not whole. model: the one that is being called. layers: what this graph, or the next call of
-    its code, has of it."""
+    """Hold what parameters and layers of a graph are called in the model.
+
+    inputs: whole names of parameters by the names of their inputs, of those alone that Dynamo names from inside of the
+    model. model: the one that is being called, None if there is none. layers: paths of all layers that run this graph.
+    """
 
     inputs: dict[str, str] = field(default_factory=dict)
     model: nn.Module | None = None
@@ -56,7 +58,7 @@ class Names:
 
 
 def complete_paths(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Names:
-    """Write whole paths into the module stacks of the nodes of Dynamo's graph `gm`, and return what is called how."""
+    """Write whole paths into the module stacks of the nodes of Dynamo's graph `gm`; return what was found."""
     running = _running_modules()
     if not running:
         return Names()
@@ -74,8 +76,7 @@ def complete_paths(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Names:
         module = own if is_own and own is not None else path
         if module not in modules:  # a container of parameters, say
             continue
-        used = [path[len(module) :].removeprefix(".").split(".") + x.local.split(".") for x in given[begin]]
-        used = [[part for part in parts if part] for parts in used]
+        used = [[part for part in f"{path[len(module) :]}.{x.local}".split(".") if part] for x in given[begin]]
         alike = [name for name, m in modules.items() if _may_take_the_place(m, modules[module], used)]
         names.layers |= {_parent(".".join([*filter(None, [name]), *parts])) for name in alike for parts in used}
         if (shared := _with_stars(alike)) is None:
