@@ -153,17 +153,23 @@ def test_kernels_are_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
-def test_no_c_compiler_makes_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even for the first launch of a kernel: torch's launcher takes all that are generated."""
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_no_c_compiler_makes_a_launcher(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    """Not even for the first launch of a kernel: torch's launcher takes all that are generated, for every GPU."""
     from triton.backends.nvidia.driver import CudaLauncher
 
     def refused(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a launcher is made")
 
+    if torch.cuda.device_count() < gpus:
+        pytest.skip("needs two GPUs")
     monkeypatch.setattr(CudaLauncher, "__init__", refused)
-    model = LlamaBlock().cuda().bfloat16()
-    compiled(model)(torch.randn(2, 512, 1024, device="cuda", dtype=torch.bfloat16)).float().square().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    for gpu in range(gpus):
+        with torch.cuda.device(gpu):
+            model = LlamaBlock().cuda().bfloat16()
+            x = torch.randn(2, 512, 1024, device="cuda", dtype=torch.bfloat16)
+            compiled(model)(x).float().square().mean().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_torch_finds_the_accesses_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,13 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
 from torch._inductor.runtime.triton_heuristics import (
     CachingAutotuner,
     HeuristicType,
@@ -179,8 +181,10 @@ def test_nothing_is_loaded_while_a_cuda_graph_is_captured(
 
 
 @pytest.fixture
-def by_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool | None], Any]:
+def by_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[bool | None], Any]:
     """Say if torch's launcher takes kernels that Inductor has not written, or fails (None); return that launcher."""
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def by_torch(taken: bool | None) -> Any:
         def can_launch(*args: Any) -> Any:
@@ -201,6 +205,8 @@ class Refusing:
     """A compiled kernel that notes that Triton has been asked for a launcher of its own."""
 
     src = SimpleNamespace(fn=SimpleNamespace(__name__="kernel"))
+    asm: ClassVar = {"cubin": b"binary"}
+    hash = "ab" * 32
 
     def _init_handles(self) -> None:
         raise AssertionError("Triton's launcher is made")
@@ -217,6 +223,33 @@ def test_torch_s_launcher_is_made_in_place_of_triton_s(by_torch: Callable[[bool 
     static = by_torch(True)
     with compiling_ours():
         assert compiled().make_launcher() is static
+
+
+@pytest.mark.parametrize("there", [None, b"the same"])
+def test_torch_finds_a_binary_that_was_compiled_into_another_gpu_s_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bytes | None
+) -> None:
+    """A process that compiles keeps the folder of the first GPU; torch looks in the folder of the kernel's own."""
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    path = tmp_path / "triton" / "1" / triton_hash_to_path_key(Refusing.hash) / "kernel.cubin"
+    if there is not None:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(there)
+    found: list[str] = []
+
+    def by_device(kernel: Any, device_type: str) -> Any:
+        found.append(kernel._cubin_path)
+        raise NotImplementedError("this test goes no further")
+
+    monkeypatch.setattr(triton_heuristics, "statically_launched_kernel_by_device", by_device)
+    result = compiled()
+    result.compile_meta = {"device": 1, "device_type": "cuda"}
+    result.kernel.metadata = SimpleNamespace()
+    with compiling_ours(), pytest.raises(AssertionError, match="Triton's"):
+        result.make_launcher()
+    assert found == [str(path)]
+    assert path.read_bytes() == (there or Refusing.asm["cubin"])
 
 
 @pytest.mark.parametrize("ours, taken", [(True, False), (True, None), (False, True)])

@@ -14,12 +14,14 @@ each, one after the other, while the first step waits.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codecache import PyCodeCache, write_atomic
+from torch._inductor.runtime.runtime_utils import triton_cache_dir, triton_hash_to_path_key
 from torch._inductor.runtime.triton_heuristics import (
     CachingAutotuner,
     GridExpr,
@@ -159,6 +161,7 @@ def _static_launcher(result: TritonCompileResult) -> Any:
     kernel: Any = result.kernel
     meta = result.inductor_meta, result.compile_meta
     try:
+        _write_binary(kernel, result.compile_meta)
         static = StaticTritonCompileResult.can_statically_launch(kernel, *meta, HeuristicType.POINTWISE)
         if static is None:
             return None
@@ -167,6 +170,18 @@ def _static_launcher(result: TritonCompileResult) -> Any:
     except Exception as error:  # of a kernel that torch takes for none of its own: Triton launches it, as before
         LOG.info("%s is launched by Triton: %s", kernel.src.fn.__name__, error)
         return None
+
+
+def _write_binary(kernel: Any, compile_meta: dict[str, Any]) -> None:
+    """Write the kernel's binary to the file where torch looks for it, if it is not there.
+
+    A process that compiles keeps all binaries in the folder of the first GPU that it has compiled for; torch looks in
+    the folder of the kernel's own GPU.
+    """
+    folder = os.path.join(triton_cache_dir(compile_meta.get("device", 0)), triton_hash_to_path_key(kernel.hash))
+    path = os.path.join(folder, f"{kernel.src.fn.__name__}.cubin")
+    if "cubin" in kernel.asm and not os.path.exists(path):
+        write_atomic(path, kernel.asm["cubin"], make_dirs=True)
 
 
 def _has_another_launcher() -> bool:
