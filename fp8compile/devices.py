@@ -8,8 +8,9 @@ of a 100 M model (16384 × 2048), which partly stays in the cache; matmuls that 
 FLOPs, in BF16 as in FP8: the device fills and drains (a fit over `benchmarks/micro/matmul.py`: 10.2 in BF16, 10.5 with
 tensor scales; it is then within 4 and 8 % of the times, and without it within 8 and 13 %). `processors`: streaming
 multiprocessors, over which tiles of an output are spread (`Device.filled`). `grouped`: whether torch's grouped FP8
-matmul runs there; it is written for Hopper. H200: measured with torch 2.11. Where `measured` is False the figures are
-scaled from the vendor's peaks, to be replaced by a measurement.
+matmul runs there; it is written for Hopper. `host_link`: TB/s of copies to the host's pinned memory, and of those from
+it (of an H200's link of PCIe 5.0, 0.055 measured). H200: measured with torch 2.11. Where `measured` is False the
+figures are scaled from the vendor's peaks, to be replaced by a measurement.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Device:
     casts: float = 0.0
     launch: float = 0.0
     start: float = 0.0
+    host_link: float = 0.05
     blockwise: bool = False
     grouped: bool = False
     measured: bool = False

@@ -231,6 +231,7 @@ READERS: Mapping[str, Reader] = {
     "save": _forms,
     "save_min_bytes": _bytes,
     "activation_budget": _budget,
+    "offload": _flag,
     "wire": _one_of(WIRES),
     "kernels": _one_of(KERNELS),
     "one_pass_casts": _flag,

@@ -48,6 +48,8 @@ class Options:
     activation_budget: what may be kept for backward, in bytes (int), or as a share (float, 0.0 to 1.0) of what is kept
         where nothing is computed again or rounded. Below what `save` gives, matmuls and attention run again; above it,
         less is rounded. None: no budget.
+    offload: with an `activation_budget`, what is beyond it is copied to the host's memory until backward, as much as
+        copies carry while forward computes; matmuls and attention run again only for the rest.
     wire: activations and gradients that other ranks get for FP8 matmuls (all-gathers of sequence parallelism,
         all-to-alls of experts): "exact" casts them before they travel where no value changes and fewer bytes travel;
         "fp8" also where others of their readers then read rounded values, and all rows of experts; "bf16" never.
@@ -85,6 +87,7 @@ class Options:
     save: tuple[tuple[str, str], ...] = ()
     save_min_bytes: int = 2**20
     activation_budget: float | int | None = None
+    offload: bool = False
     wire: str = "exact"
     kernels: str = "generated"
     one_pass_casts: bool = True
@@ -128,7 +131,17 @@ class Options:
             raise OptionError(
                 "options 'adaptive' and 'watch': the automatic mode measures by itself, leave 'watch' out"
             )
-        return Options(**values)
+        made = Options(**values)
+        if made.offload and made.activation_budget is None:
+            raise OptionError(
+                "option 'offload' moves what is beyond an activation budget: set one, options={'offload': True, "
+                "'activation_budget': 0.3}"
+            )
+        if made.offload and made.replays:
+            raise OptionError(
+                "options 'offload' and 'mode': a CUDA graph keeps nothing in the host's memory, leave one out"
+            )
+        return made
 
     def __str__(self) -> str:
         """Return what differs from the defaults, for people to read; `repr` has everything."""

@@ -47,6 +47,8 @@ class Store:
 STORES = (
     Store("embedding_tables", "_tables", "parameters in which graphs look up rows", Until.OWNER),
     Store("plan.store", "_compiled", "plans of all graphs, by the calls that compiled them", Until.TORCH_RESET),
+    Store("host_copies", "_streams", "a stream a GPU that copies to the host and back", Until.PROCESS),
+    Store("host_copies", "_running", "copies that nobody has waited for yet", Until.OWNER),
     Store("cuda_capture", "_steps", "steps that run now, and are captured now or later", Until.OWNER),
     Store("cuda_capture", "_kept", "what CUDA graphs read that others captured, whenever they run", Until.PROCESS),
     Store(

@@ -14,7 +14,14 @@ from fp8compile.passes.core.stride_demands import record
 from fp8compile.passes.core.verify import form_verifier, graph_verifier
 from fp8compile.passes.core.verify_dynamo import dynamo_verifier
 from fp8compile.passes.loss import chunk_loss
-from fp8compile.passes.lower import call_matmuls, few_row_matmuls, keep_strides, lower_markers, lower_regions
+from fp8compile.passes.lower import (
+    call_matmuls,
+    few_row_matmuls,
+    keep_strides,
+    lower_markers,
+    lower_regions,
+    place_copies,
+)
 from fp8compile.passes.lower.verify_kernels import half_verifier
 from fp8compile.passes.matmul import (
     assign_scales,
@@ -112,6 +119,7 @@ PIPELINE = (
     Pass("lower_markers", HALF, lower_markers.run, "casts that are left, as aten", by_inductor),
     Pass("few_row_matmuls", HALF, few_row_matmuls.run, "launches for those that call_matmuls would call", on_triton),
     Pass("call_matmuls", HALF, call_matmuls.run, "calls that Inductor makes; none is looked for then", on_triton),
+    Pass("place_copies", LATE_HALF, place_copies.run, "kernels stand in their order", place_copies.has_copies),
     Pass("keep_strides", LATE_HALF, keep_strides.run, "last: of what is there when Inductor makes code"),
     Pass("store_load_forwarding", OPTIMIZER, store_load_forwarding.run, "then an update is one expression"),
     Pass("merge_updates", OPTIMIZER, merge_updates.run, "finds the expressions; one operator of equal ones"),

@@ -109,8 +109,8 @@ class Plan:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the forward half keeps for the backward half, parameters left out."""
-        return sum(row.bytes for row in self.saved)
+        """Bytes of the GPU's memory that the forward half keeps for the backward half, parameters left out."""
+        return sum(row.gpu_bytes for row in self.saved)
 
     @property
     def kernels(self) -> list[Kernel]:

@@ -79,6 +79,7 @@ class Saved:
     before: bytes of what it stands for, where that is not the value itself: for an FP8 payload that a matmul of
     backward reads, the tensor that was cast, unless a parameter or another row is that already (then 0, as for amaxes
     and scales, which nothing but FP8 has).
+    on_host: it waits in the host's memory for backward (option `offload`).
     """
 
     node: str
@@ -91,6 +92,12 @@ class Saved:
     reason: str
     before: int | None = None
     code: str = ""
+    on_host: bool = False
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of the GPU's memory that it takes between forward and backward."""
+        return 0 if self.on_host else self.bytes
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     forms      in which form each value would be kept           passes/save/saved_forms.py
     cut        which values are kept, within a budget            passes/save/min_cut.py, save_budget.py
     rewrite    what is kept as FP8 becomes payload and scales    passes/save/save_as_fp8.py
+    move       what is beyond the budget waits on the host       passes/save/save_on_host.py
 
 Everything else is torch's: which nodes each half needs, the two graphs, checkpointing with random numbers, the order of
 backward. These functions have no public name; they are imported here and nowhere else. A graph without FP8 casts in
@@ -39,6 +40,7 @@ from fp8compile.passes.save.min_cut import Halves, is_object, may_be_computed_ag
 from fp8compile.passes.save.rounding_hazards import find_hazards
 from fp8compile.passes.save.save_as_fp8 import Cut
 from fp8compile.passes.save.save_budget import plan_within
+from fp8compile.passes.save.save_on_host import Host, move_to_host
 from fp8compile.passes.save.saved_forms import Form, Graph, as_it_is, find_forms
 from fp8compile.passes.save.saved_overrides import override_saved
 from fp8compile.passes.save.saved_rows import count_recomputed, recomputed_rows, saved_rows
@@ -147,19 +149,28 @@ def _partition(
     outputs, count = signature(gm.graph), kwargs["num_fwd_outputs"]
     if not halves.backward:
         return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-    choice = plan_within(gm.graph, halves, options.activation_budget, devices.describe(device_of(gm.graph)))
+    device = devices.describe(device_of(gm.graph))
+    returned, *_ = p._extract_fwd_bwd_outputs(gm, num_fwd_outputs=count)
+    host = Host.of(halves, [n for n in returned if isinstance(n, fx.Node)], device) if options.offload else None
+    choice = plan_within(gm.graph, halves, options.activation_budget, device, host)
     if choice.missed:
         warn_user(f"fp8: {choice.missed}")
     sizes = [n for n in choice.saved if p.is_sym_node(n)]
     objects = [n for n in choice.saved if n not in sizes and is_object(n)]
     tensors = [n for n in choice.saved if n not in sizes and n not in objects]
-    saved = _save(gm, tensors, sizes, halves, options, record)
+
+    def to_move(kept: list[fx.Node]) -> list[fx.Node]:
+        return host.choose(kept, choice.moved, halves) if host is not None else []
+
+    saved, moved = _save(gm, tensors, sizes, halves, options, record, to_move)
     forward, backward = _extract(gm, saved, sizes, objects, halves, count)
     if has_checkpointed_random:
         forward, backward = p.functionalize_rng_ops(gm, forward, backward, len(sizes))
     forward, backward = _finish(forward, backward)
     if options.verify:
         verify_halves(forward.graph, backward.graph, outputs[:count])
+    if moved:
+        move_to_host(forward.graph, backward.graph, [n.name for n in moved])
     return forward, backward
 
 
@@ -306,17 +317,23 @@ def _save(
     halves: Halves,
     options: Options,
     record: Record | None,
-) -> list[fx.Node]:
-    """Return the nodes that are saved, payloads in place of values, and tell the plan; `sizes` gets what they need."""
+    to_move: Callable[[list[fx.Node]], list[fx.Node]],
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the nodes that are saved, payloads in place of values, and those of them that `to_move` moves to the host.
+
+    The plan is told; `sizes` gets what they need.
+    """
     again = run_again(gm.graph, [*nodes, *sizes], halves)
     restored = recomputed_rows(again, halves)  # before nodes are doubled
     saved = saved_values(nodes, halves.forms, halves.static)
     override_saved(saved, options.plan)
     device = devices.describe(device_of(gm.graph))
     pipeline.run_stage(c := Cut(gm.graph, options, device, Plan(), halves=halves, saved=saved, sizes=sizes))
+    kept = c.kept
+    moved = to_move(kept)
     if record is not None:
-        record.add_saved(saved_rows(saved, halves.static), count_recomputed(again, halves), restored)
-    return c.kept
+        record.add_saved(saved_rows(saved, halves.static, moved), count_recomputed(again, halves), restored)
+    return kept, moved
 
 
 def _takes(function: Any, name: str) -> bool:

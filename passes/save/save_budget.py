@@ -2,6 +2,7 @@
 
     budget below what the cut keeps     matmuls and attention run again, those first that free most bytes a second
     budget above it                     values keep their precision, those made last first: no cast, no rounding
+    option `offload`                    what the host can take in time comes on top of the budget (`save_on_host.py`)
 
 The first is the same cut with other prices (Lagrange's: bytes + price · seconds), searched for by bisection. All layers
 of a model are worth the same, so one price takes all or none of them; of those that lie between two prices, the first
@@ -19,25 +20,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry
 
-from fp8compile import ops
-from fp8compile.devices import TABLE, Device
-from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import count, hint, is_tensor, value
-from fp8compile.passes.core.marker_views import ScaledMM
-from fp8compile.passes.core.matmul_views import GroupedMM
+from fp8compile.devices import Device
+from fp8compile.passes.core import fusible
+from fp8compile.passes.core.compilation import is_tensor, value
+from fp8compile.passes.core.library_seconds import library_seconds
 from fp8compile.passes.save.min_cut import Halves, Prices, may_be_computed_again, may_be_kept, plan_saved, saved_bytes
 from fp8compile.passes.save.recompute_cost import find_far
+from fp8compile.passes.save.save_on_host import Host
 from fp8compile.passes.save.saved_forms import as_it_is, bytes_of, is_random, memory_of
 from fp8compile.plan.reasons import Reason, Why
 
+ROUNDS = 3  # of cuts, each with the room on the host that the one before leaves
 STEPS = 7  # of a bisection over prices: to a factor of two
 ALLOWED = Why(Reason.BUDGET, "the budget allows it")
 HIGHEST, LOWEST = 2.0**52, 2.0**20  # bytes that a second of a matmul may be worth; a GPU writes 2**42 in one
@@ -46,18 +44,25 @@ MOST = 64.0  # bytes that computing one byte again may be worth
 
 @dataclass(frozen=True)
 class Choice:
-    """The values that are saved, how many bytes that is, and, where the budget cannot be met, why."""
+    """The values that are saved, how many bytes that is, and, where the budget cannot be met, why.
+
+    moved: how many of the bytes the host's memory has to take.
+    """
 
     saved: list[fx.Node]
     bytes: int
     missed: str = ""
+    moved: int = 0
 
 
-def plan_within(graph: fx.Graph, halves: Halves, budget: float | int | None, device: Device) -> Choice:
+def plan_within(
+    graph: fx.Graph, halves: Halves, budget: float | int | None, device: Device, host: Host | None = None
+) -> Choice:
     """Return the values to save.
 
     budget: bytes, or a share (float) of what training keeps that computes nothing again and keeps everything as it is;
-    None: no budget. Where it allows more precision, `halves.forms` says so afterwards.
+    None: no budget. Where it allows more precision, `halves.forms` says so afterwards. host: where what is beyond the
+    budget may lie as well.
     """
 
     def cut(prices: Prices) -> Choice:
@@ -73,7 +78,19 @@ def plan_within(graph: fx.Graph, halves: Halves, budget: float | int | None, dev
     limit = int(budget * _everything(graph, halves)) if isinstance(budget, float) else budget
     if choice.bytes <= limit:
         return _with_less_rounding(halves, usual, limit)
-    return _with_more_recompute(graph, halves, cut, choice, limit, device)
+    if host is None:
+        return _with_more_recompute(graph, halves, cut, choice, limit, device)
+    room = host.room(choice.saved, halves)
+    for _ in range(ROUNDS):
+        if choice.bytes <= limit + room:
+            return replace(choice, moved=choice.bytes - limit)
+        choice = _with_more_recompute(graph, halves, cut, choice, limit + room, device)
+        room = host.room(choice.saved, halves)
+    least = choice.bytes - room
+    if least <= limit:
+        return replace(choice, moved=choice.bytes - limit, missed="")
+    why = f"the activation budget of {limit} bytes is below the {least} that are neither moved nor computed again"
+    return replace(choice, moved=room, missed=why)
 
 
 def _within_reach(graph: fx.Graph, halves: Halves, cut: Callable[[Prices], Choice]) -> Choice:
@@ -217,7 +234,7 @@ def narrow_places(graph: fx.Graph, halves: Halves) -> list[fx.Node]:
 def _costly(graph: fx.Graph, halves: Halves, device: Device) -> dict[fx.Node, float]:
     """Return the matmuls, convolutions and attentions that may run again, and the seconds that each takes."""
     return {
-        node: _seconds(node, device)
+        node: library_seconds(node, device)
         for node in graph.nodes
         if node not in halves.backward
         and fusible.is_library_kernel(node)
@@ -226,42 +243,3 @@ def _costly(graph: fx.Graph, halves: Halves, device: Device) -> dict[fx.Node, fl
         and not may_be_computed_again(node, halves.is_recomputable)
         and not is_random(node)
     }
-
-
-def _seconds(node: fx.Node, device: Device) -> float:
-    """Return the seconds that `node` takes, about: for its operations, and not less than for its bytes."""
-    rates = device if device.bf16 else TABLE["H200"]
-    moved = sum(bytes_of(value(n)) for n in (node, *node.all_input_nodes) if is_tensor(n))
-    rate = rates.fp8_row if node.target is ops.scaled_mm else rates.bf16
-    return max(_operations(node) / (rate * 1e12), moved / (rates.casts * 1e12))
-
-
-def _operations(node: fx.Node) -> float:
-    if (matmul := ScaledMM.of(node)) is not None:
-        return 2.0 * count(value(matmul.a).shape) * count(value(matmul.b).shape[-2:-1])
-    if (
-        grouped := GroupedMM.of(node)
-    ) is not None:  # torch's table has none; whatever its groups, a row meets one matrix
-        return 2.0 * count(value(grouped.left).shape) * count(value(grouped.right).shape[-1:])
-    assert isinstance(node.target, torch._ops.OpOverload)
-    if operators.is_attention(node.target):
-        given = operators.arguments(node)
-        return _of_attention(*(value(given[name]) for name in ("query", "key", "value")))
-    formula = flop_registry.get(node.target.overloadpacket)
-    if formula is None:
-        return 0.0
-    given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    args, kwargs, out = tree_map(_of_known_size, (*given, node.meta["val"]))  # type: ignore[misc]
-    return float(formula(*args, **kwargs, out_val=out))
-
-
-def _of_known_size(x: Any) -> Any:
-    """Return a tensor without data, or a number, in place of one whose sizes are symbols: as they were when traced."""
-    if isinstance(x, torch.Tensor):
-        return torch.empty([hint(n) for n in x.shape], dtype=x.dtype, device="meta")
-    return hint(x) if isinstance(x, torch.SymInt) else x
-
-
-def _of_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """Return the operations of two matmuls for each head of q; torch's formula knows no heads that share k and v."""
-    return 2.0 * count(q.shape[:-1]) * count(k.shape[-2:-1]) * (count(q.shape[-1:]) + count(v.shape[-1:]))

@@ -23,19 +23,21 @@ from fp8compile.plan.rows import Recomputed, Saved
 FP8_ONLY = (ops.amax, ops.scale, ops.delayed_scale, ops.quantize)  # what no other training has
 
 
-def saved_rows(saved: Iterable[SavedValue], parameters: Set[fx.Node]) -> list[Saved]:
-    """Return a row for each saved tensor that is no parameter."""
+def saved_rows(saved: Iterable[SavedValue], parameters: Set[fx.Node], moved: Iterable[fx.Node] = ()) -> list[Saved]:
+    """Return a row for each saved tensor that is no parameter. moved: what lies in the host's memory."""
     told = [s for s in saved if s.has_row]
     counted = set(parameters) | {made for s in told if not _is_fp8_only(made := made_at(s.node))}
-    return [_saved_row(s, _bytes_before(s.node, counted)) for s in told]
+    on_host = set(moved)
+    return [_saved_row(s, _bytes_before(s.node, counted), not on_host.isdisjoint(s.kept)) for s in told]
 
 
-def _saved_row(saved: SavedValue, before: int | None) -> Saved:
+def _saved_row(saved: SavedValue, before: int | None, on_host: bool) -> Saved:
     x, made, form = value(saved.node), made_at(saved.node), saved.form
     shape = tuple(map(plain, x.shape))
+    why = f"{form.why.text}; it waits on the host" if on_host else form.why.text
     return Saved(
         saved.node.name, module_path(made), source_line(made), shape, dtype_name(x), form.name(x), form.bytes,
-        form.why.text, before, form.why.code,
+        why, before, form.why.code, on_host,
     )  # fmt: skip
 
 

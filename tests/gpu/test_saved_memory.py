@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from models import ZOO
 from torch import Tensor, nn
 
 import fp8compile
+from fp8compile import devices, host_copies
 from llama import Block, LlamaConfig, Rotary
 from tests.gpu.test_zoo import check, compiled, on_gpu
 from tests.train.test_models import train_step
@@ -112,6 +114,47 @@ def test_a_budget_is_kept(share: float) -> None:
     assert kept <= 1.05 * fp8compile.last_compile().saved_bytes
     got = gradients(run, model, x)
     assert min(sqnr(expected[name], got[name]) for name in expected) > 15
+
+
+@pytest.mark.parametrize("executor", ["inductor", "eager"])
+def test_what_is_beyond_a_budget_waits_on_the_host(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
+    """The memory is free between forward and backward, and the gradients of many steps are those without a budget.
+
+    The plan takes the link for a faster one, so that much is moved, and kernels have to wait for copies.
+    """
+    fast = replace(devices.describe(torch.device("cuda")), host_link=1.0)
+    monkeypatch.setattr(devices, "describe", lambda device: fast)
+    model, x = blocks()
+    options: dict[str, Any] = {"select": "all", "strict": True, "executor": executor}
+    usual = torch.compile(model, backend="fp8", options=options)
+    without = held(usual, model, x)
+    expected = gradients(usual, model, x)
+    torch.compiler.reset()
+    limit = int(0.5 * without)
+    run = torch.compile(model, backend="fp8", options={**options, "activation_budget": limit, "offload": True})
+    kept = held(run, model, x)
+    report = fp8compile.last_compile()
+    assert any(row.on_host for row in report.saved)
+    assert kept <= 1.05 * report.saved_bytes <= 1.05 * limit
+    for _ in range(20):
+        got = gradients(run, model, x)
+        assert min(sqnr(expected[name], got[name]) for name in expected) > 40
+    assert not host_copies._running
+
+
+def test_matmuls_run_again_for_what_no_copy_carries() -> None:
+    """At the link's own rate these small blocks leave time for a part of the rest."""
+    model, x = blocks()
+    expected = gradients(model, model, x)
+    kept = {}
+    for offload in (False, True):
+        torch.compiler.reset()
+        options = {"select": "all", "strict": True, "activation_budget": 0.1, "offload": offload}
+        run = torch.compile(model, backend="fp8", options=options)
+        kept[offload] = held(run, model, x)
+        got = gradients(run, model, x)
+        assert min(sqnr(expected[name], got[name]) for name in expected) > 15
+    assert kept[True] <= 1.05 * kept[False]
 
 
 def test_saving_lowers_the_peak() -> None:

@@ -79,6 +79,8 @@ def _saved(plans: Sequence[Plan]) -> list[str]:
     for plan in plans:
         for row in plan.saved:
             why = f"as {row.form}" if row.form != row.dtype else f"as computed: {row.reason}"
+            if row.on_host and row.form != row.dtype:
+                why += ", on the host"
             groups.setdefault(ANY_NUMBER.sub("…", why), []).append((why, bytes_before(row, plan), row.bytes))
     found = []
     for rows in groups.values():

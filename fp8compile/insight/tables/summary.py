@@ -73,8 +73,10 @@ def _saved(t: Totals) -> list[str]:
     if not t.saved:
         return []
     again = f"; {t.recomputed} operators are computed again" if t.recomputed else ""
-    rounded = "" if t.fp8 or t.saved_after >= t.saved_before else "; rounded to FP8 though no matmul is in it"
+    is_rounded = not t.fp8 and t.saved_after + t.saved_on_host < t.saved_before
+    rounded = "; rounded to FP8 though no matmul is in it" if is_rounded else ""
     change = f"{size(t.saved_before)} → {size(t.saved_after)}"
+    change += f" and {size(t.saved_on_host)} on the host," if t.saved_on_host else ""
     return [f"{change} for backward in {t.saved} tensors, parameters left out{again}{rounded}"]
 
 

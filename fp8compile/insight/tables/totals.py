@@ -23,12 +23,12 @@ class Totals:
     matmul (fused attention) are no rows of a plan, so they are not counted. unsized: matmuls whose sizes no row knows.
     left: reasons with counts of what stays in its precision. milliseconds_*: estimates for the matmuls that have them,
     as all-BF16 and as decided. saved_before, saved_after: bytes kept for backward, as the model computes the values
-    (for a payload, the tensor that was cast: `Saved.before`) and in the form that is kept. moved: bytes that generated
-    kernels read and write. losses: cross-entropies with large logits. masks: attention masks that are not made, by what
-    they say. transfers: collectives that reduce nothing; wire_before, wire_after: what they bring, in bytes, as the
-    model computes it and as it travels. states, states_8bit, states_before, states_after: those of optimizers, and
-    their bytes as plain tensors and as they are kept. updates: launches that update parameters; updated: parameters
-    that they update.
+    (for a payload, the tensor that was cast: `Saved.before`) and in the form that is kept. saved_on_host: those that
+    wait in the host's memory, which saved_after leaves out. moved: bytes that generated kernels read and write.
+    losses: cross-entropies with large logits. masks: attention masks that are not made, by what they say. transfers:
+    collectives that reduce nothing; wire_before, wire_after: what they bring, in bytes, as the model computes it and
+    as it travels. states, states_8bit, states_before, states_after: those of optimizers, and their bytes as plain
+    tensors and as they are kept. updates: launches that update parameters; updated: parameters that they update.
     """
 
     graphs: int = 0
@@ -43,6 +43,7 @@ class Totals:
     saved: int = 0
     saved_before: int = 0
     saved_after: int = 0
+    saved_on_host: int = 0
     recomputed: int = 0
     kernels: int = 0
     moved: int = 0
@@ -89,7 +90,8 @@ def totals(plans: Sequence[Plan]) -> Totals:
         milliseconds_decided=sum(_decided(m) for m in estimated),
         saved=len(saved),
         saved_before=sum(before for _, before in saved),
-        saved_after=sum(row.bytes for row, _ in saved),
+        saved_after=sum(row.gpu_bytes for row, _ in saved),
+        saved_on_host=sum(row.bytes for row, _ in saved if row.on_host),
         recomputed=sum(sum(plan.recomputed.values()) for plan in plans),
         kernels=len(kernels),
         moved=sum(k.moved for k in kernels),

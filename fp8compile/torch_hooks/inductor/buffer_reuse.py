@@ -9,7 +9,9 @@ step of a small model waits. Many buffers of a graph with FP8 are small: amaxes,
 from __future__ import annotations
 
 from torch._inductor.codegen.wrapper import AllocateLine, FreeIfNotReusedLine
+from torch._inductor.virtualized import V  # the graph that is compiled
 
+from fp8compile import host_copies
 from fp8compile.torch_hooks.inductor.our_graph import is_ours_with_fp8
 
 SMALL = 1 << 20  # bytes; torch's allocator serves them from a pool of their own, of 2 MiB pieces
@@ -20,9 +22,18 @@ def hold_no_memory() -> None:
     decided = AllocateLine.should_reuse_buffer
 
     def should_reuse_buffer(self: AllocateLine, free_line: FreeIfNotReusedLine, size: int) -> bool:
+        if free_line.node.get_name() in _read_by_copies():
+            return False
         if not is_ours_with_fp8():
             return decided(self, free_line, size)
         # a size of 0 is one that only the data knows
         return 0 < size <= SMALL or free_line.scheduler_node_index + 1 == self.scheduler_node_index
 
     AllocateLine.should_reuse_buffer = should_reuse_buffer  # type: ignore[method-assign]
+
+
+def _read_by_copies() -> set[str]:
+    """Return the names of the buffers of the graph that is compiled of which a copy to the host may still run when the
+    next kernel is launched."""
+    copies = [op for op in V.graph.operations if getattr(op, "op_overload", None) is host_copies.to_host]
+    return {x.get_name() for copy in copies for x in copy.inputs}  # type: ignore[attr-defined]

@@ -27,6 +27,8 @@ def inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str,
         settings["fallback_random"] = True
     if torch.backends.cpu.get_cpu_capability() == "AVX512" and inductor_config.cpp.simdlen is None:
         settings["cpp.simdlen"] = VECTOR_BITS  # Inductor's C++ of 512 bits transposes tiles of BF16 wrongly
+    if options.offload:  # copies stand where they run beside kernels, which torch's estimate of a peak does not know
+        settings["reorder_for_peak_memory"] = False
     theirs = dict(options.inductor)
     if theirs.get("cpp_wrapper"):  # torch sets what belongs to it for forward alone: backward is compiled later
         settings |= get_cpp_wrapper_config()

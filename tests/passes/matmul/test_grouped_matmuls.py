@@ -19,11 +19,11 @@ import fp8compile
 from fp8compile import devices, ops
 from fp8compile.errors import VerificationError
 from fp8compile.options import Options
+from fp8compile.passes.core import library_seconds
 from fp8compile.passes.core.compilation import Compilation, Input
 from fp8compile.passes.core.verify import verify
 from fp8compile.passes.lower.keep_strides import keep_strides
 from fp8compile.passes.matmul import canonicalize, find_matmuls, grouped_matmuls, quantize_matmuls, select_matmuls
-from fp8compile.passes.save import save_budget
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import Matmul
@@ -238,10 +238,10 @@ def test_a_budget_counts_operations_of_a_token_once():
     for node, shape in zip(nodes, shapes, strict=True):
         node.meta["val"] = torch.empty(shape, device="meta")
     call = graph.call_function(find_matmuls.GROUPED_MM, tuple(nodes))
-    assert save_budget._operations(call) == 2 * 96 * 64 * 32
+    assert library_seconds._operations(call) == 2 * 96 * 64 * 32
     marker = graph.call_function(ops.scaled_mm, (nodes[0], nodes[2], "row", nodes[1], nodes[2], "row", None))
     nodes[1].meta["val"] = torch.empty(4, 32, 64, device="meta")
-    assert save_budget._operations(marker) == 2 * 96 * 64 * 32
+    assert library_seconds._operations(marker) == 2 * 96 * 64 * 32
 
 
 # --- text, JSON, edits

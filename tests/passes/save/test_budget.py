@@ -124,7 +124,7 @@ def test_a_higher_budget_rounds_less() -> None:
 
 def test_queries_that_share_keys_are_counted() -> None:
     """Attention of 8 heads to 2: two matmuls for each of the 8."""
-    from fp8compile.passes.save import save_budget
+    from fp8compile.passes.core import library_seconds
 
     q, k, v = torch.empty(3, 8, 100, 32), torch.empty(3, 2, 60, 32), torch.empty(3, 2, 60, 16)
     graph = torch.fx.Graph()
@@ -132,7 +132,7 @@ def test_queries_that_share_keys_are_counted() -> None:
     for node, x in zip(nodes, (q, k, v), strict=True):
         node.meta["val"] = x.to("meta")
     call = graph.call_function(torch.ops.aten._scaled_dot_product_cudnn_attention.default, (*nodes, None, True))
-    assert save_budget._operations(call) == 2 * 3 * 8 * 100 * 60 * (32 + 16)
+    assert library_seconds._operations(call) == 2 * 3 * 8 * 100 * 60 * (32 + 16)
 
 
 def test_a_budget_that_cannot_be_met_is_said() -> None:
