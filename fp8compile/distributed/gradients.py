@@ -127,13 +127,19 @@ class CompressedReduceScatter:
 # ---- DDP ------------------------------------------------------------------------------------------------------------
 
 
+Taken = dict[tuple[int, ...], Tensor]
+
+
 class _Feedback:
-    """State of the DDP hook: the format, and by bucket what rounding has taken so far."""
+    """State of the DDP hook: the format, and what rounding has taken so far, by the parameters of a bucket.
+
+    DDP makes its buckets anew after the first step, of other parameters or in another order.
+    """
 
     def __init__(self, format: str, enabled: bool, group: Any):
         self.format, self.enabled, self.group = format, enabled, group
-        self.taken: dict[int, Tensor] = {}  # from this rank's gradients
-        self.taken_from_mean: dict[int, Tensor] = {}  # from the part of the mean that this rank makes
+        self.taken: Taken = {}  # from this rank's gradients
+        self.taken_from_mean: Taken = {}  # from the part of the mean that this rank makes
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def stream_on(self, device: torch.device) -> torch.cuda.Stream:
@@ -142,12 +148,14 @@ class _Feedback:
             self.streams[device] = torch.cuda.Stream(device)
         return self.streams[device]
 
-    def corrected(self, kept: dict[int, Tensor], bucket: int, x: Tensor) -> Tensor:
-        """Return `x` with what was taken the last time added (buckets are rebuilt once, after the first step)."""
+    def corrected(self, kept: Taken, bucket: tuple[int, ...], x: Tensor) -> Tensor:
+        """Return `x` with what was taken the last time added. What overlaps this bucket otherwise is forgotten."""
+        for other in [other for other in kept if other != bucket and not set(other).isdisjoint(bucket)]:
+            del kept[other]
         last = kept.get(bucket)
-        return x + last if last is not None and last.shape == x.shape else x
+        return x if last is None else x + last
 
-    def remember(self, kept: dict[int, Tensor], bucket: int, x: Tensor, packed: Tensor) -> None:
+    def remember(self, kept: Taken, bucket: tuple[int, ...], x: Tensor, packed: Tensor) -> None:
         """Keep what packing has taken from `x`; nothing of what is not finite, which would never go away."""
         if self.enabled:
             kept[bucket] = (x - unpack(packed, self.format)).nan_to_num_(0.0, 0.0, 0.0)
@@ -159,16 +167,16 @@ def _ddp_hook(state: _Feedback, bucket: dist.GradBucket) -> torch.futures.Future
     Collectives are called one after the other, in the order of buckets, which all ranks share: on a GPU on a stream of
     their own, beside backward.
     """
-    gradient = bucket.buffer()
+    gradient, parameters = bucket.buffer(), tuple(id(p) for p in bucket.parameters())
     if gradient.device.type == "cpu":
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(_mean(state, bucket.index(), gradient))
+        future.set_result(_mean(state, parameters, gradient))
         return future
     future = torch.futures.Future(devices=[gradient.device])
     stream = state.stream_on(gradient.device)
     stream.wait_stream(torch.cuda.current_stream(gradient.device))
     with torch.cuda.stream(stream):
-        future.set_result(_mean(state, bucket.index(), gradient))  # others wait for what is on this stream by now
+        future.set_result(_mean(state, parameters, gradient))  # others wait for what is on this stream by now
     return future
 
 
@@ -177,7 +185,7 @@ _ddp_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.
 
 
 @torch.no_grad()
-def _mean(state: _Feedback, bucket: int, gradient: Tensor) -> Tensor:
+def _mean(state: _Feedback, bucket: tuple[int, ...], gradient: Tensor) -> Tensor:
     ranks = dist.get_world_size(state.group)
     parts = state.corrected(state.taken, bucket, _parts(gradient.float(), ranks))
     packed = pack(parts, state.format)

@@ -59,8 +59,9 @@ def stored(evaluation: Evaluation) -> tuple[Store, ...]:
 
 def _poisoned(shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of bytes 0xFF, which are NaN in every floating-point format."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    return torch.full((size,), 0xFF, dtype=torch.uint8, device=device).view(dtype).view(shape)
+    made = torch.empty(shape, dtype=dtype, device=device)
+    made.view(-1).view(torch.uint8).fill_(0xFF)
+    return made
 
 
 class Evaluation:

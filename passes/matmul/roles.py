@@ -10,8 +10,9 @@
 A weight (`passes/matmul/weights.py`) is computed from parameters (and buffers and constants) alone: a parameter, its
 cast, its transpose, its normalised form, the sum of it and a low-rank product. Buffers alone are none (rotary
 frequencies must not become FP8), but with a parameter they may be part of one, as in spectral norm. Two weights have no
-role: their product keeps the precision of weights. What else has been through a matmul is no weight: attention to
-learned queries is attention.
+role: their product keeps the precision of weights. Nor has a buffer times a weight, as where a weight is made
+orthogonal, unless a graph is given nothing but parameters and buffers. What else has been through a matmul is no
+weight: attention to learned queries is attention.
 Which matmul a gradient belongs to is read off the graph: its second operand is a view of an operand of that matmul,
 and the sizes agree; where several agree, the sequence number that autograd gave both decides.
 """
@@ -22,7 +23,7 @@ from itertools import permutations
 
 from torch import fx
 
-from fp8compile.passes.core.compilation import Compilation, base, dependents, is_tangent, same_sizes
+from fp8compile.passes.core.compilation import Compilation, base, dependents, is_tangent, is_tensor, same_sizes
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.origin import module_path, source_line
 from fp8compile.passes.matmul.find_matmuls import matmuls_of
@@ -30,6 +31,7 @@ from fp8compile.passes.matmul.weights import is_weight, weight_nodes
 from fp8compile.plan.reasons import Reason, Why
 
 ONLY_WEIGHTS = Why(Reason.ONLY_WEIGHTS, "both operands are weights")
+MADE_OF_WEIGHTS = Why(Reason.ONLY_WEIGHTS, "computed of parameters and buffers alone, as a weight is")
 NO_WEIGHT = Why(Reason.NO_WEIGHT, "neither operand comes from an nn.Parameter")
 PRODUCT = Why(Reason.PRODUCT, "an operand is a product of parameters; only a weight plus such products is a weight")
 ONLY_GRADIENTS = Why(Reason.ONLY_GRADIENTS, "both operands are gradients")
@@ -38,7 +40,7 @@ NO_FORWARD = Why(Reason.NO_FORWARD, "no matmul of the forward half has these ope
 
 def find_roles(c: Compilation) -> list[MatmulNode]:
     """Return every matmul of the graph in graph order, each with its role."""
-    weights = weight_nodes(c)
+    weights, is_fed = weight_nodes(c), _has_data(c)
     backward = dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n)))
     forward: dict[fx.Node, list[MatmulNode]] = {}  # base of an operand -> the forward matmuls that read it
     found: list[MatmulNode] = []
@@ -47,7 +49,7 @@ def find_roles(c: Compilation) -> list[MatmulNode]:
             if node in backward:
                 _assign_backward_role(matmul, forward, backward, weights)
             else:
-                _assign_forward_role(matmul, weights)
+                _assign_forward_role(matmul, weights, is_fed)
                 for owner in {base(x) for x in (matmul.left, matmul.right) if x is not None}:
                     forward.setdefault(owner, []).append(matmul)
             _locate(matmul)
@@ -62,12 +64,25 @@ def _locate(matmul: MatmulNode) -> None:
     matmul.source = (forward and forward.source) or source_line(matmul.node)
 
 
-def _assign_forward_role(matmul: MatmulNode, weights: set[fx.Node]) -> None:
+def _has_data(c: Compilation) -> bool:
+    """Return True if a graph is given more than parameters and buffers."""
+    given = [n for n in c.graph.find_nodes(op="placeholder") if is_tensor(n) and not is_tangent(n)]
+    return not all(_is_static(c, n) for n in given)
+
+
+def _is_static(c: Compilation, node: fx.Node) -> bool:
+    known = c.inputs.get(node.name)
+    return known is not None and (known.is_parameter or known.is_buffer)
+
+
+def _assign_forward_role(matmul: MatmulNode, weights: set[fx.Node], is_fed: bool) -> None:
     if matmul.why_other:
         return
     left, right = (is_weight(operand, weights) for operand in (matmul.left, matmul.right))
     if left and right:
         matmul.why_other = ONLY_WEIGHTS
+    elif is_fed and (left or right) and matmul.node in weights:
+        matmul.why_other = MADE_OF_WEIGHTS
     elif not (left or right):
         matmul.why_other = PRODUCT if {matmul.left, matmul.right} & weights else NO_WEIGHT
     else:

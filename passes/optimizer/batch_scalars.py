@@ -32,12 +32,11 @@ from fp8compile.passes.core.node_views import Copy, argument
 from fp8compile.passes.core.stages import OptimizerGraph
 from fp8compile.passes.optimizer.find_updates import FLOATS, is_elementwise
 from fp8compile.passes.optimizer.state_views import UpdateParameters
-from fp8compile.passes.optimizer.update_rules import FILLS, IDENTITIES, schema_name
+from fp8compile.passes.optimizer.update_rules import FILLS, SHAPED, schema_name
 
 prims = torch.ops.prims
 LAUNCHED_WITH = 8  # for a column at most: runs of neighbours that have the same number of the CPU
 NUMBERS = (*FLOATS, torch.float64)  # as a rate that may change is
-SHAPED = (IDENTITIES | set(FILLS)) - {"convert_element_type", "_to_copy", "clone"}  # they name a shape
 
 
 def run(c: OptimizerGraph) -> None:

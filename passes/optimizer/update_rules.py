@@ -19,6 +19,7 @@ FOREACH = "_foreach_"
 IDENTITIES = {"expand", "view", "_unsafe_view", "reshape", "alias", "detach", "clone", "lift_fresh_copy", "_to_copy"}
 IDENTITIES |= {"convert_element_type", "copy"}
 FILLS = {"full": 1, "full_like": 1, "scalar_tensor": 0, "zeros_like": None, "ones_like": None}
+SHAPED = (IDENTITIES | set(FILLS)) - {"convert_element_type", "_to_copy", "clone"}  # they name a shape
 
 
 def _lerp(w: Writer, start: int, end: int, weight: int) -> int:

@@ -18,7 +18,7 @@ from fp8compile.kernels.optimizer.update_spec import PLAIN, SCALAR, SPLIT, STATE
 from fp8compile.passes.core.compilation import is_tensor, value
 from fp8compile.passes.optimizer.find_updates import ParameterUpdate, Target, is_elementwise
 from fp8compile.passes.optimizer.state_views import LoadState, Unscale
-from fp8compile.passes.optimizer.update_rules import IDENTITIES, POWERS, RULES, call_of
+from fp8compile.passes.optimizer.update_rules import FILLS, IDENTITIES, POWERS, RULES, SHAPED, call_of
 
 
 class UpdateSkipError(Exception):
@@ -48,12 +48,14 @@ def write_update(update: ParameterUpdate, overflow: fx.Node | None = None) -> Wr
 
 
 def _text(node: Any, known: dict[fx.Node, str]) -> str:
-    """Return a digest of an expression: equal for equal expressions over inputs of equal kinds."""
+    """Return a digest of an expression: equal for equal expressions over inputs of equal kinds, of whatever shapes."""
     if not isinstance(node, fx.Node):
         return repr(node)
     if node not in known:
         call = call_of(node) if is_elementwise(node) else None
-        if call is not None:
+        if call is not None and call[0] in SHAPED:
+            parts = ["shaped", _text(_carried(call[0], call[1]), known)]
+        elif call is not None:
             parts = [
                 call[0],
                 *(_text(a, known) for a in call[1]),
@@ -65,6 +67,14 @@ def _text(node: Any, known: dict[fx.Node, str]) -> str:
             parts = [PLAIN, str(value(node).dtype), str(value(node).dim() == 0)] if is_tensor(node) else ["number"]
         known[node] = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
     return known[node]
+
+
+def _carried(name: str, args: tuple[Any, ...]) -> Any:
+    """Return the tensor or the number that one of `IDENTITIES` or `FILLS` hands on, in whatever shape."""
+    if name in IDENTITIES:
+        return args[1] if name == "copy" else args[0]
+    place = FILLS[name]
+    return float(name == "ones_like") if place is None else args[place]
 
 
 @dataclass
@@ -144,12 +154,8 @@ class _SpecWriter:
         return self._computed(*call)
 
     def _computed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        if name in IDENTITIES:
-            return self.number(args[1] if name == "copy" else args[0])
-        if name in ("zeros_like", "ones_like"):
-            return self.constant(float(name == "ones_like"))
-        if name in ("full", "full_like", "scalar_tensor"):
-            return self.number(args[0 if name == "scalar_tensor" else 1])
+        if name in IDENTITIES or name in FILLS:
+            return self.number(_carried(name, args))
         if name == "pow":
             if args[1] not in POWERS:
                 raise UpdateSkipError(f"a power of {args[1]}, which kernels do not have")

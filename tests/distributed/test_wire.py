@@ -155,7 +155,18 @@ def mixed(rank: int) -> None:
         assert 0 < (a - b).norm() / b.norm() < 0.08
 
 
-@pytest.mark.parametrize("case", [sequence, mixed], ids=lambda case: case.__name__)
+def delayed_scales(rank: int) -> None:
+    """Scales with a history stay each rank's own: one rank's pass may overflow, which only its history leaves out."""
+    cast = {"delayed": {"history": 8}}
+    role = {"left": cast, "right": cast}
+    recipe = {"base": "tensorwise", "output": role, "grad_input": role, "grad_weight": role}
+    whole, early = (step(rank, recipe=recipe, wire=wire) for wire in ("bf16", "exact"))
+    assert differing(whole, early) == set(), differing(whole, early)
+    assert {row.form for row in early[1]} == {"bfloat16"}
+    assert all("its delayed scale is each rank's own" in row.reason for row in early[1]), early[1]
+
+
+@pytest.mark.parametrize("case", [sequence, mixed, delayed_scales], ids=lambda case: case.__name__)
 def test_sequence_parallel(ranks: Ranks, case: Any) -> None:
     ranks.run(case)
 

@@ -384,6 +384,19 @@ def test_loss_scales() -> None:
     assert_shared(mine)
 
 
+@pytest.mark.parametrize("beta", [0.7, 0.85, 0.9, 0.95])
+def test_a_new_group_under_foreach_steps(beta: float) -> None:
+    """torch then fills a tensor of each parameter's shape with a number: that makes no other rule."""
+    mine = torch.optim.AdamW(make_parameters([torch.float32]), betas=(beta, 0.999), foreach=True, amsgrad=True)
+    step = compiled(mine)
+    for i in range(4):
+        if i == 2:
+            mine.add_param_group({"params": [nn.Parameter(torch.ones(64, 70)), nn.Parameter(torch.ones(70))]})
+        set_gradients([p for group in mine.param_groups for p in group["params"]], i, None)
+        step()
+    assert_shared(mine)
+
+
 def test_a_loaded_checkpoint_and_a_new_group() -> None:
     made = pair(torch.optim.AdamW)
     run(*made, steps=2)

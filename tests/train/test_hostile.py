@@ -282,6 +282,33 @@ def test_a_weight_that_also_depends_on_buffers_is_a_weight() -> None:
     assert [r.role for r in fp8compile.last_compile().converted] == ["output", "grad_weight"]
 
 
+@pytest.mark.parametrize("kind", ["matrix_exp", "cayley", "householder"])
+def test_a_weight_that_is_made_orthogonal_stays_so(kind: str) -> None:
+    """It is a product with a buffer; the layer that it is made for is no less exact than with another product."""
+    plain = nn.utils.parametrizations.orthogonal(nn.Linear(64, 64, bias=False), orthogonal_map=kind)
+    model = Holder(lambda m, x: (m.second(m.first(x)), m.first.weight), first=plain, second=nn.Linear(64, 64))
+    _, weight = compiled(model)(torch.randn(32, 64))
+    assert float((weight @ weight.T - torch.eye(64)).detach().norm()) < 1e-4
+    assert {r.path for r in fp8compile.last_compile().converted if r.role == "output"} == {"second"}
+
+
+def test_a_model_that_is_given_nothing_takes_a_buffer_for_data() -> None:
+    model = Holder(lambda m: m.layer(m.data), layer=nn.Linear(32, 64))
+    model.register_buffer("data", torch.randn(16, 32))
+    compiled(model)().sum().backward()
+    assert [r.role for r in fp8compile.last_compile().converted] == ["output", "grad_weight"]
+
+
+def test_results_may_be_written_to_in_place() -> None:
+    """From the second call on as from the first: none is a view of memory that others are views of as well."""
+    model = Holder(lambda m, x: (m.down(h := F.gelu(m.up(x))), h), up=linear(), down=nn.Linear(64, 32).bfloat16())
+    run = compiled(model)
+    for _ in range(3):
+        out, hidden = run(noise(16, 32))
+        hidden.mul_(2)
+        (out.float().sum() + hidden.float().sum()).backward()
+
+
 def test_plain_tensors_as_weights_are_said_to_be_left() -> None:
     w = noise(32, 64).requires_grad_()
     with pytest.warns(fp8compile.Fp8Warning, match=r"NOTHING was converted.*nn\.Parameter"):
