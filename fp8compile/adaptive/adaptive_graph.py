@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
@@ -30,9 +31,8 @@ from fp8compile.adaptive.choices import keyed
 from fp8compile.adaptive.looks import Looks
 from fp8compile.adaptive.loss_spikes import LossSpikes, loss_among
 from fp8compile.adaptive.policy import Change, Policy, explain_again
-from fp8compile.adaptive.ranks import mean, ranks_of
+from fp8compile.adaptive.ranks import Agreement, mean, ranks_of
 from fp8compile.adaptive.settings import Adaptive
-from fp8compile.distributed.ranks import Ranks
 from fp8compile.model_identity import Parameters
 from fp8compile.options import KEEP_ALL, Options
 from fp8compile.plan import overrides, store
@@ -46,7 +46,6 @@ from fp8compile.torch_hooks import failures
 from fp8compile.torch_hooks.calls.user_frame import warn_user
 
 NAME = "the automatic mode"
-ALONE = Ranks()
 WITHOUT_CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}  # a replay calls nothing
 logger = logging.getLogger("fp8compile")
 _all: list[weakref.ref[AdaptiveGraph]] = []
@@ -82,15 +81,16 @@ class AdaptiveGraph:
         self.measured: list[Row] = []
         self.why_done = ""
         self._captured = CapturedGraph.of(gm, compile)
-        self._base = replace(options, adaptive=None)
+        self._base = _alone_on_the_wire(replace(options, adaptive=None), self.settings)
         self._parameters = Parameters(inputs)
         self._name = f"adaptive{len(_all)}"
         self._saved: dict[SavedKey, str] = dict(options.plan.saved) if options.plan is not None else {}
         self._policy = Policy(self.settings, _has_groups(inputs))
-        self._ranks = ranks_of(self.settings.ranks)
+        self._ranks = Agreement(ranks_of(self.settings.ranks), self._name)
         self._looks = Looks(self._name, self.settings.every, self._ranks)
         self._losses = LossSpikes(self.settings.spike)
         self._bf16: Version | None = None
+        self._converts = False  # on any of the ranks a matmul is in FP8
         self._is_fixed = False  # no other version can be compiled
         self._is_partial = False  # sizes were seen that the version of the hour does not run with
         self._bf16_until = 0  # the step at which FP8 goes on
@@ -180,7 +180,7 @@ class AdaptiveGraph:
             options = self._now.options
             mode = WITHOUT_CUDA_GRAPHS.get(options.mode or "", options.mode)
             with store.collected():
-                self._watched = self._version(replace(options, watch=self._name, mode=mode, dump=None), self._ranks)
+                self._watched = self._version(replace(options, watch=self._name, mode=mode, dump=None))
         return self._watched
 
     def _read(self) -> None:
@@ -201,7 +201,9 @@ class AdaptiveGraph:
         """Change what should be changed. Returns True if looks should begin anew: something kept too little."""
         left = self.settings.recompiles - self.recompiles  # the last one is kept for what loses too much
         plan, changes = self._policy.look(self.plan, rows, self.step, losses_alone=left <= 1)
-        if not changes:
+        is_for_noise = all(change.is_for_noise for change in changes)
+        decided = self._ranks.gathered("changes", (bool(changes), is_for_noise))
+        if not any(changed for changed, _ in decided):
             self.plan.matmuls[:] = plan.matmuls  # with what was seen, in their reasons
             return False
         if left <= 0:
@@ -211,7 +213,7 @@ class AdaptiveGraph:
         options = replace(
             self._base, plan=Overrides(NAME, overrides.load(replace(plan, saved=[])).graphs, tuple(saved.items()))
         )
-        version = self._version(options, self._ranks)
+        version = self._version(options)
         if version is None:
             return False
         explain_again(version.plan, plan)
@@ -221,7 +223,7 @@ class AdaptiveGraph:
         self.changes += changes
         for change in changes:
             logger.info("adaptive: %s", change)
-        return not all(change.is_for_noise for change in changes)
+        return not all(for_noise for _, for_noise in decided)
 
     def _end(self, why: str, warn: bool = True) -> None:
         self.why_done = why
@@ -245,13 +247,13 @@ class AdaptiveGraph:
 
     def _is_in_fp8(self) -> bool:
         """Return True if matmuls are in FP8 and BF16 can be had instead, also where no more changes are made."""
-        return bool(self.plan.converted) and not self._is_fixed
+        return self._converts and not self._is_fixed
 
     def _bf16_version(self) -> Version | None:
         """Return the graph in BF16; end the automatic mode where it cannot be compiled."""
         if self._bf16 is None:
             with store.collected():
-                self._bf16 = self._version(self._in_bf16(), self._ranks)
+                self._bf16 = self._version(self._in_bf16())
         return self._bf16
 
     def _in_bf16(self) -> Options:
@@ -259,8 +261,12 @@ class AdaptiveGraph:
 
     # ---- versions -----------------------------------------------------------------------------------------------
 
-    def _version(self, options: Options, ranks: Ranks = ALONE) -> Version | None:
-        """Return the graph compiled with other options; end the automatic mode where one of `ranks` cannot."""
+    def _version(self, options: Options) -> Version | None:
+        """Return the graph compiled with other options; end the automatic mode where one of the ranks cannot.
+
+        They wait for each other in training alone: each may evaluate when it likes.
+        """
+        ranks = self._ranks if self.is_training else Agreement(ranks_of(None), self._name)
         version, why = None, ""
         try:
             compiled, made, conditions = self._captured.again(options)
@@ -270,9 +276,9 @@ class AdaptiveGraph:
         except Exception as error:
             why = failures.first_line(error)
             if options.strict:
-                ranks.first_failure(why)
+                ranks.first_failure("version", why)
                 raise
-        if why := ranks.first_failure(why):
+        if why := ranks.first_failure("version", why):
             self._is_fixed = True
             self._end(f"not compiled again: {why}")
             return None
@@ -282,9 +288,14 @@ class AdaptiveGraph:
         """Run this version from now on."""
         self.replaced.append(self._now.plan)
         self._now, self._watched = version, None
+        self._see_casts()
+
+    def _see_casts(self) -> None:
+        if self.is_training:
+            self._converts = self._ranks.any("casts that run", bool(self.plan.converted))
 
     def _start_fp8(self) -> None:
-        version = self._version(self._base, self._ranks)
+        version = self._version(self._base)
         if version is not None:
             self._replace(version)
             self._begin()
@@ -293,7 +304,8 @@ class AdaptiveGraph:
         """Start from the version of the options themselves."""
         self._versions = 1
         self._policy.start_from(self.plan)
-        if self.is_training and not self.plan.converted:
+        self._see_casts()
+        if self.is_training and not self._converts:
             self._end("nothing of it is in FP8", warn=False)
 
     def _following(self) -> Version:
@@ -324,9 +336,21 @@ def observe_loss(loss: Tensor, of: AdaptiveGraph | None = None) -> None:
     if judge is None:
         return
     whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
-    if why := judge._losses.add(mean(whole, judge._ranks)):
+    if why := judge._losses.add(mean(whole, judge._ranks.ranks)):
         for graph in graphs:
             graph.roll_back(why)
+
+
+def _alone_on_the_wire(options: Options, settings: Adaptive) -> Options:
+    """Return options with which nothing is cast before it travels to ranks that may cast otherwise by then."""
+    if settings.ranks is not None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return options
+    if options.wire == "fp8":
+        warn_user(
+            "fp8: wire='fp8' is not carried out in automatic mode where each rank decides alone: a rank may expect FP8 "
+            "where another sends BF16. options={'adaptive': {'ranks': 'world'}, …} has all decide together."
+        )
+    return replace(options, wire="bf16")
 
 
 def _has_groups(inputs: Sequence[Any]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fp8compile.distributed.ranks import Ranks
+from fp8compile.adaptive.ranks import Agreement
 from fp8compile.plan import cast_statistics
 from fp8compile.plan.cast_rows import Row
 
@@ -26,7 +26,7 @@ class Looks:
 
     name: str
     every: int
-    ranks: Ranks
+    ranks: Agreement
     done: int = field(default=0, init=False)
     is_open: bool = field(default=False, init=False)
     _due: int = field(default=0, init=False)  # the step of the next one
@@ -47,10 +47,10 @@ class Looks:
         """Return what the open look has measured; None while evidence of that many casts is missing on some rank."""
         there = sum(1 for row in cast_statistics.rows(self.name) if row.steps and row.role != "saved")
         self._waited += 1
-        if min(self.ranks.gathered(there)) < casts and self._waited < PATIENCE:
+        if not all(self.ranks.gathered("casts", there >= casts)) and self._waited < PATIENCE:
             return None
-        if self.ranks.group is not None:
-            cast_statistics.join(self.name, self.ranks.gathered(cast_statistics.sums(self.name)))
+        if not self.ranks.is_alone:
+            cast_statistics.join(self.name, self.ranks.gathered("evidence", cast_statistics.sums(self.name)))
         rows = [row for row in cast_statistics.rows(self.name) if row.steps]
         self._close()
         self.done += 1

@@ -38,11 +38,3 @@ class Ranks:
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value, self.group)
         return found
-
-    def first_failure(self, why: str) -> str:
-        """Return why this rank failed, or else the first other one that did; "" if none did."""
-        reasons = self.gathered(why)
-        if why or not any(reasons):
-            return why
-        rank = next(i for i, reason in enumerate(reasons) if reason)
-        return f"rank {rank} of the group: {reasons[rank]}"

@@ -157,12 +157,11 @@ def sums(name: str) -> dict[str, list[float]]:
 
 
 def join(name: str, everything: Sequence[dict[str, list[float]]]) -> None:
-    """Let the sums under `name` be those of all ranks together, of casts that each of them measured."""
+    """Let the sums under `name` be those of all ranks together: a cast may run on some of them alone."""
     together: dict[str, Tensor] = {}
-    for key in everything[0]:
+    for key in dict.fromkeys(key for mine in everything for key in mine):
         found = [torch.tensor(mine[key], dtype=torch.float64) for mine in everything if key in mine]
-        if len(found) == len(everything):
-            together[key] = functools.reduce(joined, found)
+        together[key] = functools.reduce(joined, found)
     if name in _watched:
         _watched[name]._sums = together
 

@@ -7,11 +7,17 @@ Where only FP8 matmuls read the rows (in inference, or with frozen experts) they
 (`passes/collectives/quantize_before_collective.py`). Elsewhere it takes wire="fp8", for somebody reads rounded rows:
 grad_weight of experts, which casts them by columns, or, behind the experts, the model. A row with a scale of its own
 loses what a cast for a matmul would.
+
+All ranks must decide alike, and each compiles its own graph. Where they get other numbers of rows, which a graph knows
+as numbers, some may have a matmul in BF16 for their few rows: there nothing is cast for its readers, and wire="fp8"
+casts all rows, however few.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from fp8compile.formats import E4M3
 from fp8compile.passes.collectives.gather_as_fp8 import (
@@ -27,6 +33,7 @@ from fp8compile.passes.collectives.gather_as_fp8 import (
 from fp8compile.passes.collectives.quantize_before_collective import Cast, Early, readers_of
 from fp8compile.passes.core.collectives import ALL_TO_ALL, Journey, journeys
 from fp8compile.passes.core.compilation import Compilation, value
+from fp8compile.passes.core.node_views import argument
 
 ROWS = Cast(E4M3.name, "row")
 LEAST = 64  # elements of a row that is worth a scale of its own: numbers for a router have fewer
@@ -43,12 +50,14 @@ def _exchange(c: Compilation, journey: Journey) -> bool:
         return False
     readers = readers_of(journey)
     casts, reason = [*readers.early], SAME
-    why = why_none(c, journey)
+    why, is_local = why_none(c, journey), _is_of_this_rank(journey.collective)
     exact = "no FP8 matmul reads it" if not casts and not readers.late else why_inexact(readers, x)
+    if is_local:
+        casts, exact = [], exact or "other ranks get other numbers of rows, and may read them in BF16"
     if not why and exact:
         casts, reason = [*casts, ROWS][:1], "wire='fp8': its rows are rounded before they travel"
         why = _why_unfit(x) or ("" if c.options.wire == "fp8" else f"{exact}; wire='fp8' rounds it")
-    why = why or why_small(c, journey, casts)
+    why = why or ("" if is_local else why_small(c, journey, casts))
     record(c, journey, [] if why else casts, why or reason)
     if why:
         return False
@@ -58,6 +67,18 @@ def _exchange(c: Compilation, journey: Journey) -> bool:
     else:
         replace_exactly(early, readers)
     return True
+
+
+def _is_of_this_rank(collective: fx.Node) -> bool:
+    """Return True if a graph knows how many rows its own rank sends and gets, and others may do otherwise.
+
+    What only the data says no decision goes by, and equal parts are those of all ranks.
+    """
+    sizes = [*argument(collective, "output_split_sizes"), *argument(collective, "input_split_sizes")]
+    values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
+    if any(has_free_unbacked_symbols(n) for n in values if isinstance(n, torch.SymInt)):
+        return False
+    return len({str(n) for n in values}) > 1
 
 
 def _why_unfit(x: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import warnings
@@ -114,7 +115,7 @@ def test_outlier_channels_change_one_matmul_to_bf16_and_its_weight_gradient_to_r
         assert "by columns" in change.evidence or "by rows" in change.evidence
         assert "underflow" in change.evidence
     reasons = {(m.path, m.role): m.reason for m in graph().plan.matmuls}
-    assert reasons["second", "output"].startswith("adaptive: left operand: outlier channels: by columns 0.")
+    assert reasons["second", "output"].startswith("adaptive: left operand: outlier channels: by columns ")
     assert fp8compile.last_compile().plans[0] is graph().plan
 
 
@@ -178,14 +179,17 @@ def test_the_last_recompile_is_for_what_loses_too_much() -> None:
 
 def test_recompiles_are_bounded(caplog):
     model = Gained()
-    step = compiled(model, {"every": 1, "patience": 1, "recompiles": 2})
+    step = compiled(model, {"every": 1, "patience": 1, "recompiles": 1})
     with caplog.at_level(logging.INFO, "fp8compile"):
-        for i in range(12):
-            model.plant(1e6 if i % 2 else 1.0)
-            train(step, 3)
-    assert graph().recompiles == 2
-    assert "2 recompiles are used up" in graph().why_done
-    assert "2 recompiles are used up" in caplog.text
+        model.plant(1e6)
+        train(step, 4)
+        with torch.no_grad():
+            model.first.weight[:, 5], model.first.weight[7] = 0.0, 1e-7  # another outlier, in front of the first layer
+        with pytest.warns(fp8compile.Fp8Warning, match="1 recompiles are used up"):
+            train(lambda x: step(x.index_fill(1, torch.tensor([5]), 1e6)), 4)
+    assert graph().recompiles == 1
+    assert "1 recompiles are used up" in graph().why_done
+    assert "1 recompiles are used up" in caplog.text
     assert sum("adaptive: step" in r.message for r in caplog.records) == len(graph().changes)
 
 
@@ -249,7 +253,11 @@ def test_looks_are_rare_and_between_them_nothing_is_measured(monkeypatch):
     add = fp8compile.Statistics.add
     monkeypatch.setattr(fp8compile.Statistics, "add", lambda self, *args: (measured.append(1), add(self, *args))[1])
     train(compiled(Gained(), {"every": 8}), 40)
-    assert looked == [0, 2, 6, 14, 22, 30, 38]
+    assert looked[:4] == [0, 1, 3, 5]
+    gaps = [after - before for before, after in itertools.pairwise(looked)]
+    assert 4 < max(gaps) <= 8, looked
+    assert len(looked) <= 12
+    assert len(set(gaps[3:])) > 1, "one call of each cycle alone is seen"
     count = len(measured)
     assert count % len(looked) == 0  # each look measures the same casts, once
 

@@ -32,16 +32,28 @@ class Gained(nn.Module):
         return self.second(torch.tanh(self.first(x)) * self.gain).float().square().mean()
 
 
-def trained(rank: int, steps: int, planted: float, adaptive: dict[str, Any], scales: Any = None) -> list[str]:
-    """Train with another input on each rank, and rank 1's `gain` planted; returns all changes, and why no more come."""
+def trained(
+    rank: int,
+    steps: int,
+    planted: float,
+    adaptive: dict[str, Any],
+    scales: Any = None,
+    where: int = 1,
+    rows: Any = lambda rank, i: 32,
+    **more: Any,
+) -> list[str]:
+    """Train with another input on each rank, and one rank's `gain` planted; returns all changes, and why no more come.
+
+    rows: of the input of a rank at a step.
+    """
     torch.compiler.reset()
     model = Gained()
-    if rank == 1:
+    if rank == where:
         model.gain[3] = planted
-    options = {**RUN, "adaptive": {"every": 4, **adaptive}}
+    options = {**RUN, "adaptive": {"every": 4, **adaptive}, **more}
     step = torch.compile(model, backend="fp8", options=options)
     for i in range(steps):
-        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(rank))
+        x = torch.randn(rows(rank, i), 32, generator=torch.Generator().manual_seed(rank))
         with torch.autocast("cpu", torch.bfloat16):
             step(x * (scales(rank, i) if scales else 1.0)).backward()
     (graph,) = [g for g in fp8compile.adaptive_graphs() if g.is_training]
@@ -59,6 +71,34 @@ def test_ranks_decide_by_what_one_of_them_measured(ranks: Ranks) -> None:
 
 def test_ranks_agree_that_nothing_is_to_be_changed(ranks: Ranks) -> None:
     assert ranks.run(trained, 6, 1.0, TOGETHER) == [[""], [""]]
+
+
+def partly_converted(rank: int) -> list[str]:
+    """Nothing of rank 1's graph is in FP8, as where its batch is too small to gain by it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trained(rank, 20, 1e6, TOGETHER, where=0, skip=["*"] if rank else [])
+
+
+def test_a_rank_with_nothing_in_fp8_decides_with_the_others(ranks: Ranks) -> None:
+    first, second = ranks.run(partly_converted)
+    assert any("second output" in change and "bf16" in change for change in first)
+    assert first[-1] == second[-1] == ""
+
+
+def of_other_lengths(rank: int) -> str:
+    """Rank 1's lengths change, so that it compiles its graph again at another step than rank 0."""
+    try:
+        trained(rank, 12, 1.0, TOGETHER, rows=lambda rank, i: 32 + 16 * rank * i)
+    except fp8compile.Fp8Error as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_run_different_graphs_are_told(ranks: Ranks) -> None:
+    for said in ranks.run(of_other_lengths):
+        assert "ranks that decide together ran different graphs (rank 0: " in said
+        assert "dynamic=True" in said
 
 
 def in_a_group(rank: int) -> list[str]:

@@ -166,7 +166,17 @@ def delayed_scales(rank: int) -> None:
     assert all("its delayed scale is each rank's own" in row.reason for row in early[1]), early[1]
 
 
-@pytest.mark.parametrize("case", [sequence, mixed, delayed_scales], ids=lambda case: case.__name__)
+def automatic(rank: int) -> None:
+    """Where each rank decides alone, one may expect a payload where another sends none: all send values."""
+    together, alone = (step(rank, recipe="tensorwise", adaptive={"ranks": by}) for by in ("world", None))
+    assert {row.form for row in alone[1]} == {"bfloat16"}
+    assert {row.form for row in together[1]} == {"e4m3 tensor", "e5m2 tensor"}
+    with pytest.warns(fp8compile.Fp8Warning, match="where each rank decides alone"):
+        asked = step(rank, recipe="tensorwise", adaptive="auto", wire="fp8")
+    assert {row.form for row in asked[1]} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("case", [sequence, mixed, delayed_scales, automatic], ids=lambda case: case.__name__)
 def test_sequence_parallel(ranks: Ranks, case: Any) -> None:
     ranks.run(case)
 
@@ -174,6 +184,7 @@ def test_sequence_parallel(ranks: Ranks, case: Any) -> None:
 # --- experts
 
 SENT = [[10, 22], [16, 16]]  # rows that each rank sends to each
+EQUAL = [[16, 16], [16, 16]]
 
 
 def tokens(rank: int) -> Tensor:
@@ -181,12 +192,14 @@ def tokens(rank: int) -> Tensor:
 
 
 @dynamo_config.patch(capture_scalar_outputs=True)
-def mixture(rank: int, train: bool, frozen: bool = False, routed: bool = False, **options: Any) -> Result:
+def mixture(
+    rank: int, train: bool, frozen: bool = False, routed: bool = False, sent: Any = SENT, **options: Any
+) -> Result:
     """Tokens go to the experts of both ranks, in groups there, and back. `routed`: only the data says how many."""
     torch.manual_seed(3 + rank)
     experts = Experts(2).requires_grad_(train and not frozen)
-    given = SENT[rank]
-    taken = [sent[rank] for sent in SENT]
+    given = sent[rank]
+    taken = [to[rank] for to in sent]
     order, offs = torch.randperm(sum(taken)), ends([sum(taken) // 4, sum(taken) - sum(taken) // 4])
 
     def forward(x: Tensor, numbers: Tensor) -> Tensor:
@@ -213,19 +226,29 @@ def in_rows(y: Tensor) -> Tensor:
 
 def experts(rank: int) -> None:
     """Where nothing but FP8 matmuls reads the tokens they are cast before they travel, and what comes back is not."""
-    whole, exact = mixture(rank, False, wire="bf16"), mixture(rank, False)
+    whole, exact = (mixture(rank, False, sent=EQUAL, wire=wire) for wire in ("bf16", "exact"))
     assert differing(whole, exact) == set()
     there, back = exact[1]
-    rows_taken = sum(sent[rank] for sent in SENT)
     assert (there.kind, there.form, there.before, there.after) == (
-        "all-to-all", "e4m3 row", 2 * DIM * rows_taken, (DIM + 4) * rows_taken,
+        "all-to-all", "e4m3 row", 2 * DIM * 32, (DIM + 4) * 32,
     )  # fmt: skip
     assert (back.form, back.after) == ("bfloat16", 2 * DIM * 32)
     assert there.reason == "cast before it travels: the same values"
     assert back.reason == "read as it is by the caller; wire='fp8' rounds it"
-    whole, exact = (mixture(rank, True, frozen=True, wire=wire) for wire in ("bf16", "exact"))
+    whole, exact = (mixture(rank, True, frozen=True, sent=EQUAL, wire=wire) for wire in ("bf16", "exact"))
     assert differing(whole, exact) == set()
     assert [row.form for row in exact[1]] == ["e4m3 row", "bfloat16", "e4m3 row", "bfloat16"]
+
+
+def unequal_experts(rank: int) -> None:
+    """Ranks that know their own numbers of rows, of which one has none for FP8: none is surprised by a payload."""
+    sent = [[30, 2], [32, 0]]
+    exact = mixture(rank, False, sent=sent)
+    assert {row.form for row in exact[1]} == {"bfloat16"}
+    assert exact[1][0].reason.startswith("other ranks get other numbers of rows")
+    rounded = mixture(rank, False, sent=sent, wire="fp8", select="profitable")
+    assert {row.form for row in rounded[1]} == {"e4m3 row"}
+    assert rounded[0]["y"].isfinite().all()
 
 
 def rounded_experts(rank: int) -> None:
@@ -245,6 +268,6 @@ def rounded_experts(rank: int) -> None:
     assert max(errors["up"], errors["down"]) < 0.064, errors
 
 
-@pytest.mark.parametrize("case", [experts, rounded_experts], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [experts, unequal_experts, rounded_experts], ids=lambda case: case.__name__)
 def test_experts(ranks: Ranks, case: Any) -> None:
     ranks.run(case)

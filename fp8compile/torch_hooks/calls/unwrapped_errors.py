@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch._dynamo.exc import ShortenTraceback  # what Dynamo hands to the user as it is
 
-from fp8compile.errors import Fp8Error, FreedWeightError, OptionError
+from fp8compile.errors import Fp8Error, FreedWeightError, OptionError, ShardingError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,7 +48,7 @@ def _passing(kind: type[Fp8Error]) -> Any:
     return Passing
 
 
-PASSING = {kind: _passing(kind) for kind in (OptionError, FreedWeightError)}
+PASSING = {kind: _passing(kind) for kind in (OptionError, FreedWeightError, ShardingError)}
 
 
 def unwrapped(backend: Callable[P, R]) -> Callable[P, R]:
