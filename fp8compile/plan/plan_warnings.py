@@ -82,7 +82,8 @@ def _check_patterns(option: str, patterns: Sequence[str], what: str, paths: set[
 
 def _could_be(matmul: Matmul) -> bool:
     """Return True if leaving this matmul may surprise its user: attention (bmm) and the defaults' exceptions do not."""
-    return (matmul.role != "other" or matmul.kind in ("mm", "addmm")) and matmul.code not in BY_DEFAULT
+    is_known = matmul.code in BY_DEFAULT or matmul.code == Reason.EMPTY  # a batch without rows
+    return (matmul.role != "other" or matmul.kind in ("mm", "addmm")) and not is_known
 
 
 def _is_to_come(pattern: str) -> bool:

@@ -265,6 +265,13 @@ def test_of_inference_it_says_nothing_of_what_is_saved():
     ]
 
 
+@pytest.mark.filterwarnings("error::fp8compile.errors.Fp8Warning")
+def test_a_batch_without_rows_is_not_warned_of():
+    run = torch.compile(nn.Linear(D, D), backend="fp8", options=EAGER)
+    assert run(torch.randn(32, D)).shape == (32, D)
+    assert run(torch.randn(0, D)).shape == (0, D)
+
+
 def test_a_table_says_whether_it_is_rounded():
     assert "rounded to FP8 though no matmul is in it" in " ".join(once(skip="*", save="fp8").shown.split())
     assert "though no matmul" not in once(skip="*").shown
