@@ -31,7 +31,7 @@ from fp8compile.passes.matmul.weights import is_weight, weight_nodes
 from fp8compile.plan.reasons import Reason, Why
 
 ONLY_WEIGHTS = Why(Reason.ONLY_WEIGHTS, "both operands are weights")
-MADE_OF_WEIGHTS = Why(Reason.ONLY_WEIGHTS, "computed of parameters and buffers alone, as a weight is")
+WITH_A_BUFFER = Why(Reason.ONLY_WEIGHTS, "a weight and a buffer: it may be a weight that is computed")
 NO_WEIGHT = Why(Reason.NO_WEIGHT, "neither operand comes from an nn.Parameter")
 PRODUCT = Why(Reason.PRODUCT, "an operand is a product of parameters; only a weight plus such products is a weight")
 ONLY_GRADIENTS = Why(Reason.ONLY_GRADIENTS, "both operands are gradients")
@@ -81,8 +81,8 @@ def _assign_forward_role(matmul: MatmulNode, weights: set[fx.Node], is_fed: bool
     left, right = (is_weight(operand, weights) for operand in (matmul.left, matmul.right))
     if left and right:
         matmul.why_other = ONLY_WEIGHTS
-    elif is_fed and (left or right) and matmul.node in weights:
-        matmul.why_other = MADE_OF_WEIGHTS
+    elif is_fed and (left or right) and matmul.node in weights and not {matmul.left, matmul.right} <= weights:
+        matmul.why_other = WITH_A_BUFFER
     elif not (left or right):
         matmul.why_other = PRODUCT if {matmul.left, matmul.right} & weights else NO_WEIGHT
     else:

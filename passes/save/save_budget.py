@@ -35,7 +35,7 @@ from fp8compile.passes.save.save_on_host import Host
 from fp8compile.passes.save.saved_forms import as_it_is, bytes_of, is_random, memory_of
 from fp8compile.plan.reasons import Reason, Why
 
-ROUNDS = 3  # of cuts, each with the room on the host that the one before leaves
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 STEPS = 7  # of a bisection over prices: to a factor of two
 ALLOWED = Why(Reason.BUDGET, "the budget allows it")
 HIGHEST, LOWEST = 2.0**52, 2.0**20  # bytes that a second of a matmul may be worth; a GPU writes 2**42 in one
@@ -81,16 +81,16 @@ def plan_within(
     if host is None:
         return _with_more_recompute(graph, halves, cut, choice, limit, device)
     room = host.room(choice.saved, halves)
-    for _ in range(ROUNDS):
-        if choice.bytes <= limit + room:
-            return replace(choice, moved=choice.bytes - limit)
-        choice = _with_more_recompute(graph, halves, cut, choice, limit + room, device)
-        room = host.room(choice.saved, halves)
-    least = choice.bytes - room
-    if least <= limit:
-        return replace(choice, moved=choice.bytes - limit, missed="")
+    if choice.bytes <= limit + room:
+        return replace(choice, moved=choice.bytes - limit)
+    for share in SHARES:  # of the room: what runs again leaves less to move
+        choice = _with_more_recompute(graph, halves, cut, choice, limit + int(share * room), device)
+        moved = min(max(0, choice.bytes - limit), host.room(choice.saved, halves))
+        if choice.bytes - moved <= limit:
+            return replace(choice, moved=moved, missed="")
+    least = choice.bytes - moved
     why = f"the activation budget of {limit} bytes is below the {least} that are neither moved nor computed again"
-    return replace(choice, moved=room, missed=why)
+    return replace(choice, moved=moved, missed=why)
 
 
 def _within_reach(graph: fx.Graph, halves: Halves, cut: Callable[[Prices], Choice]) -> Choice:

@@ -50,7 +50,10 @@ class Host:
 
     def room(self, saved: Iterable[fx.Node], halves: Halves) -> int:
         """Return how many bytes of what is saved can be moved, before values become payloads and scales."""
-        sizes = (_payload_bytes(n, halves) for n in self._movable(list(saved), halves))
+        nodes = list(saved)
+        rounded = [n for n in nodes if _is_rounded(n, halves)]  # whose payload has memory of its own
+        exact = [n for n in self._movable(nodes, halves) if not _is_rounded(n, halves)]
+        sizes = [*(count(value(n).shape) for n in rounded), *(bytes_of(value(n)) for n in exact)]
         return min(self.carried, sum(n for n in sizes if n >= LEAST))
 
     def choose(self, kept: Iterable[fx.Node], wanted: int, halves: Halves) -> list[fx.Node]:
@@ -71,10 +74,9 @@ class Host:
         return [n for n in tensors if (m := memory_of(n)) not in halves.inputs and owners[m] == 1 and _is_dense(n)]
 
 
-def _payload_bytes(node: fx.Node, halves: Halves) -> int:
+def _is_rounded(node: fx.Node, halves: Halves) -> bool:
     form = halves.forms.get(node)
-    is_rounded = form is not None and form.granularity is not None
-    return count(value(node).shape) if is_rounded else bytes_of(value(node))
+    return form is not None and form.granularity is not None
 
 
 def _is_dense(node: fx.Node) -> bool:

@@ -43,6 +43,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "skip": ([None, 3, {"a"}, [3], [""], ["a", None]], r"takes module path patterns \(strings\)"),
     "lm_head": FLAG,
     "fold_masks": FLAG,
+    "offload": FLAG,
     "one_pass_casts": FLAG,
     "frozen": FLAG,
     "strict": FLAG,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.utils import run_and_get_code
+from torch._inductor.virtualized import V
 
+from fp8compile import host_copies
 from fp8compile.torch_hooks.inductor.buffer_reuse import SMALL
 from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
 
@@ -80,8 +83,23 @@ def test_a_large_buffer_is_not_held(step: Callable[..., Tensor], sizes: tuple[in
 @pytest.mark.parametrize(("size", "expected"), [(0, False), (SMALL, True), (SMALL + 1, False)])
 def test_sizes_that_only_the_data_knows_are_large(size: int, expected: bool) -> None:
     line, freed = (types.SimpleNamespace(scheduler_node_index=index) for index in (7, 3))
-    with compiling_ours():
+    with compiling_ours(), V.set_graph_handler(types.SimpleNamespace(operations=[])):  # type: ignore[arg-type]
         assert AllocateLine.should_reuse_buffer(line, freed, size) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["copied", "another"])
+def test_what_is_being_copied_to_the_host_is_not_used_again(name: str) -> None:
+    """A copy of it may have been made for the copy to the host alone, so that nothing else keeps it until that ends."""
+    copy = types.SimpleNamespace(op_overload=host_copies.to_host, inputs=[buffer("copied")])
+    line = types.SimpleNamespace(scheduler_node_index=4, wrapper=None)
+    freed = types.SimpleNamespace(scheduler_node_index=3, node=buffer(name))
+    graph: Any = types.SimpleNamespace(operations=[types.SimpleNamespace(), copy])
+    with compiling_ours(), V.set_graph_handler(graph):
+        assert AllocateLine.should_reuse_buffer(line, freed, SMALL) == (name != "copied")  # type: ignore[arg-type]
+
+
+def buffer(name: str) -> Any:
+    return types.SimpleNamespace(get_name=lambda: name)
 
 
 @pytest.mark.parametrize("sizes", [LARGE, LITTLE])

@@ -22,7 +22,7 @@ def hold_no_memory() -> None:
     decided = AllocateLine.should_reuse_buffer
 
     def should_reuse_buffer(self: AllocateLine, free_line: FreeIfNotReusedLine, size: int) -> bool:
-        if free_line.node.get_name() in _read_by_copies():
+        if (running := _read_by_copies()) and free_line.node.get_name() in running:
             return False
         if not is_ours_with_fp8():
             return decided(self, free_line, size)
