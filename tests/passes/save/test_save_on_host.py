@@ -31,15 +31,15 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, and a layer whose result is returned as well as read by backward: no copy would free its memory."""
+    """A layer whose result is returned, and read by backward, so that no copy would free its memory; and blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.up, self.down = nn.Sequential(Block(), Block()), nn.Linear(256, 512), nn.Linear(512, 256)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        inner = self.up(self.blocks(x))
-        return inner, self.down(nn.functional.gelu(inner))
+        inner = self.up(x)
+        return inner, self.blocks(self.down(nn.functional.gelu(inner)))
 
 
 def trained(
@@ -86,12 +86,14 @@ def test_what_the_model_returns_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory lives on: a copy would only add to it. So does what is small."""
     monkeypatch.setattr(devices, "describe", lambda device: FAST)
     _, before = trained(executor="eager")
-    staying = sum(row.bytes for row in rows_of(before) if row.reason == RETURNED or row.bytes < 2**20)
-    rest = sum(row.bytes for row in rows_of(before)) - staying
-    _, report = trained(executor="eager", activation_budget=staying + rest // 20, offload=True)
+    least = sum(row.bytes for row in rows_of(before) if row.reason == RETURNED or row.bytes < 2**20)
+    rest = sum(row.bytes for row in rows_of(before)) - least  # of which scales, a 33rd, stay as well
+    _, report = trained(executor="eager", activation_budget=least + rest // 31, offload=True)
     assert [row.node for row in rows_of(report)] == [row.node for row in rows_of(before)]
-    for row in rows_of(report):
-        assert row.on_host == (row.bytes >= 2**20 and row.reason != RETURNED)
+    assert any(row.reason == RETURNED for row in rows_of(report))
+    assert not any(row.on_host for row in rows_of(report) if row.reason == RETURNED or row.bytes < 2**20)
+    staying = [row for row in rows_of(report) if row.bytes >= 2**20 and row.reason != RETURNED and not row.on_host]
+    assert len(staying) <= 1  # the last one, where the others are enough
 
 
 def test_a_budget_that_cannot_be_met_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,15 +127,16 @@ def test_slices_that_are_rounded_are_moved(monkeypatch: pytest.MonkeyPatch) -> N
             return self.down(nn.functional.silu(a) * b)
 
     monkeypatch.setattr(devices, "describe", lambda device: FAST)
-    torch.compiler.reset()
-    x = torch.randn(4096, 256)
-    run = torch.compile(
-        Gated(), backend="fp8", options={**FP8, "executor": "eager", "activation_budget": 600_000, "offload": True}
-    )
-    run(x).square().mean().backward()
-    report = fp8compile.last_compile()
-    assert sum(row.on_host for row in rows_of(report)) >= 2
-    assert sum(row.gpu_bytes for row in rows_of(report)) <= 600_000
+    model, x, found = Gated(), torch.randn(4096, 256), []
+    for budget in ({}, {"activation_budget": 600_000, "offload": True}):
+        torch.compiler.reset()
+        run = torch.compile(model, backend="fp8", options={**FP8, "executor": "eager", **budget})
+        run(x).square().mean().backward()
+        found.append(rows_of(fp8compile.last_compile()))
+    before, after = found
+    assert [row.node for row in after] == [row.node for row in before]
+    assert sum(row.on_host and row.shape == (4096, 512) for row in after) == 2
+    assert sum(row.gpu_bytes for row in after) <= 600_000
 
 
 @pytest.mark.parametrize(
