@@ -70,8 +70,9 @@ class Host:
     def _movable(self, nodes: list[fx.Node], halves: Halves) -> list[fx.Node]:
         """Return the nodes whose memory is free when they are copied: nothing else that lives on lies in it."""
         tensors = [n for n in nodes if is_tensor(n) and n not in halves.static]
-        owners = Counter(memory_of(n) for n in dict.fromkeys([*tensors, *filter(is_tensor, self.returned)]))
-        return [n for n in tensors if (m := memory_of(n)) not in halves.inputs and owners[m] == 1 and _is_dense(n)]
+        owners = Counter(memory_of(n) for n in dict.fromkeys(tensors))
+        staying = halves.inputs | {memory_of(n) for n in self.returned if is_tensor(n)}
+        return [n for n in tensors if (m := memory_of(n)) not in staying and owners[m] == 1 and _is_dense(n)]
 
 
 def _is_rounded(node: fx.Node, halves: Halves) -> bool:
