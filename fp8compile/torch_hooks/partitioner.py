@@ -149,9 +149,10 @@ def _partition(
     outputs, count = signature(gm.graph), kwargs["num_fwd_outputs"]
     if not halves.backward:
         return p.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-    device = devices.describe(device_of(gm.graph))
+    where = device_of(gm.graph)
+    device = devices.describe(where)
     returned, *_ = p._extract_fwd_bwd_outputs(gm, num_fwd_outputs=count)
-    host = Host.of(halves, [n for n in returned if isinstance(n, fx.Node)], device) if options.offload else None
+    host = Host.of(halves, [n for n in returned if isinstance(n, fx.Node)], device, where) if options.offload else None
     choice = plan_within(gm.graph, halves, options.activation_budget, device, host)
     if choice.missed:
         warn_user(f"fp8: {choice.missed}")

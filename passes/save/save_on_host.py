@@ -35,18 +35,19 @@ class Host:
     """The host's memory, as a cut may use it.
 
     carried: bytes that are copied in the time that forward computes. returned: what the model returns, whose memory
-    lives on wherever a copy is.
+    lives on wherever a copy is. where: the device that computes; what a nested region has moved is there no more.
     """
 
     carried: int
     returned: frozenset[fx.Node]
+    where: torch.device
 
     @staticmethod
-    def of(halves: Halves, returned: Iterable[fx.Node], device: Device) -> Host:
+    def of(halves: Halves, returned: Iterable[fx.Node], device: Device, where: torch.device) -> Host:
         """Return what the host's memory can do for a joint graph. Only matmuls, convolutions and attention count."""
         kernels = [n for n in halves.forward if is_library_kernel(n) and isinstance(n.target, torch._ops.OpOverload)]
         seconds = sum(library_seconds(n, device) for n in kernels)
-        return Host(int(seconds * device.host_link * 1e12), frozenset(returned))
+        return Host(int(seconds * device.host_link * 1e12), frozenset(returned), where)
 
     def room(self, saved: Iterable[fx.Node], halves: Halves) -> int:
         """Return how many bytes of what is saved can be moved, before values become payloads and scales."""
@@ -69,7 +70,7 @@ class Host:
 
     def _movable(self, nodes: list[fx.Node], halves: Halves) -> list[fx.Node]:
         """Return the nodes whose memory is free when they are copied: nothing else that lives on lies in it."""
-        tensors = [n for n in nodes if is_tensor(n) and n not in halves.static]
+        tensors = [n for n in nodes if is_tensor(n) and n not in halves.static and value(n).device == self.where]
         owners = Counter(memory_of(n) for n in dict.fromkeys(tensors))
         staying = halves.inputs | {memory_of(n) for n in self.returned if is_tensor(n)}
         return [n for n in tensors if (m := memory_of(n)) not in staying and owners[m] == 1 and _is_dense(n)]

@@ -102,6 +102,32 @@ def test_a_budget_that_cannot_be_met_is_warned_of(monkeypatch: pytest.MonkeyPatc
         trained(executor="eager", activation_budget=1000, offload=True)
 
 
+class Region(nn.Module):
+    """A block whose graph is one of its own within the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+def test_nested_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region moves what it saves; the graph around it moves what it has from regions, once."""
+    monkeypatch.setattr(devices, "describe", lambda device: FAST)
+    model, x, found = nn.Sequential(Region(), Region(), Region()), torch.randn(2048, 256), []
+    for budget in ({}, {"activation_budget": 0.2, "offload": True}):
+        torch.compiler.reset()
+        model.zero_grad()
+        run = torch.compile(model, backend="fp8", fullgraph=True, options={**FP8, "executor": "eager", **budget})
+        run(x).square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert any(row.on_host for row in rows_of(fp8compile.last_compile()))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("share", [0.15, 0.3])
 def test_matmuls_run_again_for_what_copies_do_not_carry(share: float) -> None:
     """On a CPU's row of the table, at an H200's rates, a forward of microseconds leaves time for next to nothing."""
