@@ -118,7 +118,7 @@ class Region(nn.Module):
 def test_nested_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A region moves what it saves; the graph around it moves what it has from regions, once.
 
-    With torch 2.11 the graph around regions has no kernels, so no time for copies: its budget is missed, with a warning.
+    With torch 2.11 the graph around regions has no kernels, so no time for copies: it misses its budget, and warns.
     """
     monkeypatch.setattr(devices, "describe", lambda device: FAST)
     model, x, found = nn.Sequential(Region(), Region(), Region()), torch.randn(2048, 256), []
