@@ -195,16 +195,16 @@ def called(graph: fx.Graph, target: Any, *args: Any, like: Tensor, name: str) ->
 SIZE = 1024
 X = torch.empty(SIZE, SIZE, device="meta")
 SECONDS = 2 * SIZE**3 / 680e12  # of a matmul on an H200
-LINK = replace(devices.TABLE["H200"], host_link=4 * SIZE**2 / (2.5 * SECONDS) / 1e12)  # a copy takes 2.5 of them
+LINK = replace(devices.TABLE["H200"], host_link=4 * SIZE**2 / (2.4 * SECONDS) / 1e12)  # a copy takes 2.4 of them
 
 
 def forward_half() -> fx.Graph:
-    """Six matmuls in a row; the first two results are copied at the end."""
+    """Eight matmuls in a row; the first two results are copied at the end."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = X
     made = [x]
-    for i in range(6):
+    for i in range(8):
         made.append(called(graph, torch.ops.aten.mm.default, made[-1], x, like=X, name=f"mm{i}"))
     ends = []
     for i in (1, 0):
@@ -219,7 +219,8 @@ def test_copies_to_the_host_follow_the_last_reader_and_are_waited_for_when_they_
     place_copies(graph, LINK)
     graph.lint()
     names = [n.name for n in graph.nodes]
-    assert names == ["x", "mm0", "mm1", "host0", "mm2", "host1", "mm3", "mm4", "copied0", "mm5", "copied1", "output"]
+    order = "x mm0 mm1 host0 mm2 host1 mm3 mm4 copied0 mm5 mm6 copied1 mm7 output"
+    assert " ".join(names) == order
 
 
 def test_copies_to_the_device_begin_in_time() -> None:
