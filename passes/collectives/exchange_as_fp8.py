@@ -8,9 +8,9 @@ Where only FP8 matmuls read the rows (in inference, or with frozen experts) they
 grad_weight of experts, which casts them by columns, or, behind the experts, the model. A row with a scale of its own
 loses what a cast for a matmul would.
 
-All ranks must decide alike, and each compiles its own graph. Where they get other numbers of rows, which a graph knows
-as numbers, some may have a matmul in BF16 for their few rows: there nothing is cast for its readers, and wire="fp8"
-casts all rows, however few.
+All ranks must decide alike, and each compiles its own graph. Where a graph knows how many rows its rank sends and gets,
+others may get other numbers, and have a matmul in BF16 for their few rows: there nothing is cast for its readers, and
+wire="fp8" casts all rows, however few.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _exchange(c: Compilation, journey: Journey) -> bool:
         return False
     readers = readers_of(journey)
     casts, reason = [*readers.early], SAME
-    why, is_local = why_none(c, journey), _is_of_this_rank(journey.collective)
+    why, is_local = why_none(c, journey), _knows_its_rows(journey.collective)
     exact = "no FP8 matmul reads it" if not casts and not readers.late else why_inexact(readers, x)
     if is_local:
-        casts, exact = [], exact or "other ranks get other numbers of rows, and may read them in BF16"
+        casts, exact = [], exact or "other ranks may get other numbers of rows, and read them in BF16"
     if not why and exact:
         casts, reason = [*casts, ROWS][:1], "wire='fp8': its rows are rounded before they travel"
         why = _why_unfit(x) or ("" if c.options.wire == "fp8" else f"{exact}; wire='fp8' rounds it")
@@ -69,16 +69,11 @@ def _exchange(c: Compilation, journey: Journey) -> bool:
     return True
 
 
-def _is_of_this_rank(collective: fx.Node) -> bool:
-    """Return True if a graph knows how many rows its own rank sends and gets, and others may do otherwise.
-
-    What only the data says no decision goes by, and equal parts are those of all ranks.
-    """
+def _knows_its_rows(collective: fx.Node) -> bool:
+    """Return True if a graph knows how many rows its rank sends and gets, so that its decisions may go by them."""
     sizes = [*argument(collective, "output_split_sizes"), *argument(collective, "input_split_sizes")]
     values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in sizes]
-    if any(has_free_unbacked_symbols(n) for n in values if isinstance(n, torch.SymInt)):
-        return False
-    return len({str(n) for n in values}) > 1
+    return not any(has_free_unbacked_symbols(n) for n in values if isinstance(n, torch.SymInt))
 
 
 def _why_unfit(x: torch.Tensor) -> str:

@@ -100,7 +100,8 @@ def _why_late(shown: fx.Node, reader: fx.Node, whole: set[fx.Node], journey: Jou
             return ""
         if cast.multiples != (1, 1):
             return "its cast is padded"
-        if Scale.of(Quantize(reader).scale) is not None and Scale(Quantize(reader).scale).is_delayed:
+        made = Scale.of(Quantize(reader).scale)
+        if made is not None and made.is_delayed:
             return "its delayed scale is each rank's own: an overflow on one stays out of that rank's history"
         own = _is_common(Quantize(reader).scale, whole)
         return "" if own else "its scale is shared with what does not travel"

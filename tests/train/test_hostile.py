@@ -307,6 +307,7 @@ def test_results_may_be_written_to_in_place() -> None:
         out, hidden = run(noise(16, 32))
         hidden.mul_(2)
         (out.float().sum() + hidden.float().sum()).backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_plain_tensors_as_weights_are_said_to_be_left() -> None:
