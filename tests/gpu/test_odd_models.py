@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile import delayed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:fp8. the GPU waits for the host")]
 
 OPTIONS: dict[str, Any] = {"select": "all", "strict": True}
 ROLE = {side: {"delayed": {"history": 4}} for side in ("left", "right")}
