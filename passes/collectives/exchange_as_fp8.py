@@ -15,6 +15,8 @@ wire="fp8" casts all rows, however few.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
@@ -32,7 +34,7 @@ from fp8compile.passes.collectives.gather_as_fp8 import (
 )
 from fp8compile.passes.collectives.quantize_before_collective import Cast, Early, readers_of
 from fp8compile.passes.core.collectives import ALL_TO_ALL, Journey, journeys
-from fp8compile.passes.core.compilation import Compilation, value
+from fp8compile.passes.core.compilation import Compilation, aten, value
 from fp8compile.passes.core.node_views import argument
 
 ROWS = Cast(E4M3.name, "row")
@@ -41,7 +43,20 @@ LEAST = 64  # elements of a row that is worth a scale of its own: numbers for a 
 
 def run(c: Compilation) -> None:
     """Cast before all-to-alls, and say of each what became of it."""
+    for collective in c.graph.find_nodes(op="call_function", target=ALL_TO_ALL):
+        _add_up_rows(c, collective)
     finish(c, [journey for journey in journeys(c.graph, ALL_TO_ALL) if _exchange(c, journey)])
+
+
+def _add_up_rows(c: Compilation, collective: fx.Node) -> None:
+    """Let who asks how many rows arrive read the sum of the parts, so that only what waits for the rows reads them."""
+    parts = argument(collective, "output_split_sizes")
+    for size in [n for n in collective.users if n.target is aten.sym_size.int and argument(n, "dim") == 0]:
+        rows = parts[0]
+        for part in parts[1:]:
+            rows = c.emit(operator.add, rows, part, like=size)
+        size.replace_all_uses_with(rows)
+        c.graph.erase_node(size)
 
 
 def _exchange(c: Compilation, journey: Journey) -> bool:

@@ -225,13 +225,14 @@ def in_rows(y: Tensor) -> Tensor:
 
 def experts(rank: int) -> None:
     """Where nothing but FP8 matmuls reads what comes, and only the data says how much, it is cast before it travels."""
-    whole, exact = (mixture(rank, True, frozen=True, routed=True, wire=wire) for wire in ("bf16", "exact"))
-    assert differing(whole, exact) == set()
-    cast = [row for row in exact[1] if row.form == "e4m3 row"]
-    assert [(row.kind, row.half, row.reason) for row in cast] == [
-        ("all-to-all", "backward", "cast before it travels: the same values")
-    ]
-    assert cast[0].after * 2 * DIM == cast[0].before * (DIM + 4)
+    for train, halves in ((False, ["forward"]), (True, ["forward", "backward"])):
+        whole, exact = (mixture(rank, train, frozen=True, routed=True, wire=wire) for wire in ("bf16", "exact"))
+        assert differing(whole, exact) == set()
+        cast = [row for row in exact[1] if row.form == "e4m3 row"]
+        assert [row.half for row in cast] == halves
+        for row in cast:
+            assert (row.kind, row.reason) == ("all-to-all", "cast before it travels: the same values")
+            assert row.after * 2 * DIM == row.before * (DIM + 4)
 
 
 def unequal_experts(rank: int) -> None:
@@ -254,7 +255,9 @@ def rounded_experts(rank: int) -> None:
     assert {row.form for row in rounded[1]} == {"e4m3 row"}
     # experts compute the same of the same payloads, so y is rounded once: below 2^-4 of each element
     assert torch.equal(rounded[0]["y"], in_rows(whole[0]["y"]))
-    assert differing(rounded, mixture(rank, True, routed=True, wire="fp8")) == set()
+    routed = mixture(rank, True, routed=True, wire="fp8")
+    assert differing(rounded, routed) == set()
+    assert [(row.half, row.form) for row in routed[1]] == [(row.half, row.form) for row in rounded[1]]
     errors = {name: float((rounded[0][name] - y).norm() / y.norm()) for name, y in whole[0].items()}
     assert errors["y"] < 0.03
     assert errors["x"] < 0.06, errors  # y in the loss, then the gradient there and back
