@@ -45,7 +45,7 @@ test-matrix: ## the tests under each torch from 2.11 on, an environment each, an
 	$(PYTHON) -m tests.matrix $(ARGS)
 
 test-gpu: ## every GPU test, with the python on the path; prints what failed
-	$(PYTHON) -m pytest tests/gpu $(ARGS)
+	$(PYTHON) -m pytest tests/gpu tests/distributed --on-gpus $(ARGS)
 
 field: $(STAMP)dev $(STAMP)field ## gradients of small versions of all rows of the field suite (ARGS="-k T5")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmarks/test_field.py -m "field or not field" -n 2 --dist worksteal $(ARGS)

@@ -32,8 +32,9 @@ poison()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that leaves nothing out."""
+    """Add the option that leaves nothing out, and the one that gives each rank a GPU."""
     parser.addoption("--all-cases", action="store_true", help="run those of tests/left_out.json too")
+    parser.addoption("--on-gpus", action="store_true", help="run tests/distributed over NCCL, a GPU for each rank")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

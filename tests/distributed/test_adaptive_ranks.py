@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from torch import nn
+from where import device_type, seeded
 
 import fp8compile
 from fp8compile.adaptive.captured import CapturedGraph
@@ -53,8 +54,8 @@ def trained(
     options = {**RUN, "adaptive": {"every": 4, **adaptive}, **more}
     step = torch.compile(model, backend="fp8", options=options)
     for i in range(steps):
-        x = torch.randn(rows(rank, i), 32, generator=torch.Generator().manual_seed(rank))
-        with torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(rows(rank, i), 32, generator=seeded(rank))
+        with torch.autocast(device_type(), torch.bfloat16):
             step(x * (scales(rank, i) if scales else 1.0)).backward()
     (graph,) = [g for g in fp8compile.adaptive_graphs() if g.is_training]
     return [*map(str, graph.changes), graph.why_done]

@@ -28,6 +28,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from where import device_type
 
 import fp8compile
 from fp8compile import process_state
@@ -114,7 +115,7 @@ def rows_for_one_rank(rank: int) -> None:
     linear = nn.Linear(16, 16, bias=False)
     expected = in_fp8()("blocks.", linear.weight.detach()[:, :])
     fp8compile.prepare_fsdp(linear, power_of_two=True)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     weight = linear.weight
     rows = (9, 7)  # as if 16 rows were 9 and 7
     first = 9 * rank
@@ -204,7 +205,7 @@ def from_meta(rank: int) -> None:
     with torch.device("meta"):
         model = Model(**ONE)
     model = shard(compile_blocks(prepared(model)))
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     with torch.no_grad():
         for p, q in zip(model.parameters(), source.parameters(), strict=True):
             p._local_tensor.copy_(q.chunk(2)[rank])
@@ -231,7 +232,7 @@ def in_bf16(rank: int) -> None:
 def hybrid(rank: int) -> None:
     """A replicated and a sharded dimension of the mesh, either of them with one rank only."""
     for shape in ((1, 2), (2, 1)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("replicate", "shard"))
         run = train_sharded(shard(compile_blocks(prepared(make_model(**ONE))), mesh=mesh))
         assert_as_alone(run, lambda: reference(**ONE), LOSS, GRADIENT)
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from ranks import Ranks
 from sharding import Block, backend
 from torch import Tensor, nn
+from where import seeded
 
 import fp8compile
 
@@ -51,7 +52,7 @@ def model_of(gather: Gather, start: int) -> nn.Module:
 
 def sequences() -> tuple[Tensor, Tensor]:
     """Return inputs and targets, bf16[BATCH, LENGTH, DIM]."""
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     x, target = torch.randn(2, BATCH, LENGTH, DIM, generator=generator).bfloat16()
     return x, target
 

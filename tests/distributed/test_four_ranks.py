@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from where import device_type
 
 import fp8compile
 
@@ -51,7 +52,7 @@ def alone(parts: int) -> Result:
 
 def hsdp(rank: int) -> None:
     """Shards within pairs of ranks, copies between them; both ranks of a pair train the same part."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
     model = compile_blocks(make_model(layers=1))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=BF16)
@@ -62,7 +63,7 @@ def hsdp(rank: int) -> None:
 
 
 def tensor_and_data_parallel(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("data", "tensor"))
     model = make_model(layers=1)
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN)

@@ -28,6 +28,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from where import device_type
 
 import fp8compile
 from fp8compile import process_state
@@ -140,7 +141,7 @@ def from_meta(rank: int) -> None:
     with torch.device("meta"):
         model = Model(**ONE)
     model = shard(compile_blocks(model))
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     with torch.no_grad():
         for (name, p), q in zip(model.named_parameters(), source.parameters(), strict=True):
             assert isinstance(p, DTensor), name

@@ -13,6 +13,7 @@ from sharding import compile_blocks, local_batch, loss_of, make_model, shard, tr
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from where import seeded
 
 import fp8compile
 from fp8compile.distributed.gradients import pack, unpack
@@ -38,7 +39,7 @@ class Vector(nn.Module):
 
 
 def gradients_of(rank: int, step: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(17 * step + rank)
+    generator = seeded(17 * step + rank)
     return [
         torch.randn(p.shape, generator=generator) * 10.0**-i for i, p in enumerate(Vector().parts)
     ]  # fmt: skip
@@ -94,7 +95,7 @@ def rebuilt(rank: int, format: str) -> None:
     """What rounding has taken from one parameter's large gradient is not added to the other's small one."""
     model = fp8compile.compress_gradients(DistributedDataParallel(Reordered()), format, error_feedback=True)
     for step in range(4):
-        generator = torch.Generator().manual_seed(step)
+        generator = seeded(step)
         given = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
         given[1] *= 1e-6
         exchanged(model, given)

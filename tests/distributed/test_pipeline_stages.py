@@ -12,6 +12,7 @@ from ranks import Ranks
 from sharding import Block, Model, backend, batch, loss_of, make_model
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from where import device_type
 
 import fp8compile
 
@@ -52,7 +53,7 @@ def piped(rank: int, make_schedule: Callable[..., Any], stages: int, prepare: Ca
     names = {id(p): name for name, p in model.named_parameters()}
     indices = range(rank, stages, dist.get_world_size())
     parts = [prepare(Stage(model, i, stages)) for i in indices]
-    made = [PipelineStage(m, i, stages, torch.device("cpu")) for m, i in zip(parts, indices, strict=True)]
+    made = [PipelineStage(m, i, stages, torch.device(device_type())) for m, i in zip(parts, indices, strict=True)]
     held = made if stages > dist.get_world_size() else made[0]
     schedule = make_schedule(held, PARTS, loss_fn=loss_of, scale_grads=False)
     losses: list[Tensor] = []

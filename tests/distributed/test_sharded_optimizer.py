@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from where import device_type, seeded
 
 import fp8compile
 from fp8compile.backend import fp8
@@ -29,7 +30,7 @@ def compiled(opt: torch.optim.Optimizer) -> Any:
 
 
 def trained_and_saved(rank: int, folder: str) -> None:
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh(device_type(), (WORLD,))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 33), nn.Linear(33, 128))  # 4224 elements, 17 or 16 rows; rows of 33: FP32
     whole = copy.deepcopy(model)
@@ -38,7 +39,7 @@ def trained_and_saved(rank: int, folder: str) -> None:
     step = compiled(opt)
     for i in range(3):
         for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-            q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(i))
+            q.grad = torch.randn(q.shape, generator=seeded(i))
             p.grad = distribute_tensor(q.grad, mesh, p.placements)
         step()
         reference.step()
@@ -79,7 +80,7 @@ def test_fsdp2_and_its_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
 
 def moved(rank: int) -> None:
     """A step of one rule sees each part of a state that moves, as offloading moves them."""
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh(device_type(), (WORLD,))
     model = nn.Linear(128, 64, bias=False)
     fully_shard(model, mesh=mesh)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -12,6 +12,7 @@ from sharding import Model, assert_as_alone, backend, local_batch, loss_of, make
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from where import device_type
 
 import fp8compile
 
@@ -25,7 +26,7 @@ class Gathered(nn.Module):
 
 
 def sharded(model: Model) -> Model:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     for module in list(model.modules()):
         for name, p in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from where import device_type, seeded
 
 import fp8compile
 
@@ -52,12 +53,12 @@ def in_one_process() -> Result:
 
 
 def inputs() -> Tensor:
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     return torch.randn(2, 16, 64, generator=generator).bfloat16().requires_grad_()
 
 
 def parallel(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     block = parallelize_module(make(), mesh, PLAIN)
     result = run(block, torch.compile(block, backend=backend()), inputs())
     plans = [m for plan in fp8compile.compiles() for m in plan.matmuls]
@@ -70,7 +71,7 @@ def parallel(rank: int) -> None:
 
 def sequence_parallel(rank: int) -> None:
     """Activations sharded along the sequence around the norm; gathered for the linears."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     how = {
         "norm": SequenceParallel(),
         "gate": ColwiseParallel(input_layouts=Shard(1)),
@@ -117,7 +118,7 @@ def classified(model: nn.Module, call: Any, inside: bool) -> Result:
 
 def parallel_loss(rank: int, inside: bool) -> None:
     """Logits stay sharded along the vocabulary; no rank has all of them."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     torch.manual_seed(4)
     model = Classifier()
     exact = copy.deepcopy(model)

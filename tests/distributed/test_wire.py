@@ -5,7 +5,7 @@ The reference is the same program with wire="bf16", which casts where a tensor a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from where import device_type, seeded
 
 import fp8compile
 from fp8compile.plan import store
@@ -66,9 +67,9 @@ class Block(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
+def ranks(start: Callable[[int], Ranks]) -> Iterator[Ranks]:
     """Processes that have compiled nothing else: what DTensor and AOT Autograd keep of other meshes is in none."""
-    started = Ranks()
+    started = start(2)
     yield started
     started.close()
 
@@ -87,13 +88,13 @@ def transfers() -> list[fp8compile.Transfer]:
 def step(rank: int, evaluated: bool = False, **options: Any) -> Result:
     """Losses of two steps, the gradients of the second; and `evaluated`, the last time with a nan."""
     torch.manual_seed(5)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     block = parallelize_module(Block().bfloat16(), mesh, SEQUENCE)
     run = compiled(block, **options)
     opt = torch.optim.SGD(block.parameters(), lr=0.1)
     found: dict[str, Tensor] = {}
     for i in range(2):
-        x = torch.randn(2, 16, DIM, generator=torch.Generator().manual_seed(i)).bfloat16()
+        x = torch.randn(2, 16, DIM, generator=seeded(i)).bfloat16()
         x[0, 3 * i + 1] *= 100  # one rank has the amax
         local = DTensor.from_local(x.chunk(2, 1)[rank].contiguous(), mesh, [Shard(1)]).requires_grad_()
         opt.zero_grad()
@@ -187,7 +188,7 @@ SENT = [[10, 22], [16, 16]]  # rows that each rank sends to each
 
 
 def tokens(rank: int, rows: int = 32) -> Tensor:
-    return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(7 + rank)).bfloat16()
+    return torch.randn(rows, DIM, generator=seeded(7 + rank)).bfloat16()
 
 
 @dynamo_config.patch(capture_scalar_outputs=True)

@@ -18,7 +18,7 @@ GROUPS = {
 }
 
 
-def ends(sizes: list[int], device: str = "cpu") -> Tensor:
+def ends(sizes: list[int], device: str | None = None) -> Tensor:
     """Where groups of these sizes end."""
     return torch.tensor(sizes, device=device).cumsum(0).int()
 

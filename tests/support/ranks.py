@@ -48,10 +48,10 @@ def copies() -> Any:
 class Ranks:
     """`world` processes with a process group ("gloo", or with "nccl" a GPU each), which all run what they are given.
 
-    parents: they may start processes themselves.
+    parents: they may start processes themselves. device: where they make tensors by default.
     """
 
-    def __init__(self, world: int = 2, backend: str = "gloo", parents: bool = False):
+    def __init__(self, world: int = 2, backend: str = "gloo", parents: bool = False, device: str = "cpu"):
         self.world = world
         self.failed = False  # a function has: a process may wait for ever for another one
         self.folder = tempfile.TemporaryDirectory(prefix="fp8compile-ranks-")
@@ -61,7 +61,7 @@ class Ranks:
         self.processes = [
             context.Process(
                 target=_serve,
-                args=(i, world, backend, self.folder.name, self.tasks[i], self.results),
+                args=(i, world, backend, device, self.folder.name, self.tasks[i], self.results),
                 daemon=not parents,
             )
             for i in range(world)
@@ -134,13 +134,15 @@ def _print_into(file: str, function: Callable[..., Any], args: tuple[Any, ...]) 
     function(*args)
 
 
-def _serve(rank: int, world: int, backend: str, folder: str, tasks: Any, results: Any) -> None:
+def _serve(rank: int, world: int, backend: str, device: str, folder: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
     quicken()
     poison()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than run what is not compiled
     if "nccl" in backend:
         torch.cuda.set_device(rank)
+    if device != "cpu":
+        torch.set_default_device(device)
     os.environ.update(MASTER_ADDR="localhost", RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group(
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world,

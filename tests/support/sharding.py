@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from where import device_type, seeded
 
 from fp8compile.backend import fp8
 
@@ -67,15 +68,16 @@ def make_model(seed: int = 7, **sizes: Any) -> Model:
     return Model(**sizes)
 
 
-def batch(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def batch(step: int, device: str | None = None) -> tuple[Tensor, Tensor]:
     """Tokens and targets [BATCH, LENGTH] of the global batch; a target follows from its token, so there is something to
     learn."""
-    generator = torch.Generator().manual_seed(100 + step)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
-    return tokens.to(device), ((5 * tokens + 3) % VOCABULARY).to(device)
+    generator = seeded(100 + step)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator, device=device_type())
+    where = device or device_type()
+    return tokens.to(where), ((5 * tokens + 3) % VOCABULARY).to(where)
 
 
-def local_batch(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def local_batch(step: int, device: str | None = None) -> tuple[Tensor, Tensor]:
     """This rank's part of it."""
     tokens, targets = batch(step, device)
     return tokens.chunk(dist.get_world_size())[dist.get_rank()], targets.chunk(dist.get_world_size())[dist.get_rank()]
