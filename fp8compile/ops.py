@@ -15,6 +15,7 @@ With a warm cache no pass runs, so no operator may be born at compile time.
     fp8::probe(x, …)                                -> x; measures what casts of it would lose, where there is none
     fp8::region(inputs, sizes, spec, schedule)      -> buffers of a generated kernel (`kernels/codegen/spec/region.py`)
     fp8::chunked_loss(x, weight, bias, index, …)    -> log-probabilities and gradients (`kernels/loss/chunked_loss.py`)
+    fp8::chunked_loss_in_fp8(x, data, scale, …)     -> the same, of matmuls in FP8 (`kernels/loss/fp8_head.py`)
 
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
 maximised over merged operands or reduced over ranks, a scale can be shared by two layouts, and no node has a tuple.
@@ -218,7 +219,7 @@ def _fake_chunked_loss(
     wanted: list[bool],
     every_term: bool = False,
 ) -> list[Tensor]:
-    return chunked.empty_results(x, weight, wanted, every_term)
+    return chunked.empty_results(x, weight.shape[0], wanted, every_term)
 
 
 _library.define(
@@ -229,6 +230,39 @@ _library.define(
 _library.impl("chunked_loss", chunked.run, "CompositeExplicitAutograd")
 _library.impl("chunked_loss", chunked.run_on_cuda, "CUDA")
 torch.library.register_fake(f"{NAMESPACE}::chunked_loss", _fake_chunked_loss, lib=_library)
+
+
+def _fake_chunked_loss_in_fp8(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    weight_data: Tensor,
+    weight_scale: Tensor,
+    turned_data: Tensor | None,
+    turned_scale: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor,
+    weights: Tensor | None,
+    classes: Any,
+    rows: int,
+    inner: float,
+    outer: float | None,
+    wanted: list[bool],
+    every_term: bool = False,
+    exact_grad_weight: bool = False,
+) -> list[Tensor]:
+    return chunked.empty_results(x, classes, wanted, every_term)
+
+
+_library.define(
+    "chunked_loss_in_fp8(Tensor x, Tensor data, Tensor scale, Tensor weight_data, Tensor weight_scale, "
+    "Tensor? turned_data, Tensor? turned_scale, Tensor? bias, Tensor index, Tensor? weights, SymInt classes, int rows, "
+    "float inner, float? outer, bool[] wanted, bool every_term=False, bool exact_grad_weight=False) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides),
+)
+_library.impl("chunked_loss_in_fp8", chunked.run_in_fp8, "CompositeExplicitAutograd")
+_library.impl("chunked_loss_in_fp8", chunked.run_in_fp8_on_cuda, "CUDA")
+torch.library.register_fake(f"{NAMESPACE}::chunked_loss_in_fp8", _fake_chunked_loss_in_fp8, lib=_library)
 
 amax = torch.ops.fp8.amax.default
 scale = torch.ops.fp8.scale.default
@@ -241,6 +275,8 @@ observe = torch.ops.fp8.observe.default
 probe = torch.ops.fp8.probe.default
 region = torch.ops.fp8.region.default
 chunked_loss = torch.ops.fp8.chunked_loss.default
+chunked_loss_in_fp8 = torch.ops.fp8.chunked_loss_in_fp8.default
+CHUNKED_LOSSES = (chunked_loss, chunked_loss_in_fp8)
 MARKERS = (amax, scale, quantize, dequantize, scaled_mm, grouped_cast, delayed_scale, observe, probe)
 FAKES = {getattr(torch.ops.fp8, name).default: fake for name, fake in _FAKES.items()} | {region: _fake_region}
 CASTS = {

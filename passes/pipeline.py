@@ -100,7 +100,7 @@ PIPELINE = (
     Pass("canonicalize", JOINT, canonicalize.run, "one form for matmuls and views: later passes see one pattern"),
     Pass("attention_masks", JOINT, attention_masks.run, "masks that are constants go before anything is planned"),
     Pass("select_matmuls", JOINT, select_matmuls.run, "decides which matmuls become FP8, with a reason for each"),
-    Pass("chunk_loss", JOINT, chunk_loss.run, "a head that stays BF16 and its loss, in chunks; needs the roles"),
+    Pass("chunk_loss", JOINT, chunk_loss.run, "a head and its loss, in chunks; needs the roles and decisions"),
     Pass("attention_layout", JOINT, attention_layout.run, "attention writes what casts can read", converts),
     Pass("assign_scales", JOINT, assign_scales.run, "granularity and format of each operand, by the recipe", converts),
     Pass("convolutions", JOINT, convolutions.run, "chosen ones become matmuls, for those below", converts),

@@ -3,8 +3,8 @@
     python -m benchmarks.micro.chunked_loss             a CUDA GPU
     python -m benchmarks.micro.chunked_loss --count     any machine: the peak by counting the graph, no times
 
-Whole logits (eager, torch.compile, ours) beside chunks of several sizes, and Liger's fused kernel where it is
-installed. Errors are relative, in the norm, beside the same head in FP32.
+Whole logits (eager, torch.compile, ours) beside chunks of several sizes, with the head in BF16 and in FP8, and Liger's
+fused kernel where it is installed. Errors are relative, in the norm, beside the same head in FP32.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def exact_gradients(model: Head, x: Tensor, labels: Tensor) -> dict[str, Tensor]
 def measure_all() -> None:
     """Print a table of times for each shape."""
     for name, (m, k, n) in SHAPES.items():
-        print(f"\n{name}: M {m}, K {k}, N {n}\n{'':24}{'ms':>9}{'GiB':>9}{'error x':>10}{'error weight':>14}")
+        print(f"\n{name}: M {m}, K {k}, N {n}\n{'':26}{'ms':>9}{'GiB':>9}{'error x':>10}{'error weight':>14}")
         torch.manual_seed(0)
         model = Head(k, n).cuda().bfloat16()
         nn.init.normal_(model.lm_head.weight, std=2 * k**-0.5)
@@ -177,6 +177,8 @@ def measure_all() -> None:
         ways: dict[str, Any] = {"eager": model, "torch.compile": torch.compile(model), "Liger": liger(model)}
         ways |= {"ours, whole": ours(model, False), "ours, auto": ours(model, "auto")}
         ways |= {f"ours, chunks of {rows}": ours(model, rows) for rows in CHUNKS}
+        ways["ours, FP8, whole"] = ours(model, False, lm_head=True, select="all")
+        ways |= {f"ours, FP8, chunks of {r}": ours(model, r, lm_head=True, select="all") for r in CHUNKS}
         for way, run in ways.items():
             if run is None:
                 continue
@@ -184,10 +186,10 @@ def measure_all() -> None:
             try:
                 r = measure(model, run, x, labels, exact)
             except torch.OutOfMemoryError:
-                print(f"{way:24}  out of memory")
+                print(f"{way:26}  out of memory")
                 continue
             e = r.errors
-            print(f"{way:24}{r.milliseconds:9.2f}{r.gib:9.2f}{e['x']:10.2e}{e['weight']:14.2e}", flush=True)
+            print(f"{way:26}{r.milliseconds:9.2f}{r.gib:9.2f}{e['x']:10.2e}{e['weight']:14.2e}", flush=True)
             torch.compiler.reset()
 
 

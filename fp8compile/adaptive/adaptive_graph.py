@@ -185,7 +185,9 @@ class AdaptiveGraph:
 
     def _read(self) -> None:
         """Decide on what the last look measured, when all of it is there, on all ranks."""
-        rows = self._looks.read(2 * sum(1 for _ in self.plan.converted))
+        # a head in chunks is converted, and measures nothing
+        measured = sum(1 for m in self.plan.converted if m.code != Reason.CHUNKED_LOSS)
+        rows = self._looks.read(2 * measured)
         if rows is None:
             return
         if not rows:  # no rank had inputs of sizes that the measuring form runs with

@@ -31,15 +31,35 @@ BF16 form), where logits and their gradient would have taken 4MN.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fp8compile.formats import round_up
+from fp8compile.kernels.loss.fp8_head import Casts, Fp8Head
+from fp8compile.kernels.loss.plain_head import PlainHead, width_of
 from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Curve, Step, plain_step
+from fp8compile.kernels.matmul.scaled_mm import scaled_mm
+
+
+class Head(Protocol):
+    """The matmuls of a head, chunk by chunk."""
+
+    def logits(self, part: slice) -> Tensor:
+        """Return the logits of rows, in the dtype of x; good until the next call."""
+        ...
+
+    def amaxes(self, part: slice) -> Tensor | None:
+        """Return what takes the amax of each row of the logits' gradient, f32[rows]; None if nobody reads it."""
+        ...
+
+    def add_gradients(
+        self, part: slice, slopes: Tensor, amaxes: Tensor | None, of_x: Tensor | None, of_weight: Tensor | None
+    ) -> None:
+        """Write the gradient of x, and add to that of the weight; `slopes`: the gradient of the logits of `part`."""
+        ...
+
 
 LEAST_ROWS = 2048  # fewer, and reading and writing the sum takes longer than the matmul that adds to it
 
@@ -58,10 +78,11 @@ def chunks(m: int, rows: int) -> list[slice]:
     return [slice(start, min(start + size, m)) for start in range(0, m, size)]
 
 
-def empty_results(x: Tensor, weight: Tensor, wanted: Sequence[bool], every_term: bool) -> list[Tensor]:
+def empty_results(x: Tensor, classes: Any, wanted: Sequence[bool], every_term: bool) -> list[Tensor]:
     """Return uninitialised results: log-probabilities or all terms, then gradients wanted of x, weight and bias."""
-    shapes = [list(x.shape), list(weight.shape), [weight.shape[0]]]
-    terms = [len(TERMS), x.shape[0]] if every_term else [x.shape[0]]
+    rows, features = x.shape
+    shapes = [[rows, features], [classes, features], [classes]]
+    terms = [len(TERMS), rows] if every_term else [rows]
     shapes = [terms, *(shape for shape, want in zip(shapes, wanted, strict=True) if want)]
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
@@ -83,27 +104,36 @@ def run(
 
     Raises for a label that is no class.
     """
-    _check_labels(index, weight.shape[0])
-    terms, *gradients = empty_results(x, weight, wanted, every_term)
+    head = PlainHead(x, weight, bias)
+    return in_chunks(head, x, weight.shape[0], index, weights, rows, Curve(inner, outer), wanted, every_term, step)
+
+
+def in_chunks(
+    head: Head,
+    x: Tensor,
+    classes: int,
+    index: Tensor,
+    weights: Tensor | None,
+    rows: int,
+    curve: Curve,
+    wanted: Sequence[bool],
+    every_term: bool,
+    step: Step,
+) -> list[Tensor]:
+    """Return the results of `run`, with the matmuls of `head`."""
+    _check_labels(index, classes)
+    terms, *gradients = empty_results(x, classes, wanted, every_term)
     waiting = iter(gradients)
     of_x, of_weight, of_bias = (next(waiting) if want else None for want in wanted)
-    parts = chunks(x.shape[0], rows)
     for total in (of_weight, of_bias):
         if total is not None:
             total.zero_()
-    buffer = x.new_empty([parts[0].stop if parts else 0, _width(weight.shape[0])])[:, : weight.shape[0]]
-    pieces = _pieces(weight)
-    for part in parts:
-        logits = buffer[: part.stop - part.start]
-        for piece in pieces:
-            _logits(x[part], weight[piece], None if bias is None else bias[piece], logits[:, piece])
+    for part in chunks(x.shape[0], rows):
+        logits = head.logits(part)
         given = None if weights is None else weights[..., part]
-        terms[..., part] = step(logits, index[part], given, Curve(inner, outer), any(wanted), every_term)
-        for piece in pieces:
-            if of_x is not None:
-                _multiply(logits[:, piece], weight[piece], of_x[part], adds=piece.start > 0)
-            if of_weight is not None:
-                _add_product(of_weight[piece], logits[:, piece].t(), x[part])
+        amaxes = head.amaxes(part) if any(wanted[:2]) else None
+        terms[..., part] = step(logits, index[part], given, curve, any(wanted), every_term, amaxes)
+        head.add_gradients(part, logits, amaxes, None if of_x is None else of_x[part], of_weight)
         if of_bias is not None:
             of_bias += logits.sum(0, dtype=torch.float32)
     return [terms, *gradients]
@@ -115,66 +145,6 @@ def _check_labels(index: Tensor, classes: int) -> None:
     torch._assert_async(~bad.any(), f"a label is out of bounds: it is none of 0 … {classes - 1}, and is not ignored")
 
 
-def _pieces(weight: Tensor) -> list[slice]:
-    """Return all classes, or all but the last few and those: matmul units take sizes that are multiples of 16 bytes.
-
-    With 50257 classes cuBLAS takes kernels that read number by number, whatever the distance between rows. A chunk of
-    2048 rows of K = 1600 on an H200: 7.0 ms for the three matmuls; in two pieces 1.6.
-    """
-    classes = weight.shape[0]
-    aligned = classes - classes % (16 // weight.element_size())
-    return [slice(0, aligned), slice(aligned, classes)] if 0 < aligned < classes else [slice(0, classes)]
-
-
-def _width(classes: int) -> int:
-    """Return the columns of the buffer: rows that begin at multiples of 128 bytes suit matmul units, however long."""
-    return round_up(classes, 64)
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _multiply(left: Tensor, right: Tensor, out: Tensor, adds: bool) -> None:
-    """Write left @ right to `out`, or add it to that: FP32 of whatever they are."""
-    if adds:
-        _add_product(out, left, right)
-    elif left.dtype == out.dtype:
-        torch.mm(left, right, out=out)
-    elif left.is_cuda:
-        torch.mm(left, right, out_dtype=out.dtype, out=out)
-    else:  # a CPU has no kernel that widens
-        torch.mm(left.float(), right.float(), out=out)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`: FP32 of whatever they are."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif not left.is_cuda:
-        total.addmm_(left.float(), right.float())
-    elif _adds_to_wider(left.dtype, left.device):
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        for part in chunks(total.shape[0], 8192):
-            total[part] += torch.mm(left[part], right, out_dtype=total.dtype)
-
-
-@functools.cache
-def _adds_to_wider(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if torch adds a product to a wider matrix: some versions want all three in one dtype."""
-    one = torch.ones(16, 16, dtype=dtype, device=device)
-    total = torch.ones(16, 16, dtype=torch.float32, device=device)
-    try:
-        torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((total == 17).all())
-
-
 def run_on_cuda(*given: Any) -> list[Tensor]:
     """Return the results of `run`, with the softmax part of each chunk as one Triton kernel."""
     from fp8compile.kernels.loss.softmax_gradient import step  # Triton is imported where there is a GPU
@@ -182,6 +152,47 @@ def run_on_cuda(*given: Any) -> list[Tensor]:
     return run(*given, step=step)
 
 
-def workspace(rows: int, classes: int, m: int, dtype: torch.dtype) -> int:
-    """Return the bytes that are alive only while it runs: a chunk of logits, of `m` rows in all."""
-    return max((part.stop - part.start for part in chunks(m, rows)), default=0) * _width(classes) * dtype.itemsize
+def run_in_fp8(
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    weight_data: Tensor,
+    weight_scale: Tensor,
+    turned_data: Tensor | None,
+    turned_scale: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor,
+    weights: Tensor | None,
+    classes: int,
+    rows: int,
+    inner: float,
+    outer: float | None,
+    wanted: Sequence[bool],
+    every_term: bool = False,
+    exact_grad_weight: bool = False,
+    step: Step = plain_step,
+    **on_gpu: Any,
+) -> list[Tensor]:
+    """Return the results of `run`, of matmuls in FP8: all, or but for grad_weight.
+
+    data, scale, weight_data, weight_scale, turned_data, turned_scale: see `fp8_head.Casts`.
+    """
+    turned = None if turned_data is None or turned_scale is None else (turned_data, turned_scale)
+    casts = Casts((data, scale), (weight_data, weight_scale), turned)
+    head = Fp8Head(x, casts, bias, classes, exact_grad_weight, **on_gpu)
+    return in_chunks(head, x, classes, index, weights, rows, Curve(inner, outer), wanted, every_term, step)
+
+
+def run_in_fp8_on_cuda(*given: Any) -> list[Tensor]:
+    """Return the results of `run_in_fp8`, by kernels of a GPU."""
+    from fp8compile.kernels.casts.grouped_cast import grouped_cast  # Triton is imported where there is a GPU
+    from fp8compile.kernels.loss.slope_cast import cast_slopes
+    from fp8compile.kernels.loss.softmax_gradient import step
+
+    return run_in_fp8(*given, step=step, scaled_mm=scaled_mm, grouped_cast=grouped_cast, cast_slopes=cast_slopes)
+
+
+def workspace(rows: int, classes: int, m: int, dtype: torch.dtype, in_fp8: bool = False) -> int:
+    """Return the bytes that are alive only while it runs: a chunk of logits, of `m` rows in all; codes of it twice."""
+    size = dtype.itemsize + 2 * in_fp8
+    return max((part.stop - part.start for part in chunks(m, rows)), default=0) * width_of(classes) * size

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.formats import round_up
+from fp8compile.kernels.casts.grouped_cast import magnitude
 from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Curve
 
 BLOCK = 4096
@@ -58,6 +59,7 @@ def softmax_gradient(
     index,
     weights,
     chosen,
+    amaxes,
     stride,
     classes,
     width,
@@ -67,9 +69,11 @@ def softmax_gradient(
     WEIGHTED: tl.constexpr,  # noqa: N803
     CAPPED: tl.constexpr,  # noqa: N803
     EVERY_TERM: tl.constexpr,  # noqa: N803
+    AMAXES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Write a row's log-probability to `chosen` [rows] (EVERY_TERM: four terms [4, rows]), its gradient to `logits`."""
+    """Write a row's log-probability to `chosen` [rows] (EVERY_TERM: four terms [4, rows]), its gradient to `logits`,
+    and (AMAXES) the amax of that to `amaxes` [rows]."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     logits += row * stride
@@ -98,6 +102,7 @@ def softmax_gradient(
             of_sum = tl.load(weights + rows + row)
             falling += classes * of_sum - tl.load(weights + 2 * rows + row)
             falling -= 2 * tl.load(weights + 3 * rows + row) * normaliser
+        largest = tl.zeros([BLOCK], tl.int32)
         for start in range(0, classes, BLOCK):
             column = start + tl.arange(0, BLOCK)
             z = scores(tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32), inner, outer, CAPPED)
@@ -113,11 +118,22 @@ def softmax_gradient(
             if not EVERY_TERM:
                 slope *= weight
             slope = tl.where(label == NO_LABEL, 0.0, slope)
-            tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < width)
+            rounded = slope.to(logits.dtype.element_ty)
+            tl.store(logits + column, rounded, mask=column < width)
+            if AMAXES:
+                largest = tl.maximum(largest, tl.where(column < classes, magnitude(rounded), 0))
+        if AMAXES:
+            tl.store(amaxes + row, tl.max(largest, 0).to(tl.float32, bitcast=True))
 
 
 def step(
-    logits: Tensor, index: Tensor, weights: Tensor | None, curve: Curve, gradients: bool, every_term: bool = False
+    logits: Tensor,
+    index: Tensor,
+    weights: Tensor | None,
+    curve: Curve,
+    gradients: bool,
+    every_term: bool = False,
+    amaxes: Tensor | None = None,
 ) -> Tensor:
     """Return the results of `softmax_step.plain_step`, by one launch; `logits` are contiguous along their rows.
 
@@ -134,6 +150,7 @@ def step(
             index.contiguous(),
             terms if weights is None else weights.contiguous(),
             terms,
+            terms if amaxes is None else amaxes,
             stride,
             classes,
             wide if wide <= stride else classes,
@@ -143,6 +160,7 @@ def step(
             WEIGHTED=weights is not None,
             CAPPED=curve.outer is not None,
             EVERY_TERM=every_term,
+            AMAXES=amaxes is not None,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )

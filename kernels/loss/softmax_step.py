@@ -36,13 +36,19 @@ class Curve:
         return self.inner * self.outer * (1 - torch.tanh(logits * self.inner).square())
 
 
-# (logits, index, weights or None, curve, whether to write gradients, every term) -> log-probabilities [M], or terms
-# [4, M]; writes gradients over the logits
-Step = Callable[[Tensor, Tensor, Tensor | None, Curve, bool, bool], Tensor]
+# (logits, index, weights or None, curve, whether to write gradients, every term, amaxes [M] or None)
+# -> log-probabilities [M], or terms [4, M]; writes gradients over the logits, and the amax of each row to `amaxes`
+Step = Callable[[Tensor, Tensor, Tensor | None, Curve, bool, bool, Tensor | None], Tensor]
 
 
 def plain_step(
-    logits: Tensor, index: Tensor, weights: Tensor | None, curve: Curve, gradients: bool, every_term: bool = False
+    logits: Tensor,
+    index: Tensor,
+    weights: Tensor | None,
+    curve: Curve,
+    gradients: bool,
+    every_term: bool = False,
+    amaxes: Tensor | None = None,
 ) -> Tensor:
     """Return log-probabilities, or all terms, of a chunk; write gradients over its logits if `gradients`.
 
@@ -66,6 +72,8 @@ def plain_step(
             slope = slope * falling - of_sum
             slope.scatter_add_(1, at, -label * of_chosen)
         logits.copy_(torch.where((index == DROPPED).unsqueeze(1), 0.0, slope * curve.slope(wide)))
+        if amaxes is not None:
+            amaxes.copy_(logits.abs().amax(-1))
     if not every_term:
         return chosen
     return torch.stack([chosen, log_probabilities.sum(-1), normaliser, normaliser.square()])

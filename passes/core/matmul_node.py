@@ -38,7 +38,7 @@ class MatmulNode:
     convolution's backward it is. groups: of a grouped matmul. forward: the matmul whose gradient this is; grads: the
     gradients of this one.
     why_other: why it has no role. override: what a given plan says of it. milliseconds_by_casts: estimates with other
-    granularities.
+    granularities. is_placed: an FP8 operator that does more than this matmul stands in the graph already.
     """
 
     node: fx.Node
@@ -64,6 +64,7 @@ class MatmulNode:
     left_cast: Operand | None = None
     right_cast: Operand | None = None
     fast_accumulation: bool = False
+    is_placed: bool = False
     merged: tuple[str, ...] = ()
     padded: tuple[str, ...] = ()
     milliseconds_bf16: float | None = None
@@ -196,8 +197,8 @@ class Matmuls:
 
     @property
     def converted(self) -> list[MatmulNode]:
-        """Those that run in FP8."""
-        return [matmul for matmul in self if matmul.is_fp8]
+        """Those that are to become FP8 matmuls of the graph."""
+        return [matmul for matmul in self if matmul.is_fp8 and not matmul.is_placed]
 
     def move(self, matmul: MatmulNode, node: fx.Node) -> None:
         """Let `node` compute `matmul` from now on, and give it its name."""

@@ -5,8 +5,8 @@
   operator says of its arguments
 - FP8 data comes from fp8.quantize, fp8.grouped_cast (or views and concatenations of such data), or from outside; it is
   contiguous along the contracted dimension where a matmul reads it, and its contracted dimension is a multiple of 16
-- FP8 data is read only by fp8.scaled_mm, fp8.dequantize and regions (or passes through views, concatenations, graph
-  outputs; or travels to other ranks as bytes)
+- FP8 data is read only by fp8.scaled_mm, fp8.chunked_loss_in_fp8, fp8.dequantize and regions (or passes through
+  views, concatenations, graph outputs; or travels to other ranks as bytes)
 - the groups of a grouped matmul: `passes/core/verify_grouped.py`
 - a view has its value in the memory of what it is a view of: torch decides by that what backward may overwrite
 - operators that demand strides find their inputs as they came (`passes/core/stride_demands.py`)
@@ -46,6 +46,7 @@ TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default, aten.reshape.defaul
 HELD = {*FP8_DTYPES, torch.uint8}
 READERS = (
     ops.scaled_mm,
+    ops.chunked_loss_in_fp8,
     ops.dequantize,
     ops.region,
 )  # what a region does with FP8 data: `passes/lower/verify_kernels.py`

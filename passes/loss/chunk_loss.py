@@ -16,6 +16,8 @@ That is a fourth matmul, so "auto" does not.
 
 After       %chosen = fp8.chunked_loss(%x, %W, %labels);  …;  %dx, %dW = fp8.chunked_loss(%x, %W, %labels, %g)
 
+A head in FP8 (`passes/loss/fp8_chunks.py`) stays in FP8 where chunks are asked for; "auto" leaves it whole.
+
 "auto" leaves logits whole that are small (LEAST_BYTES), or of which a chunk would be more than half: the gradient of
 the weight, which now waits for backward in FP32, takes as much as two chunks of logits.
 """
@@ -47,6 +49,7 @@ from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.loss.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.loss.find_loss import Found, find_loss
+from fp8compile.passes.loss.fp8_chunks import operands, place, why_not_in_fp8
 from fp8compile.passes.loss.label_indexing import gather_labels
 from fp8compile.passes.loss.loss_equivalence import SCATTERS
 from fp8compile.passes.loss.loss_parts import NotFoundError
@@ -100,9 +103,14 @@ def _run_on(c: Compilation, head: MatmulNode, backward: set[fx.Node]) -> None:
         _describe(c, head, size, 0, str(why))
         return
     _describe(c, head, size, rows, said)
-    why = Why(Reason.CHUNKED_LOSS, f"the output head and its loss run in chunks of {rows} rows")
+    why = f"the output head and its loss run in chunks of {rows} rows"
+    if whole := why_not_in_fp8(head):
+        why += f"; not in FP8: {whole}" if head.is_fp8 else ""
+        for gone in (head, *head.grads):
+            gone.decide(BF16, Why(Reason.CHUNKED_LOSS, why))
+    else:
+        place(head, why)
     for gone in (head, *head.grads):
-        gone.decide(BF16, why)
         gone.milliseconds_bf16 = gone.milliseconds_fp8 = None
 
 
@@ -114,7 +122,7 @@ def _bytes(head: MatmulNode) -> int:
 def _refuse(head: MatmulNode, rows: int) -> None:
     """Raise what "auto" has against it."""
     if head.is_fp8:
-        raise NotFoundError("its matmul runs in FP8; chunk_loss=True would leave it in BF16, in chunks")
+        raise NotFoundError("its matmul runs in FP8; chunk_loss=True has it run in chunks, in FP8")
     if count([head.m]) < 2 * rows:
         raise NotFoundError(f"fewer than two chunks of {rows} rows: the weight's gradient would take as much")
 
@@ -173,8 +181,14 @@ def _call(
     """Return a call of the operator: its terms, and the gradients that are wanted."""
     head, curve = found.head, found.curve
     left, right = head.pair
-    given = (left, c.transposed(right, like), head.bias, index, weights)
-    loss = c.emit(ops.chunked_loss, *given, rows, curve.inner, curve.outer, wanted, found.every_term, like=like)
+    how = rows, curve.inner, curve.outer, wanted, found.every_term
+    if why_not_in_fp8(head):
+        given = (left, c.transposed(right, like), head.bias, index, weights)
+        loss = c.emit(ops.chunked_loss, *given, *how, like=like)
+    else:
+        given = (*operands(c, head, wanted[0], like), head.bias, index, weights, head.n)
+        exact = any(grad.role == "grad_weight" and not grad.is_fp8 for grad in head.grads)
+        loss = c.emit(ops.chunked_loss_in_fp8, *given, *how, exact, like=like)
     results = _results(c, loss)
     for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
         node.meta.pop("recompute", None)

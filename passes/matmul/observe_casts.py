@@ -159,6 +159,8 @@ def _readers(c: Compilation) -> dict[fx.Node, Reader]:
     found: dict[fx.Node, Reader] = {}
     for matmul, reader in _occurrences(c.matmuls):
         node = matmul.node
+        if matmul.is_placed:
+            continue
         while matmul.is_fp8 and node.target is not ops.scaled_mm and node.all_input_nodes:
             node = node.all_input_nodes[0]  # a padded result is cut, a wide bias added
         if matmul.is_fp8 and node.target is ops.scaled_mm:

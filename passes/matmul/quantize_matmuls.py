@@ -83,8 +83,8 @@ def _rewrite(c: Compilation, matmul: MatmulNode, key: str) -> None:
         *right_operand, right_ends = _groups(c, right, False, right_cast, offs, n_rows, node)
         offs = right_ends if matmul.weight_on_left else left_ends  # of the gradient: backward casts it anyway
     else:
-        left_operand = _operand(c, left, True, left_cast, f"{key}/left", m_rows, cols, node)
-        right_operand = _operand(c, right, False, right_cast, f"{key}/right", n_rows, cols, node)
+        left_operand = cast_operand(c, left, True, left_cast, f"{key}/left", m_rows, cols, node)
+        right_operand = cast_operand(c, right, False, right_cast, f"{key}/right", n_rows, cols, node)
         _know_as_equal(left_operand[0], right_operand[0])
     fits = matmul.bias is not None and same_sizes(value(matmul.bias).shape, [matmul.n]) and n_rows == m_rows == 1
     bias = matmul.bias if fits else None
@@ -135,7 +135,7 @@ def _length(c: Compilation, size: Any, source: fx.Node, dim: int, like: fx.Node)
     return c.emit(aten.sym_size.int, source, value(source).dim() + dim, like=like)
 
 
-def _operand(
+def cast_operand(
     c: Compilation,
     node: fx.Node,
     contracted_last: bool,

@@ -87,7 +87,7 @@ def _why_itself(node: fx.Node) -> Why:
     if not value(node).is_floating_point():
         return Why(Reason.INDICES, "indices or a mask")
     part = Getitem.of(node)
-    if part is not None and part.source.target is ops.chunked_loss:
+    if part is not None and part.source.target in ops.CHUNKED_LOSSES:
         return Why(Reason.GRADIENT, "a gradient: its loss is computed in chunks")
     if node.op == "call_function":
         return Why(Reason.FOR_BACKWARD, "made for backward alone")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import ops
-from fp8compile.kernels.loss import chunked_loss
-from fp8compile.kernels.loss.softmax_step import Curve, plain_step
+from fp8compile.kernels.loss import chunked_loss, plain_head
+from fp8compile.kernels.loss.softmax_step import DROPPED, Curve, plain_step
 
 pytestmark = pytest.mark.gpu
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -85,7 +85,7 @@ def test_the_operator_is_exact_to_the_rounding_of_logits(
 ):
     """Whether torch adds a product to a wider matrix, or not."""
     if not wider:
-        monkeypatch.setattr(chunked_loss, "_adds_to_wider", lambda *_: False)
+        monkeypatch.setattr(plain_head, "_adds_to_wider", lambda *_: False)
     torch.manual_seed(0)
     x = torch.randn(3000, 256, device="cuda").to(dtype)
     weight = (torch.randn(10_007, 256, device="cuda") / 8).to(dtype)
@@ -142,6 +142,82 @@ def test_compiled_gradients_are_no_further_from_fp32_than_eager_bf16(mode: str |
     assert [loss.chunk for loss in plan.losses] == [1024]
     for name, want in exact.items():
         assert relative(got[name], want) <= 1.25 * relative(plain[name], want) + 1e-6, name
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(64, 4096), (1000, 50257), (2049, 32003)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_slopes_are_cast_as_plain_torch_casts_them(dtype: torch.dtype, rows: int, classes: int):
+    from fp8compile.kernels.loss import fp8_head, slope_cast
+
+    wide = torch.randn(rows, -(-classes // 64) * 64, device="cuda").to(dtype)
+    slopes = wide[:, :classes]
+    slopes *= torch.logspace(-7, 0, classes, device="cuda").to(dtype)
+    slopes[0] = 0.0
+    slopes[1, 3], slopes[2, 4] = torch.nan, torch.inf
+    given = (slopes, slopes.abs().amax(1).float(), -(-classes // 16) * 16, (rows // 16 + 1) * 16)
+    for a, b in zip(slope_cast.cast_slopes(*given), fp8_head.cast_slopes(*given), strict=True):
+        assert a.shape == b.shape
+        assert torch.equal(a.float().nan_to_num(-1.0), b.float().nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("every_term", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_amaxes_are_those_of_the_slopes(dtype: torch.dtype, every_term: bool):
+    from fp8compile.kernels.loss.softmax_gradient import step
+
+    logits = (8 * torch.randn(64, 50257, device="cuda")).to(dtype)
+    weights = torch.rand(4, 64, device="cuda") if every_term else torch.rand(64, device="cuda")
+    amaxes = torch.full([64], torch.nan, device="cuda")
+    index = torch.randint(0, 50257, (64,), device="cuda")
+    step(logits, index, weights, Curve(0.1, 30.0), True, every_term, amaxes)
+    assert torch.equal(amaxes, logits.abs().amax(1).float())
+
+
+@pytest.mark.parametrize("exact_grad_weight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_operator_in_fp8_is_the_reference(dtype: torch.dtype, exact_grad_weight: bool):
+    """Chunks of other sizes, of which the last is no multiple of 16, and classes that are filled up."""
+    m, k, n = 3001, 256, 10_007
+    x, weight = torch.randn(m, k, device="cuda").to(dtype), (torch.randn(n, k, device="cuda") / 8).to(dtype)
+    wide = F.pad(weight, (0, 0, 0, -n % 16))
+
+    def cast(x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = ops.scale(ops.amax(x, "row"), "e4m3")
+        return ops.quantize(x, scale, "e4m3", "row"), scale
+
+    index, weights = torch.randint(0, n, (m,), device="cuda"), torch.rand(m, device="cuda")
+    index[::7] = DROPPED
+    bias = torch.randn(n, device="cuda").to(dtype)
+    operands = x, *cast(x), *cast(wide), *cast(wide.t().contiguous())
+    given = *operands, bias, index, weights, n, 1024, 1.0, None, [True] * 3, False, exact_grad_weight
+    got = ops.chunked_loss_in_fp8(*given)
+    want = chunked_loss.run_in_fp8(*given)  # plain torch on the GPU; with sums in FP32
+    counts = index != DROPPED
+    torch.testing.assert_close(got[0][counts], want[0][counts], rtol=1e-2, atol=2e-2)  # logits to the next BF16
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert relative(a, b) < 2e-2  # FP8 units add in at least 14 bits, and some slopes fall to the next code
+    assert not got[1][~counts].any()
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_head_in_fp8_in_chunks_is_as_near_as_in_one_piece(mode: str | None):
+    model = Head(32_003, 512).cuda().bfloat16()
+    x, labels = torch.randn(5000, 512, device="cuda"), torch.randint(0, 32_003, (5000,), device="cuda")
+    labels[::5] = -100
+    wide = Head(32_003, 512).cuda()
+    wide.load_state_dict({n: p.float() for n, p in model.state_dict().items()})
+    exact = step_of(wide, wide, x.bfloat16().float(), labels)
+    found = {}
+    for chunks in (False, 1024):
+        torch.compiler.reset()
+        run = compiled(model, chunk_loss=chunks, mode=mode, lm_head=True, select="all")
+        for _ in range(4 if mode else 1):  # recorded by then
+            found[chunks] = step_of(model, run, x.bfloat16(), labels)
+        plan = fp8compile.last_compile()
+        assert {m.decision for m in plan.matmuls} == {"fp8"}
+    assert [loss.chunk for loss in plan.losses] == [1024]
+    for name, want in exact.items():
+        assert relative(found[1024][name], want) <= 1.25 * relative(found[False][name], want) + 1e-3, name
 
 
 def test_a_loss_scale_in_fp16():

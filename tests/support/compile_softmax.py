@@ -1,4 +1,4 @@
-"""Compile the softmax of chunked losses for Hopper, without a GPU, in its forms; prints how many compiled.
+"""Compile the kernels of chunked losses for Hopper, without a GPU, in their forms; prints how many compiled.
 
     python tests/support/compile_softmax.py [--verbose]     with it, in all forms
 
@@ -17,19 +17,27 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp8compile.kernels.loss import softmax_gradient
+from fp8compile.kernels.loss import slope_cast, softmax_gradient
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {
-    "index": "*i64", "weights": "*fp32", "chosen": "*fp32", "stride": "i32", "classes": "i32", "width": "i32",
+    "index": "*i64", "weights": "*fp32", "chosen": "*fp32", "amaxes": "*fp32", "stride": "i32", "classes": "i32",
+    "width": "i32",
     "inner": "fp32", "outer": "fp32", "GRADIENT": "constexpr", "WEIGHTED": "constexpr", "CAPPED": "constexpr",
-    "EVERY_TERM": "constexpr", "BLOCK": "constexpr",
+    "EVERY_TERM": "constexpr", "AMAXES": "constexpr", "BLOCK": "constexpr",
 }  # fmt: skip
-ALIGNED = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 6)}  # all but the number of classes
-NAMES = ("GRADIENT", "WEIGHTED", "CAPPED", "EVERY_TERM")
+ALIGNED = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 5, 7)}  # all but the number of classes
+NAMES = ("GRADIENT", "WEIGHTED", "AMAXES", "CAPPED", "EVERY_TERM")
 FORMS = [
-    (*both, *rest) for both in ((False, False), (True, True)) for rest in itertools.product((False, True), repeat=2)
+    (*all_three, *rest)
+    for all_three in ((False,) * 3, (True,) * 3)
+    for rest in itertools.product((False, True), repeat=2)
 ]
+CAST = {
+    "amaxes": "*fp32", "codes": "*u8", "turned": "*u8", "scales": "*fp32", "stride": "i32", "rows": "i32",
+    "classes": "i32", "width": "i32", "length": "i32", "ASSEMBLED": "constexpr", "ROWS": "constexpr",
+    "COLUMNS": "constexpr",
+}  # fmt: skip
 DTYPES = ("bf16", "fp16", "fp32")
 KERNELS = {(DTYPES[i % 3], form) for i, form in enumerate(FORMS)} | {(dtype, FORMS[-1]) for dtype in DTYPES}
 SOME = {
@@ -54,6 +62,13 @@ def main(verbose: bool) -> None:
         if verbose:
             ptx = str(asm["ptx"])
             print(dtype, form, {op: ptx.count(op) for op in ("ld.global", "st.global", "ex2", "bar.sync")})
+    for dtype in DTYPES if verbose else DTYPES[:1]:
+        values = {"ASSEMBLED": True, "ROWS": slope_cast.ROWS, "COLUMNS": slope_cast.COLUMNS}
+        aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 5, 8, 9)}
+        source = ASTSource(slope_cast.cast_tile, {"slopes": f"*{dtype}"} | CAST, values, aligned)
+        asm = triton.compile(source, target=HOPPER, options={"num_warps": slope_cast.WARPS}).asm
+        assert len(asm["cubin"]) > 0
+        assert "cvt.rn.satfinite.e5m2x2.f32" in str(asm["ptx"])
     print(f"{compiled} of {len(kernels)} compiled")
 
 

@@ -19,6 +19,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.loss.chunked_loss import workspace
 from fp8compile.passes.core.compilation import base, value
+from fp8compile.passes.core.node_views import argument, node_argument
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,13 @@ def timeline(graph: fx.Graph, static: Collection[str] = ()) -> Timeline:
 
 def _workspace(node: fx.Node) -> int:
     """Return the bytes that `node` has beside its results while it runs."""
-    if node.target is not ops.chunked_loss:
+    if node.target not in ops.CHUNKED_LOSSES:
         return 0
-    x, weight, rows = (node.args[i] for i in (0, 1, 5))
-    of_x, of_weight = value(x).shape, value(weight).shape  # type: ignore[arg-type]
+    is_fp8 = node.target is ops.chunked_loss_in_fp8
+    x, rows = node_argument(node, "x"), argument(node, "rows")
+    classes = argument(node, "classes") if is_fp8 else value(node_argument(node, "weight")).shape[0]
     results: list[torch.Tensor] = node.meta["val"]  # which are nodes of their own only after it
-    chunk = workspace(rows, _number(of_weight[0]), _number(of_x[0]), value(x).dtype)  # type: ignore[arg-type]
+    chunk = workspace(rows, _number(classes), _number(value(x).shape[0]), value(x).dtype, is_fp8)
     return chunk + sum(math.prod(map(_number, v.shape)) * v.dtype.itemsize for v in results)
 
 

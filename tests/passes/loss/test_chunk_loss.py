@@ -757,20 +757,6 @@ def test_small_logits_are_whole_by_default(monkeypatch: pytest.MonkeyPatch):
     assert row.chunk == ROWS // 2
 
 
-def test_a_head_in_fp8_is_left_unless_chunks_are_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chunk_loss, "LEAST_BYTES", 1)
-    model = Model(F.cross_entropy).bfloat16()
-    x, labels = inputs()
-    for chunks, decision, chunk in (("auto", "fp8", 0), (CHUNK, "bf16", CHUNK)):
-        torch.compiler.reset()
-        run = compiled(model, select="all", lm_head=True, chunk_loss=chunks)
-        run(x.bfloat16(), labels).backward()
-        plan = fp8compile.last_compile()
-        assert plan is not None
-        assert {m.decision for m in plan.matmuls} == {decision}
-        assert [loss.chunk for loss in plan.losses] == [chunk]
-
-
 def test_the_plan_says_what_was_done():
     plan = check(F.cross_entropy)
     assert {m.reason for m in plan.matmuls} == {"the output head and its loss run in chunks of 40 rows"}
