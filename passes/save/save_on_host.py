@@ -20,9 +20,10 @@ from torch import fx
 
 from fp8compile import host_copies
 from fp8compile.devices import Device
-from fp8compile.passes.core.compilation import count, is_tensor, update_value, value
+from fp8compile.passes.core.compilation import VIEWS, aten, count, is_tensor, update_value, value
 from fp8compile.passes.core.fusible import is_library_kernel
 from fp8compile.passes.core.library_seconds import library_seconds
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.scale_groups import dense_order
 from fp8compile.passes.save.min_cut import Halves
 from fp8compile.passes.save.saved_forms import bytes_of, memory_of
@@ -69,11 +70,22 @@ class Host:
         return chosen
 
     def _movable(self, nodes: list[fx.Node], halves: Halves) -> list[fx.Node]:
-        """Return the nodes whose memory is free when they are copied: nothing else that lives on lies in it."""
+        """Return the nodes whose memory is free when they are copied: nothing else that lives on lies in it.
+
+        None that is the value of an input which is overwritten: Inductor takes a clone for what it is of.
+        """
         tensors = [n for n in nodes if is_tensor(n) and n not in halves.static and value(n).device == self.where]
+        tensors = [n for n in tensors if _source(n) not in halves.written]
         owners = Counter(memory_of(n) for n in dict.fromkeys(tensors))
         staying = halves.inputs | {memory_of(n) for n in self.returned if is_tensor(n)}
         return [n for n in tensors if (m := memory_of(n)) not in staying and owners[m] == 1 and _is_dense(n)]
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return what `node` has the values of, through views and clones."""
+    while node.target in VIEWS or node.target is aten.clone.default:
+        node = first_input(node)
+    return node
 
 
 def _is_rounded(node: fx.Node, halves: Halves) -> bool:

@@ -58,6 +58,37 @@ def trained(
     return [t.detach() for t in found if t is not None], fp8compile.last_compile()
 
 
+class Overwriting(nn.Module):
+    """Updates a running state in place, which backward needs as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        y = self.down(nn.functional.gelu(self.up(x) * state.clone()))
+        state.mul_(0.5)
+        return y
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_an_input_that_forward_overwrites_is_not_moved(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
+    monkeypatch.setattr(devices, "describe", lambda device: FAST)
+
+    def gradients(**options: Any) -> list[Tensor]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model, x, state = Overwriting(), torch.randn(2048, 256, requires_grad=True), torch.randn(2048, 1024)
+        torch.compile(model, backend="fp8", options={**FP8, "executor": executor, **options})(x, state).sum().backward()
+        return [*(p.grad for p in model.parameters() if p.grad is not None), x.grad, state]  # type: ignore[list-item]
+
+    whole = gradients()
+    kept = sum(row.bytes for row in rows_of(fp8compile.last_compile()))
+    moved = gradients(activation_budget=9 * kept // 10, offload=True)
+    assert any(row.on_host for row in rows_of(fp8compile.last_compile()))
+    assert all(map(torch.equal, moved, whole))
+
+
 def rows_of(report: Any) -> list[Any]:
     return [row for plan in report.plans for row in plan.saved]
 
