@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import skip_code  # or Dynamo compiles the hook, and takes it for the step
 from torch._guards import TracingContext  # whose fake mode a graph is traced in
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from fp8compile.errors import FreedWeightError
 
@@ -49,6 +54,34 @@ _matrices: weakref.WeakValueDictionary[tuple[Any, ...], Tensor] = weakref.WeakVa
 _uses: dict[int, Use] = {}  # by the identity of each weight, as long as it lives
 
 
+@dataclass
+class FusedSteps:
+    """The writes of torch's fused optimizers to such weights, counted after every step: torch counts none of them."""
+
+    hook: RemovableHandle | None = None
+
+    def count(self) -> None:
+        """Count them from now on."""
+        if self.hook is None:
+            skip_code(_count_fused_step.__code__)
+            self.hook = register_optimizer_step_post_hook(_count_fused_step)
+
+    def clear(self) -> None:
+        """Count them no more."""
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
+
+def _count_fused_step(opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        fused = [p for group in opt.param_groups if group.get("fused") for p in group["params"]]
+        increment_version([p for p in fused if id(p) in _uses and p.grad is not None])
+
+
+_fused_steps = FusedSteps()
+
+
 def _use_of(weight: Tensor) -> Use:
     if id(weight) not in _uses:
         _uses[id(weight)] = Use()
@@ -58,6 +91,7 @@ def _use_of(weight: Tensor) -> Use:
 
 def note_casts(weights: Iterable[Tensor]) -> None:
     """Note that weights were cast as they are now."""
+    _fused_steps.count()
     for weight in weights:
         _use_of(weight).cast = weight._version, weight.data_ptr()
 

@@ -84,6 +84,7 @@ STORES = (
         Until.TORCH_RESET,
     ),
     Store("frozen_weights", "_uses", "how graphs read each frozen weight, and whether it was freed", Until.OWNER),
+    Store("frozen_weights", "_fused_steps", "the hook after every optimizer's step, once a cast is kept", Until.RESET),
     Store("frozen_weights", "_matrices", "what freed weights of several matrices show", Until.OWNER),
     Store("distributed.weight_cast", "_casts", "casts of sharded weights, by number", Until.OWNER),
     Store("kernels.optimizer.update_launch", "_tables", "addresses of parameters and states, by launch", Until.RESET),

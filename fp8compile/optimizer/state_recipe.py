@@ -96,8 +96,8 @@ class StateRecipe:
             return Decision(None, "not one number an element")
         if state.layout is not torch.strided:
             return Decision(None, "a sparse tensor")
-        if parameter.dim() == 0:
-            return Decision(None, "a single number")
+        if parameter.dim() == 0:  # as a count of steps is, too, which is FP32
+            return Decision(FLOAT32 if state.dtype in ROUNDED else None, "a single number")
         if parameter.dtype not in (torch.float32, *ROUNDED) or state.dtype not in (torch.float32, *ROUNDED):
             return Decision(None, f"{state.dtype} state of a {parameter.dtype} parameter")
         small = ""

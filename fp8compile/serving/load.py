@@ -48,6 +48,10 @@ class Folder:
         """Return True for the payload of a layer."""
         return self.files[name].get_slice(name).get_dtype() == "F8_E4M3"
 
+    def is_floating_point(self, name: str) -> bool:
+        """Return True for a tensor of numbers with a fraction."""
+        return self.files[name].get_slice(name).get_dtype().startswith(("F", "BF"))
+
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a tensor; an FP8 layer's as the weight that it stands for, in `dtype`."""
         x: Tensor = self.files[name].get_tensor(name)
@@ -68,13 +72,20 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> None:
     there.
 
     Raises `CheckpointError` before anything is changed: for a tensor that is missing, not expected, of another shape,
-    or without its scale; for a file that was not written to its end; for a format that is none of `export`'s.
+    or without its scale; for a scale that is not finite and above zero; for a model on the meta device; for a file that
+    was not written to its end; for a format that is none of `export`'s.
     """
     model = unwrapped(model)
     with ExitStack() as stack:
         found, revert = Folder(Path(folder), stack), reverting(model)
         tied = tied_names(model)
         state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+        if nowhere := [name for name, x in state.items() if x.is_meta]:
+            more = f" and {len(nowhere) - LIMIT} more" if len(nowhere) > LIMIT else ""
+            raise CheckpointError(
+                f"the model has no memory for {', '.join(nowhere[:LIMIT])}{more}, on the meta device: call "
+                "model.to_empty(device=…) first; nothing was loaded"
+            )
         forms = {name: _in_files(found, name, x, revert) for name, x in state.items()}
         wanted = [name for name in state if name not in tied or name in found.files]
         known = {key for keys in forms.values() for key in keys}
@@ -91,7 +102,7 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> None:
 
 def _in_files(found: Folder, name: str, x: Tensor, revert: Revert) -> Mapping[str, Tensor]:
     """Return the tensors in files that `x` is made of, on the meta device, by their names there."""
-    shape = torch.empty(x.shape, device="meta")
+    shape = torch.empty(x.shape, dtype=x.dtype, device="meta")
     return {name: shape} if name in found.files else revert({name: shape})
 
 
@@ -119,6 +130,8 @@ def _check(found: Folder, wanted: dict[str, Tensor], known: set[str]) -> None:
         "it lacks": [name for name in wanted if name not in found.files],
         "of another shape are": list(_misshapen(found, wanted)),
         "it lacks the scale": sorted(scales - found.files.keys()),
+        "of another kind of numbers are": [n for n, x in wanted.items() if _is_of_another_kind(found, n, x)],
+        "no finite numbers above zero are": [n for n in sorted(scales & found.files.keys()) if not _is_scale(found, n)],
         "it has, and the model has not": sorted(found.files.keys() - known - scales - inputs),
     }
     for what, names in problems.items():
@@ -137,6 +150,17 @@ def _misshapen(found: Folder, wanted: dict[str, Tensor]) -> Iterator[str]:
             shape, expected = found.shape(found.scale_of(name)), found.layout.scale_shape(x.shape)
             if torch.Size(shape).numel() != torch.Size(expected).numel():
                 yield f"{found.scale_of(name)} ({shape}, not {expected})"
+
+
+def _is_of_another_kind(found: Folder, name: str, x: Tensor) -> bool:
+    """Return True where only one of both, the model's or the file's, holds numbers with a fraction."""
+    return name in found.files and found.is_floating_point(name) != x.is_floating_point()
+
+
+def _is_scale(found: Folder, name: str) -> bool:
+    """Return True if all numbers of a scale can be one."""
+    scale = found.read(name, torch.float32)
+    return bool((scale.isfinite() & (scale > 0)).all())
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -27,7 +27,11 @@ INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 
 @contextlib.contextmanager
 def whole_folder(folder: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
-    """Yield a folder to write to, which then takes the place of `folder`; after an error nothing is left of it."""
+    """Yield a folder to write to, which then takes the place of `folder`; after an error nothing is left of it.
+
+    What else lies in `folder`, a tokenizer's files say, stays in it: all but weights, their index and config.json.
+    """
+    folder = folder.resolve()  # a link stays one, to the new folder
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file, not a folder")
     if folder.exists() and any(folder.iterdir()) and not overwrite:
@@ -46,10 +50,24 @@ def whole_folder(folder: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
         raise
     if ranks.rank == 0:
         if folder.exists():
+            _take_over(folder, partial)
+            shutil.rmtree(old, ignore_errors=True)  # of a run that was killed here
             folder.rename(old)
         partial.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     ranks.meet()
+
+
+def _take_over(old: Path, new: Path) -> None:
+    """Copy to the folder `new` what `old` has beside a checkpoint, and `new` has not."""
+    for path in old.iterdir():
+        is_checkpoint = path.suffix == ".safetensors" or path.name in (INDEX, CONFIG)
+        if is_checkpoint or (new / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new / path.name, symlinks=True)
+        else:
+            shutil.copy2(path, new / path.name, follow_symlinks=False)
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], ranks: Ranks) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from fp8compile.kernels.optimizer.update_spec import from_json
-from fp8compile.passes.core.compilation import aten, remove_dead, value
+from fp8compile.passes.core.compilation import aten, is_tensor, remove_dead, value
 from fp8compile.passes.core.node_views import Copy, Getitem, node_argument
 from fp8compile.passes.optimizer.batch_scalars import NumberStacker
 from fp8compile.passes.optimizer.state_views import UpdateParameters
@@ -67,10 +67,14 @@ def vectorized(
             graph.erase_node(node)
     known = {node: key for node, (key, own) in leaves.items() if not own} | stacker.inputs
     inputs = list(graph.find_nodes(op="placeholder"))
-    if strange := [n.name for n in inputs if n not in known or (n not in stacker.inputs and value(n).dim())]:
+    if strange := [n.name for n in inputs if n not in known or (n not in stacker.inputs and _is_no_number(n))]:
         raise NotVectorError(f"a number is computed from {', '.join(strange)}, which is none")
     graph.lint()
     return Numbers(fx.GraphModule(nn.Module(), _renamed(graph)), [known[n] for n in inputs], bool(each))
+
+
+def _is_no_number(node: fx.Node) -> bool:
+    return not is_tensor(node) or value(node).dim() > 0
 
 
 def _renamed(graph: fx.Graph) -> fx.Graph:

@@ -454,3 +454,27 @@ def test_the_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Mo
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     with pytest.raises(CheckpointError, match="is a file"):
         fp8compile.export(llama(), out / "config.json", layers=["*"])
+
+
+def test_what_lies_beside_a_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the folder is a link, or was left by a process that was killed, or is where we are."""
+    out, link = tmp_path / "out", tmp_path / "latest"
+    fp8compile.export(llama(), out, layers=["*"])
+    (out / "tokenizer.json").write_text("{}")
+    (out / "more").mkdir()
+    (out / "more" / "notes").write_text("mine")
+    (out / "model-00002-of-00002.safetensors").write_text("of an older checkpoint, with an index")
+    (out / "model.safetensors.index.json").write_text("{}")
+    link.symlink_to(out)
+    (tmp_path / ".out.old").mkdir()
+    (tmp_path / ".out.old" / "model.safetensors").write_text("")
+    monkeypatch.chdir(out)
+    for folder in (out, link, "."):
+        fp8compile.export(llama(), folder, "channel", layers=["*"], overwrite=True)
+        monkeypatch.chdir(out)  # the new one
+        names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "more"}
+        assert {p.name for p in out.iterdir()} == names
+        assert (out / "more" / "notes").read_text() == "mine"
+        assert link.is_symlink()
+        fp8compile.load(llama(), link)
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "latest"}

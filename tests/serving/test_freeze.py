@@ -99,6 +99,15 @@ def test_graphs_of_other_shapes_share_what_is_kept(casts: list[int]) -> None:
     assert len(kept()) == 4
 
 
+def fused_step(weight: nn.Parameter) -> None:
+    """torch's own fused kernels write a weight, and count nothing."""
+    weight.requires_grad_().grad = torch.ones_like(weight)
+    before = weight._version
+    torch.optim.AdamW([weight], lr=0.5, fused=True).step()
+    assert weight._version > before
+    weight.requires_grad_(False).grad = None
+
+
 WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "in place": lambda m: m.a.weight.mul_(2),
     "loaded": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
@@ -107,6 +116,7 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "fewer rows": lambda m: setattr(m.up.weight, "data", m.up.weight.data.flip(0)[:64]),
     "other memory": lambda m: setattr(m.up.weight, "data", m.up.weight.data * 2),
     "within inference mode": lambda m: torch.inference_mode()(m.up.weight.mul_)(2),
+    "a fused step": lambda m: fused_step(m.a.weight),
     "through .data, and said": lambda m: (m.up.weight.data.mul_(2), increment_version(m.up.weight)),
 }
 

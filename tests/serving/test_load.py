@@ -99,6 +99,16 @@ def indexed(folder: Path) -> None:
             changed_tensors(lambda t: t.update({f"{UP}.weight_scale_inv": torch.ones(7)})),
             r"weight_scale_inv \(\[7\], not",
         ),
+        *(
+            (changed_tensors(lambda t, x=x: t[f"{UP}.weight_scale_inv"].fill_(x)), "no finite numbers above zero are")
+            for x in (torch.nan, torch.inf, 0.0, -1.0)
+        ),
+        (
+            changed_tensors(
+                lambda t: t.update({f"{UP}.weight": torch.ones_like(t[f"{UP}.weight"], dtype=torch.int32)})
+            ),
+            r"of another kind of numbers are .*up_proj.weight",
+        ),
     ],
 )
 def test_bad_folders(damage: Callable[[Path], Any], text: str, written: Path, tmp_path: Path) -> None:
@@ -120,6 +130,16 @@ def test_a_model_that_shares_what_differs_in_the_files(written: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lm_head.weight and model.embed_tokens.weight differ"):
         fp8compile.load(model, written)
     assert torch.equal(model.lm_head.weight, before)
+
+
+def test_a_model_without_memory(written: Path) -> None:
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(CheckpointError, match=r"has no memory for model.*and \d+ more.*call model.to_empty"):
+        fp8compile.load(model, written)
+    model.to_empty(device="cpu")
+    fp8compile.load(model, written)
+    assert all(x.isfinite().all() for x in model.state_dict().values())
 
 
 def test_a_model_of_other_sizes(written: Path) -> None:

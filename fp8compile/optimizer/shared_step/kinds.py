@@ -45,7 +45,7 @@ class Kind:
 
 
 class Number:
-    """Stands for any float."""
+    """Stands for any float, also where somebody has written it as an integer."""
 
 
 def refusal_of(opt: Optimizer) -> str:
@@ -82,9 +82,10 @@ def kind_of(opt: Optimizer, group: Mapping[str, Any], parameter: Tensor, moving:
 
 
 def _setting(name: str, value: Any, moving: set[str]) -> Any:
-    if name == "lr" and type(value) is float:
+    is_number = type(value) in (int, float)
+    if name == "lr" and is_number:
         return Number
-    if name in moving or (name in NUMBERS and type(value) is float and value):
+    if name in moving or (name in NUMBERS and is_number and value):
         return Number
     if isinstance(value, Tensor):
         return "tensor", value.dtype, value.device, value.shape

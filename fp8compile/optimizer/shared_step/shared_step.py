@@ -86,7 +86,7 @@ class SharedStep:
         except Exception as error:
             if self.options.strict:
                 raise
-            self.refusal = f"its step could not be traced by itself ({type(error).__name__}: {error})".splitlines()[0]
+            self.refusal = _untraced(error)
         return not self.refusal
 
     def _bind_all(self, opt: Optimizer) -> None:
@@ -153,12 +153,10 @@ class SharedStep:
             except StatesToComeError:
                 self.is_torchs = True
                 return False
-            except NotAlikeError as reason:
-                self.refusal = record_of(opt).whole = str(reason)
-                self.has_sparse = isinstance(reason, SparseGradientError)  # Dynamo may raise of such a step
-                later = "too" if self.has_sparse else "as a whole"
-                warn_user(f"fp8: this step of {type(opt).__name__} runs uncompiled, later ones {later}: {reason}")
-                self.is_torchs = True
+            except Exception as reason:
+                if self.options.strict and not isinstance(reason, NotAlikeError):
+                    raise
+                self._give_up(opt, reason)
                 return False
             self._report(opt)
             bound = self.groups[index]
@@ -167,6 +165,14 @@ class SharedStep:
         self.known.found(opt.state, index, len(opt.param_groups))
         bound.step(group)
         return True
+
+    def _give_up(self, opt: Optimizer, reason: Exception) -> None:
+        """Leave the step that runs to torch, and later ones to a compilation as a whole."""
+        self.refusal = record_of(opt).whole = str(reason) if isinstance(reason, NotAlikeError) else _untraced(reason)
+        self.has_sparse = isinstance(reason, SparseGradientError)  # Dynamo may raise of such a step
+        later = "too" if self.has_sparse else "as a whole"
+        warn_user(f"fp8: this step of {type(opt).__name__} runs uncompiled, later ones {later}: {self.refusal}")
+        self.is_torchs = True
 
     def _report(self, opt: Optimizer) -> None:
         """Keep a plan of what is updated together, unless the last one says the same."""
@@ -195,6 +201,10 @@ def shared_step(opt: Optimizer, options: Options) -> SharedStep:
     if opt not in _shared or _shared[opt].options != options:
         _shared[opt] = SharedStep(opt, options)
     return _shared[opt]
+
+
+def _untraced(error: Exception) -> str:
+    return f"its step could not be traced by itself ({type(error).__name__}: {error})".splitlines()[0]
 
 
 def _refusal_of(options: Options) -> str:
@@ -277,7 +287,8 @@ def _template(
     for template in known:
         if all(group[name] == value for (name, _), value in template.constants.items()):
             return template
-    trial = stand_ins.stand_in(opt, group, parameter)
+    written = {name: float(group[name]) for name in kind.moving if type(group[name]) is int}
+    trial = stand_ins.stand_in(opt, {**group, **written}, parameter)
     traced = trace(trial, options, kind.moving, numbers)
     read = {role.name for role in traced.roles}
     constants = {(name, ""): group[name] for name in kind.moving if name not in read}
