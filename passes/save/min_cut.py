@@ -59,24 +59,26 @@ class Prices:
     """The costs of computing again, in bytes saved: of each byte of a cheap operator, each second of a costly one.
 
     costly: the matmuls and attentions that may run again at all, each with its seconds. narrow: what is not computed
-    again even so.
+    again even so. moved: what the host's memory takes, so that keeping it costs nothing.
     """
 
     byte: float = RECOMPUTE
     second: float = math.inf
     costly: Mapping[fx.Node, float] = field(default_factory=dict)
     narrow: Set[fx.Node] = frozenset()
+    moved: Set[fx.Node] = frozenset()
 
 
 def plan_saved(graph: fx.Graph, halves: Halves, prices: Prices | None = None) -> list[fx.Node]:
     """Return the values to save, in the order of the graph."""
+    prices = prices or Prices()
     network, again = nx.DiGraph(), dict[fx.Node, float]()
     for node in reversed(graph.nodes):
         if node in halves.backward and node not in halves.inputs:
             again[node] = NEVER
         elif node in halves.backward or any(user in again for user in node.users):
-            again[node] = _price_again(node, halves, prices or Prices())
-            _add(network, node, halves, again)
+            again[node] = _price_again(node, halves, prices)
+            _add(network, node, halves, again, prices.moved)
     if "sink" not in network or "source" not in network:
         return []
     before = _before_the_cut(network)
@@ -99,12 +101,15 @@ def _before_the_cut(network: nx.DiGraph) -> set[str]:
     return before
 
 
-def _add(network: nx.DiGraph, node: fx.Node, halves: Halves, again: Mapping[fx.Node, float]) -> None:
+def _add(
+    network: nx.DiGraph, node: fx.Node, halves: Halves, again: Mapping[fx.Node, float], moved: Set[fx.Node]
+) -> None:
     """Add the edges of a node of the forward half; `again`: of it and its users."""
     entrance = _in(node, again)
     if entrance != "source":
         network.add_edge("source", entrance, capacity=again[node])
-    network.add_edge(entrance, _out(node), capacity=_price(node, halves))
+    price = _price(node, halves)
+    network.add_edge(entrance, _out(node), capacity=min(1.0, price) if node in moved else price)
     if node in halves.backward:
         network.add_edge(_out(node), "sink", capacity=math.inf)
     for user in node.users:

@@ -35,7 +35,6 @@ from fp8compile.passes.save.save_on_host import Host
 from fp8compile.passes.save.saved_forms import as_it_is, bytes_of, is_random, memory_of
 from fp8compile.plan.reasons import Reason, Why
 
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 STEPS = 7  # of a bisection over prices: to a factor of two
 ALLOWED = Why(Reason.BUDGET, "the budget allows it")
 HIGHEST, LOWEST = 2.0**52, 2.0**20  # bytes that a second of a matmul may be worth; a GPU writes 2**42 in one
@@ -80,17 +79,26 @@ def plan_within(
         return _with_less_rounding(halves, usual, limit)
     if host is None:
         return _with_more_recompute(graph, halves, cut, choice, limit, device)
-    room = host.room(choice.saved, halves)
-    if choice.bytes <= limit + room:
+    taken = host.taken(choice.saved, halves)
+    if choice.bytes <= limit + sum(taken.values()):
         return replace(choice, moved=choice.bytes - limit)
-    for share in SHARES:  # of the room: what runs again leaves less to move
-        choice = _with_more_recompute(graph, halves, cut, choice, limit + int(share * room), device)
-        moved = min(max(0, choice.bytes - limit), host.room(choice.saved, halves))
-        if choice.bytes - moved <= limit:
-            return replace(choice, moved=moved, missed="")
-    least = choice.bytes - moved
-    why = f"the activation budget of {limit} bytes is below the {least} that are neither moved nor computed again"
-    return replace(choice, moved=moved, missed=why)
+
+    def cut_beside(prices: Prices) -> Choice:
+        saved = plan_saved(graph, halves, replace(prices, moved=taken.keys()))
+        return Choice(saved, saved_bytes([n for n in saved if n not in taken], halves))
+
+    staying = [n for n in choice.saved if n not in taken]
+    beside = _with_more_recompute(graph, halves, cut_beside, replace(choice, saved=staying), limit, device)
+    whole = saved_bytes(beside.saved, halves)
+    if not beside.missed:
+        return Choice(beside.saved, whole, moved=max(0, whole - limit))
+    alone = _with_more_recompute(graph, halves, cut, choice, limit, device)
+    if alone.bytes <= beside.bytes:
+        return alone
+    why = (
+        f"the activation budget of {limit} bytes is below the {beside.bytes} that are neither moved nor computed again"
+    )
+    return Choice(beside.saved, whole, why, whole - beside.bytes)
 
 
 def _within_reach(graph: fx.Graph, halves: Halves, cut: Callable[[Prices], Choice]) -> Choice:

@@ -50,13 +50,21 @@ class Host:
         seconds = sum(library_seconds(n, device) for n in kernels)
         return Host(int(seconds * device.host_link * 1e12), frozenset(returned), where)
 
-    def room(self, saved: Iterable[fx.Node], halves: Halves) -> int:
-        """Return how many bytes of what is saved can be moved, before values become payloads and scales."""
+    def taken(self, saved: Iterable[fx.Node], halves: Halves) -> dict[fx.Node, int]:
+        """Return what can be moved of what is saved, before values become payloads and scales, each with its bytes.
+
+        Those made first, as many as are copied in time.
+        """
         nodes = list(saved)
-        rounded = [n for n in nodes if _is_rounded(n, halves)]  # whose payload has memory of its own
-        exact = [n for n in self._movable(nodes, halves) if not _is_rounded(n, halves)]
-        sizes = [*(count(value(n).shape) for n in rounded), *(bytes_of(value(n)) for n in exact)]
-        return min(self.carried, sum(n for n in sizes if n >= LEAST))
+        rounded = {n: count(value(n).shape) for n in nodes if _is_rounded(n, halves)}  # payloads have their own memory
+        exact = {n: bytes_of(value(n)) for n in self._movable(nodes, halves) if not _is_rounded(n, halves)}
+        found, left = dict[fx.Node, int](), self.carried
+        for node in sorted({**rounded, **exact}):
+            size = rounded.get(node) or exact.get(node, 0)
+            if LEAST <= size <= left:
+                found[node] = size
+                left -= size
+        return found
 
     def choose(self, kept: Iterable[fx.Node], wanted: int, halves: Halves) -> list[fx.Node]:
         """Return the nodes to move: as few as take `wanted` bytes, if there are so many."""

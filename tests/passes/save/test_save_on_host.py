@@ -133,6 +133,19 @@ def test_a_budget_that_cannot_be_met_is_warned_of(monkeypatch: pytest.MonkeyPatc
         trained(executor="eager", activation_budget=1000, offload=True)
 
 
+def test_what_is_moved_is_moved_too_where_more_has_to_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A little less than what stays beside all that is moved: that runs again, and copies go on."""
+    monkeypatch.setattr(devices, "describe", lambda device: FAST)
+    _, before = trained(executor="eager")
+    kept = sum(row.bytes for row in rows_of(before))
+    _, all_moved = trained(executor="eager", activation_budget=kept // 3, offload=True)
+    staying = sum(row.gpu_bytes for row in rows_of(all_moved))
+    on_host = sum(row.bytes - row.gpu_bytes for row in rows_of(all_moved))
+    _, report = trained(executor="eager", activation_budget=staying - 2**18, offload=True)
+    assert sum(row.gpu_bytes for row in rows_of(report)) <= staying - 2**18
+    assert sum(row.bytes - row.gpu_bytes for row in rows_of(report)) > on_host / 2
+
+
 class Region(nn.Module):
     """A block whose graph is one of its own within the model's."""
 
