@@ -35,7 +35,8 @@ from benchmarks.harness.workloads import MODULES, WORKLOADS, Workload
 
 EIGHT_BIT = ours("8-bit states", eight_bit=True)
 MASKS_MADE = ours("8-bit states, masks made", eight_bit=True, fold_masks=False)
-SYSTEMS = (BASELINE, EAGER, MASKS_FOLDED, ours(), EIGHT_BIT, MASKS_MADE, *TORCHAO)
+FP8_HEAD = ours("8-bit states, FP8 head", eight_bit=True, lm_head=True, chunk_loss=True)
+SYSTEMS = (BASELINE, EAGER, MASKS_FOLDED, ours(), EIGHT_BIT, MASKS_MADE, FP8_HEAD, *TORCHAO)
 WARMUP, STEPS, TINY_STEPS = 4, 20, 2
 COLUMNS = (
     figure("ms", "ms"),

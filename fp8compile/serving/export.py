@@ -24,7 +24,7 @@ from fp8compile.serving.choose_layers import by_name, choose
 from fp8compile.serving.freed_modules import refuse_freed
 from fp8compile.serving.layouts import FINE_GRAINED, Layout, layout_called
 from fp8compile.serving.stacked_experts import refusals
-from fp8compile.serving.tensors import ranks_of, unwrapped, written
+from fp8compile.serving.tensors import ranks_of, refuse_meta, unwrapped, written
 from fp8compile.serving.write_folder import names_in_files, reverting, whole_folder, write_config, write_tensors
 
 MIB = 2**20
@@ -74,11 +74,12 @@ def export(
     A sharded model is exported by all of its ranks together; each writes a part, and holds one tensor at a time. Any
     other is exported by the one process that calls this: under DistributedDataParallel let one rank do so.
 
-    Raises `OptionError`, `CheckpointError` and `FreedWeightError`; the folder is there as a whole or not at all.
+    Raises `OptionError`, `CheckpointError` (also for a model on the meta device) and `FreedWeightError`; the folder is there as a whole or not at all.
     """
     layout = layout_called(format)
     model = unwrapped(model)
     refuse_freed(model, "exported: export before that")
+    refuse_meta(model, "nothing was written")
     revert = reverting(model)
     choice = choose(model, _plans(), layers, skip, layout, refusals(model, layout, revert))
     scales = _input_scales(statistics, layout, choice.quantized, model) if statistics is not None else {}

@@ -20,10 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fp8compile.errors import CheckpointError
 from fp8compile.formats import E4M3
 from fp8compile.serving.layouts import COMPRESSED, FINE_GRAINED, LAYOUTS, Layout
-from fp8compile.serving.tensors import Revert, tied_names, unwrapped
+from fp8compile.serving.tensors import NAMES, Revert, refuse_meta, tied_names, unwrapped
 from fp8compile.serving.write_folder import CONFIG, INDEX, reverting
-
-LIMIT = 5  # names in an error
 
 
 class Folder:
@@ -76,16 +74,11 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> None:
     was not written to its end; for a format that is none of `export`'s.
     """
     model = unwrapped(model)
+    refuse_meta(model, "nothing was loaded")
     with ExitStack() as stack:
         found, revert = Folder(Path(folder), stack), reverting(model)
         tied = tied_names(model)
         state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
-        if nowhere := [name for name, x in state.items() if x.is_meta]:
-            more = f" and {len(nowhere) - LIMIT} more" if len(nowhere) > LIMIT else ""
-            raise CheckpointError(
-                f"the model has no memory for {', '.join(nowhere[:LIMIT])}{more}, on the meta device: call "
-                "model.to_empty(device=…) first; nothing was loaded"
-            )
         forms = {name: _in_files(found, name, x, revert) for name, x in state.items()}
         wanted = [name for name in state if name not in tied or name in found.files]
         known = {key for keys in forms.values() for key in keys}
@@ -136,8 +129,8 @@ def _check(found: Folder, wanted: dict[str, Tensor], known: set[str]) -> None:
     }
     for what, names in problems.items():
         if names:
-            more = f" and {len(names) - LIMIT} more" if len(names) > LIMIT else ""
-            raise CheckpointError(f"{found.folder}: {what} {', '.join(names[:LIMIT])}{more}; nothing was loaded")
+            more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+            raise CheckpointError(f"{found.folder}: {what} {', '.join(names[:NAMES])}{more}; nothing was loaded")
 
 
 def _misshapen(found: Folder, wanted: dict[str, Tensor]) -> Iterator[str]:

@@ -19,16 +19,29 @@ from fp8compile.errors import CheckpointError
 from fp8compile.serving.layouts import Layout
 
 Revert = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+NAMES = 5  # in an error
 WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")  # in names of modules, not of the state_dict
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model within what torch.compile and DistributedDataParallel make of it."""
+    """Return the model within what torch.compile, DataParallel and DistributedDataParallel make of it."""
     while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
+        is_parallel = isinstance(model, (nn.DataParallel, DistributedDataParallel))
+        inner = model.module if is_parallel else getattr(model, "_orig_mod", model)
         if inner is model:
             return model
         model = inner
+
+
+def refuse_meta(model: nn.Module, outcome: str) -> None:
+    """Raise `CheckpointError` for a model that has no memory for all of its tensors."""
+    nowhere = [name for name, x in model.state_dict().items() if isinstance(x, Tensor) and x.is_meta]
+    if nowhere:
+        more = f" and {len(nowhere) - NAMES} more" if len(nowhere) > NAMES else ""
+        raise CheckpointError(
+            f"the model has no memory for {', '.join(nowhere[:NAMES])}{more}, on the meta device: call "
+            f"model.to_empty(device=…), and give it values; {outcome}"
+        )
 
 
 def ranks_of(model: nn.Module) -> Ranks:

@@ -456,6 +456,20 @@ def test_the_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Mo
         fp8compile.export(llama(), out / "config.json", layers=["*"])
 
 
+def test_a_model_without_memory_is_not_exported(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(CheckpointError, match=r"has no memory for model.*call model.to_empty.*; nothing was written"):
+        fp8compile.export(model, tmp_path / "out", layers=["*"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_parallel_gives_names_no_prefix(tmp_path: Path) -> None:
+    model = llama()
+    fp8compile.export(nn.DataParallel(model), tmp_path / "out", layers=["*"])
+    fp8compile.load(llama(), tmp_path / "out")
+
+
 def test_what_lies_beside_a_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the folder is a link, or was left by a process that was killed, or is where we are."""
     out, link = tmp_path / "out", tmp_path / "latest"
