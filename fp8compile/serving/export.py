@@ -74,7 +74,8 @@ def export(
     A sharded model is exported by all of its ranks together; each writes a part, and holds one tensor at a time. Any
     other is exported by the one process that calls this: under DistributedDataParallel let one rank do so.
 
-    Raises `OptionError`, `CheckpointError` (also for a model on the meta device) and `FreedWeightError`; the folder is there as a whole or not at all.
+    Raises `OptionError`, `CheckpointError` (also for a model on the meta device) and `FreedWeightError`; the folder is
+    there as a whole or not at all.
     """
     layout = layout_called(format)
     model = unwrapped(model)

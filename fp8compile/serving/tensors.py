@@ -27,7 +27,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model within what torch.compile, DataParallel and DistributedDataParallel make of it."""
     while True:
         is_parallel = isinstance(model, (nn.DataParallel, DistributedDataParallel))
-        inner = model.module if is_parallel else getattr(model, "_orig_mod", model)
+        inner = getattr(model, "module" if is_parallel else "_orig_mod", model)
         if inner is model:
             return model
         model = inner
