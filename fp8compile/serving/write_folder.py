@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,13 +24,16 @@ from fp8compile.serving.tensors import Revert, is_of_transformers
 
 LARGEST = 4 << 30  # bytes of a file, or one tensor
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+OURS = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json"
+)  # what is replaced
 
 
 @contextlib.contextmanager
 def whole_folder(folder: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
     """Yield a folder to write to, which then takes the place of `folder`; after an error nothing is left of it.
 
-    What else lies in `folder`, a tokenizer's files say, stays in it: all but weights, their index and config.json.
+    What else lies in `folder`, a tokenizer's files say, stays in it: all but files that have the names of ours.
     """
     folder = folder.resolve()  # a link stays one, to the new folder
     if folder.exists() and not folder.is_dir():
@@ -48,21 +52,33 @@ def whole_folder(folder: Path, overwrite: bool, ranks: Ranks) -> Iterator[Path]:
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    if ranks.rank == 0:
+    failure = _put_in_place(folder, partial, old) if ranks.rank == 0 else ""
+    if failures := [text for text in ranks.gathered(failure) if text]:  # nobody waits for a rank that has failed
+        raise CheckpointError(f"{failures[0]}; {folder} is as it was")
+
+
+def _put_in_place(folder: Path, partial: Path, old: Path) -> str:
+    """Give `folder` what was written to `partial`; return what has failed, with nothing of that left."""
+    try:
         if folder.exists():
             _take_over(folder, partial)
             shutil.rmtree(old, ignore_errors=True)  # of a run that was killed here
             folder.rename(old)
         partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    ranks.meet()
+    except OSError as error:  # shutil's own are some, too
+        shutil.rmtree(partial, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        return str(error)
+    shutil.rmtree(old, ignore_errors=True)
+    return ""
 
 
 def _take_over(old: Path, new: Path) -> None:
-    """Copy to the folder `new` what `old` has beside a checkpoint, and `new` has not."""
+    """Copy to the folder `new` what `old` has beside a checkpoint, and `new` has not; and its mode."""
+    shutil.copymode(old, new)
     for path in old.iterdir():
-        is_checkpoint = path.suffix == ".safetensors" or path.name in (INDEX, CONFIG)
-        if is_checkpoint or (new / path.name).exists():
+        if OURS.fullmatch(path.name) or (new / path.name).exists():
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, new / path.name, symlinks=True)

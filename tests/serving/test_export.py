@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -475,6 +476,8 @@ def test_what_lies_beside_a_checkpoint_stays(tmp_path: Path, monkeypatch: pytest
     out, link = tmp_path / "out", tmp_path / "latest"
     fp8compile.export(llama(), out, layers=["*"])
     (out / "tokenizer.json").write_text("{}")
+    (out / "adapter_model.safetensors").write_text("somebody's")
+    out.chmod(0o700)
     (out / "more").mkdir()
     (out / "more" / "notes").write_text("mine")
     (out / "model-00002-of-00002.safetensors").write_text("of an older checkpoint, with an index")
@@ -487,8 +490,25 @@ def test_what_lies_beside_a_checkpoint_stays(tmp_path: Path, monkeypatch: pytest
         fp8compile.export(llama(), folder, "channel", layers=["*"], overwrite=True)
         monkeypatch.chdir(out)  # the new one
         names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "more"}
-        assert {p.name for p in out.iterdir()} == names
+        assert {p.name for p in out.iterdir()} == names | {"adapter_model.safetensors"}
+        assert out.stat().st_mode & 0o777 == 0o700
         assert (out / "more" / "notes").read_text() == "mine"
         assert link.is_symlink()
         fp8compile.load(llama(), link)
     assert {p.name for p in tmp_path.iterdir()} == {"out", "latest"}
+
+    before, rename = {p.name for p in out.iterdir()}, Path.rename
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    def not_in_place(path: Path, to: Path) -> Path:
+        return full() if path.name.endswith(".partial") else rename(path, to)  # type: ignore[return-value]
+
+    for owner, name, failing in ((shutil, "copy2", full), (Path, "rename", not_in_place)):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, failing)
+            with pytest.raises(CheckpointError, match=r"No space left on device; .*out is as it was"):
+                fp8compile.export(llama(), out, "channel", layers=["*"], overwrite=True)
+        assert {p.name for p in out.iterdir()} == before
+        assert {p.name for p in tmp_path.iterdir()} == {"out", "latest"}
