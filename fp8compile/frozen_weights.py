@@ -56,12 +56,12 @@ _uses: dict[int, Use] = {}  # by the identity of each weight, as long as it live
 
 @dataclass
 class FusedSteps:
-    """The writes of torch's fused optimizers to such weights, counted after every step: torch counts none of them."""
+    """The writes of torch's fused optimizers to weights whose casts are kept; torch counts none of them."""
 
     hook: RemovableHandle | None = None
 
     def count(self) -> None:
-        """Count them from now on."""
+        """Count them after every step from now on."""
         if self.hook is None:
             skip_code(_count_fused_step.__code__)
             self.hook = register_optimizer_step_post_hook(_count_fused_step)

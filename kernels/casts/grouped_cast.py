@@ -38,9 +38,9 @@ def magnitude(x):
 
 
 @triton.jit
-def scale_of(amax, POWER_OF_TWO: tl.constexpr):  # noqa: N803
-    """`markers.scale` for E4M3, of bits of an amax."""
-    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), 448.0)
+def scale_of(amax, POWER_OF_TWO: tl.constexpr, LARGEST: tl.constexpr = 448.0):  # noqa: N803
+    """`markers.scale` of bits of an amax, for a format whose largest number is LARGEST: E4M3, if left out."""
+    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST)
     scale = tl.where(amax == 0, 1.0, tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale))
     if POWER_OF_TWO:
         up = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)

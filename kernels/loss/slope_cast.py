@@ -14,17 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.formats import E5M2, ceil_div
-from fp8compile.kernels.casts.grouped_cast import quotient
+from fp8compile.kernels.casts.grouped_cast import quotient, scale_of
 
 ROWS, COLUMNS, WARPS = 128, 64, 8  # of a tile
 LARGEST = tl.constexpr(E5M2.max)
-
-
-@triton.jit
-def scale_of(amax):
-    """`markers.scale` for E5M2."""
-    scale = tl.div_rn(amax, LARGEST)
-    return tl.where(amax == 0, 1.0, tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale))
 
 
 @triton.jit
@@ -47,7 +40,8 @@ def cast_tile(
     blocks = tl.cdiv(width, COLUMNS)
     row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    scale = scale_of(tl.load(amaxes + row, mask=row < rows, other=0.0))
+    amax = tl.load(amaxes + row, mask=row < rows, other=0.0)
+    scale = scale_of(amax.to(tl.int32, bitcast=True), False, LARGEST)
     inside = (row[:, None] < rows) & (column[None, :] < classes)
     at = row[:, None].to(tl.int64) * stride + column[None, :]
     x = tl.load(slopes + at, mask=inside, other=0.0).to(tl.float32)

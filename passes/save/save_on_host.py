@@ -58,9 +58,9 @@ class Host:
         nodes = list(saved)
         rounded = {n: count(value(n).shape) for n in nodes if _is_rounded(n, halves)}  # payloads have their own memory
         exact = {n: bytes_of(value(n)) for n in self._movable(nodes, halves) if not _is_rounded(n, halves)}
-        found, left = dict[fx.Node, int](), self.carried
-        for node in sorted({**rounded, **exact}):
-            size = rounded.get(node) or exact.get(node, 0)
+        sizes, found, left = {**rounded, **exact}, dict[fx.Node, int](), self.carried
+        for node in sorted(sizes):
+            size = sizes[node]
             if LEAST <= size <= left:
                 found[node] = size
                 left -= size

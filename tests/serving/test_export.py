@@ -467,8 +467,10 @@ def test_a_model_without_memory_is_not_exported(tmp_path: Path) -> None:
 
 def test_data_parallel_gives_names_no_prefix(tmp_path: Path) -> None:
     model = llama()
-    fp8compile.export(nn.DataParallel(model), tmp_path / "out", layers=["*"])
-    fp8compile.load(llama(), tmp_path / "out")
+    for name, exported in (("alone", model), ("parallel", nn.DataParallel(model))):
+        fp8compile.export(exported, tmp_path / name, layers=["*"])
+    alone, parallel = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "parallel"))
+    assert alone.keys() == parallel.keys()
 
 
 def test_what_lies_beside_a_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
