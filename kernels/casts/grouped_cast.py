@@ -38,8 +38,8 @@ def magnitude(x):
 
 
 @triton.jit
-def scale_of(amax, POWER_OF_TWO: tl.constexpr, LARGEST: tl.constexpr = 448.0):  # noqa: N803
-    """`markers.scale` of bits of an amax, for a format whose largest number is LARGEST: E4M3, if left out."""
+def scale_of(amax, POWER_OF_TWO: tl.constexpr, LARGEST: tl.constexpr):  # noqa: N803
+    """`markers.scale` of bits of an amax, for a format whose largest number is LARGEST."""
     scale = tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST)
     scale = tl.where(amax == 0, 1.0, tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale))
     if POWER_OF_TWO:
@@ -215,7 +215,7 @@ def cast_pieces(
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     mine, first, end, place, room, is_first = look_up_piece(offs, groups, piece, GROUPS, PIECE)
     if mine < groups:
-        scale = scale_of(tl.load(amaxes + mine * width + column, mask=column < width, other=0), POWER_OF_TWO)
+        scale = scale_of(tl.load(amaxes + mine * width + column, mask=column < width, other=0), POWER_OF_TWO, 448.0)
         inverse = tl.div_rn(1.0, scale)
         tl.store(scales + mine * width + column, scale, mask=is_first & (column < width))
         tl.store(ends + mine, place + room, mask=is_first & (block == 0))
