@@ -32,7 +32,7 @@ ROUNDINGS = ("", "/stochastic")
 
 def bits(x: float) -> int:
     """Return the bits of an FP32 number as an integer."""
-    return int(torch.tensor(x, dtype=torch.float32).view(torch.int32))
+    return int(torch.tensor(x, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 @dataclass(frozen=True)

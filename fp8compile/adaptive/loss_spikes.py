@@ -67,7 +67,7 @@ def _on_its_way(loss: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     if not loss.is_cuda:
         return loss.float().cpu().clone(), None
     with torch.cuda.device_of(loss):
-        host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        host = torch.empty((), dtype=torch.float32, pin_memory=True, device="cpu")
         host.copy_(loss.float(), non_blocking=True)
         event = torch.cuda.Event()
         event.record()

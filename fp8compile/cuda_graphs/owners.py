@@ -59,15 +59,15 @@ class Rate:
         """Put a tensor on the parameters' device into the place of a group's rate: torch gives all groups the same."""
         value = group[RATE]
         given = value if isinstance(value, Tensor) else None
-        dtype = torch.float32 if given is None else given.dtype
-        group[RATE] = tensor = torch.as_tensor(value, dtype=dtype).detach().to(group["params"][0].device, copy=True)
+        dtype, device = torch.float32 if given is None else given.dtype, group["params"][0].device
+        group[RATE] = tensor = torch.as_tensor(value, dtype=dtype, device=device).detach().clone()
         return cls(group, tensor, given, 0 if given is None else given._version)
 
     def hold(self) -> None:
         """Take over what was written in the place of the tensor, or into the one that was given."""
         value = self.group[RATE]
         if value is not self.tensor:
-            self.tensor.copy_(torch.as_tensor(value).reshape(self.tensor.shape))
+            self.tensor.copy_(torch.as_tensor(value, device=self.tensor.device).reshape(self.tensor.shape))
             self.group[RATE] = self.tensor
         elif self.given is not None and self.given._version != self.version:
             self.tensor.copy_(self.given)

@@ -94,7 +94,7 @@ class Recorder:
         with contextlib.suppress(RuntimeError):  # the end of a capture tells the generator that it is over
             another = torch.cuda.CUDAGraph()
             with torch.cuda.device(self.device), torch.cuda.graph(another, stream=self.stream):
-                torch.zeros((), device=self.device)
+                torch.zeros((), device=self.device, dtype=torch.float32)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:

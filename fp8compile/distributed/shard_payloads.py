@@ -23,7 +23,7 @@ class ShardPayloads:
     """The payloads of weights that are sharded over the same ranks."""
 
     def __init__(self) -> None:
-        self.buffer = torch.empty(0)
+        self.buffer = torch.empty(0, dtype=torch.float32, device="cpu")
         self.shapes: list[tuple[int, int]] = []
         self.launches: dict[Any, Any] = {}  # by kind of part
 

@@ -81,7 +81,10 @@ class WeightScales:
         starts = [0, *itertools.accumulate(round_up(count, ALIGNED) for count in counts)]
         where, buffer = self.buffers.get(mesh, (None, None))
         if where is None or buffer is None or where.shape != scales.shape or buffer.shape != (starts[-1],):
-            places = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=False)]
+            places = [
+                torch.arange(start, start + count, dtype=torch.int64, device="cpu")
+                for start, count in zip(starts, counts, strict=False)
+            ]
             where, buffer = torch.cat(places).to(scales.device), scales.new_ones(starts[-1])
             self.buffers[mesh] = where, buffer
         buffer[where] = scales

@@ -164,7 +164,7 @@ def _training() -> Iterator[Finding]:
     with torch.random.fork_rng(), warnings.catch_warnings(), store.collected() as found:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        layer, x = torch.nn.Linear(256, 256, device=device), torch.randn(128, 256, device=device)
+        layer, x = torch.nn.Linear(256, 256, device=device), torch.randn(128, 256, device=device, dtype=torch.float32)
         options = {"select": "all", "executor": "eager", "strict": True, "dump": None}
         torch.compile(lambda x: layer(x), backend=lambda *a, **k: fp8(*a, **k), options=options)(
             x

@@ -109,4 +109,4 @@ def _default_loss(output: Any) -> torch.Tensor:
         return own
     leaves = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     trained = [x.float().sum() for x in leaves if x.requires_grad]
-    return torch.stack(trained).sum() if trained else torch.zeros(())
+    return torch.stack(trained).sum() if trained else torch.zeros((), dtype=torch.float32, device="cpu")

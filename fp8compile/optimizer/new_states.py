@@ -85,5 +85,5 @@ def fill(states: dict[str, Any], parameter: Tensor) -> None:
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a plain tensor laid out as `like`: `empty_like` of a weight that is gathered as FP8 is such a weight."""
-    layout = torch.empty_strided(like.shape, like.stride(), device="meta")
+    layout = torch.empty_strided(like.shape, like.stride(), device="meta", dtype=torch.float32)
     return torch.empty_like(layout, dtype=dtype, device=like.device)

@@ -29,7 +29,7 @@ def checksum(state: StateParts) -> int | None:
     if any(type(x) is not Tensor or x.is_meta for x in parts):
         return None
     facts = [(x.dtype, list(x.shape)) for x in parts], state.format, state.parameter, state.dtype
-    total = torch.tensor(zlib.crc32(repr(facts).encode()), device=state.payload.device)
+    total = torch.tensor(zlib.crc32(repr(facts).encode()), device=state.payload.device, dtype=torch.int64)
     for part in parts:
         total = total * ODD + _weighted_sum(part)
     return int(total)
@@ -41,7 +41,7 @@ def _weighted_sum(x: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for first in range(0, data.numel(), PIECE):
         words = _words(data[first : first + PIECE])
-        position = torch.arange(first // WORD, first // WORD + words.numel(), device=x.device)
+        position = torch.arange(first // WORD, first // WORD + words.numel(), device=x.device, dtype=torch.int64)
         words = (words ^ (words >> 32)).mul_(position.mul_(2).add_(1).mul_(ODD))
         total += words.sum()
     return total

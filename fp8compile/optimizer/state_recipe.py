@@ -156,7 +156,7 @@ def _sample(x: Tensor) -> Tensor:
     step = -(-x.numel() // SAMPLE)
     if x.is_contiguous():
         return x.view(-1)[::step]
-    places = torch.arange(0, x.numel(), step, device=x.device)
+    places = torch.arange(0, x.numel(), step, device=x.device, dtype=torch.int64)
     return x[torch.unravel_index(places, x.shape)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,4 +69,4 @@ def _decibels(signal: float, noise: float) -> float | None:
     """Return a ratio in dB; None for silence, 200 where nothing was lost."""
     if signal == 0:
         return None
-    return 200.0 if noise == 0 else 10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64)).item()
+    return 200.0 if noise == 0 else 10 * math.log10(signal / noise)

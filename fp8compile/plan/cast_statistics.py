@@ -160,7 +160,7 @@ def join(name: str, everything: Sequence[dict[str, list[float]]]) -> None:
     """Let the sums under `name` be those of all ranks together: a cast may run on some of them alone."""
     together: dict[str, Tensor] = {}
     for key in dict.fromkeys(key for mine in everything for key in mine):
-        found = [torch.tensor(mine[key], dtype=torch.float64) for mine in everything if key in mine]
+        found = [torch.tensor(mine[key], dtype=torch.float64, device="cpu") for mine in everything if key in mine]
         together[key] = functools.reduce(joined, found)
     if name in _watched:
         _watched[name]._sums = together

@@ -115,4 +115,6 @@ def _input_scales(
     if missing := [name for name in quantized if name not in seen]:
         raise CheckpointError(f"the statistics have seen nothing of {missing[0]}: watch a step of the whole model")
     least = torch.finfo(torch.float32).tiny
-    return {name: torch.tensor(max(seen[name], least) / E4M3.max, dtype=torch.float32) for name in quantized}
+    return {
+        name: torch.tensor(max(seen[name], least) / E4M3.max, dtype=torch.float32, device="cpu") for name in quantized
+    }

@@ -103,13 +103,14 @@ def _read(found: Folder, name: str, x: Tensor, keys: Sequence[str], revert: Reve
     """Return what a tensor of the model becomes: one of the files, or made of several."""
     if keys == [name]:
         return found.read(name, x.dtype)
-    whole = torch.empty(x.shape, dtype=x.dtype)
+    whole = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     parts = revert({name: whole})
     if all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts.values()):
         for key, part in parts.items():
             part.copy_(found.read(key, x.dtype))
         return whole
-    places = revert({name: torch.arange(x.numel()).view(x.shape)})  # where each element of a file goes
+    numbers = torch.arange(x.numel(), dtype=torch.int64, device="cpu")
+    places = revert({name: numbers.view(x.shape)})  # where each element of a file goes
     for key, place in places.items():
         whole.view(-1)[place.reshape(-1)] = found.read(key, x.dtype).reshape(-1)
     return whole

@@ -32,7 +32,10 @@ def refusals(model: nn.Module, layout: Layout, revert: Revert) -> dict[str, str]
 def _refusal(name: str, module: nn.Module, layout: Layout, revert: Revert) -> str:
     if layout.method != FINE_GRAINED:
         return 'the weights of all its experts are one tensor, which format="block" alone has in FP8'
-    sizes = {f"{name}.{n}": torch.empty(p.shape, device="meta") for n, p in module.named_parameters(recurse=False)}
+    sizes = {
+        f"{name}.{n}": torch.empty(p.shape, device="meta", dtype=torch.float32)
+        for n, p in module.named_parameters(recurse=False)
+    }
     if any(x.dim() != 3 for x in sizes.values()):
         return "its experts have more than weights"
     files = revert(sizes)

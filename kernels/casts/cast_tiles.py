@@ -92,7 +92,7 @@ class Launch:
 
     def __init__(self) -> None:
         self.fields: list[tuple[int, ...]] = []
-        self.table = self.tiles = torch.empty(0)
+        self.table = self.tiles = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def run(self, parts: Sequence[Part]) -> None:
         """Cast `parts`, all of them aligned, not empty, and of one kind on one device."""
@@ -100,7 +100,7 @@ class Launch:
         if fields != self.fields:
             if [f[-2:] for f in fields] != [f[-2:] for f in self.fields]:
                 self.tiles = _sent(_tiles([f[-2:] for f in fields]), device)
-            self.table, self.fields = _sent(torch.tensor(fields, dtype=torch.int64), device), fields
+            self.table, self.fields = _sent(torch.tensor(fields, dtype=torch.int64, device="cpu"), device), fields
         dtype, blocks = parts[0].kind
         kernel: Any = cast_tiles
         with torch.cuda.device_of(self.table):
@@ -113,7 +113,9 @@ class Launch:
 def _tiles(shapes: Sequence[tuple[int, ...]]) -> Tensor:
     """Return (part, tile of it) of every program."""
     counts = [ceil_div(rows, ROWS) * ceil_div(columns, COLUMNS) for rows, columns in shapes]
-    return torch.cat([torch.stack([torch.full((n,), i), torch.arange(n)], 1) for i, n in enumerate(counts)]).int()
+    with torch.device("cpu"):
+        numbers = [torch.tensor([i], dtype=torch.int64) for i in range(len(counts))]
+        return torch.cat([torch.cartesian_prod(i, torch.arange(n)) for i, n in zip(numbers, counts, strict=True)]).int()
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

@@ -78,19 +78,19 @@ def _holds_maxima(region: Region, tensor: int) -> bool:
 
 def _random(count: int, dtype: torch.dtype, maxima: bool, special: bool, generator: torch.Generator) -> Tensor:
     if dtype == torch.bool:
-        return torch.rand(count, generator=generator) < 0.5
+        return torch.rand(count, generator=generator, dtype=torch.float32, device="cpu") < 0.5
     if dtype == torch.int64:
-        return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
-    x = torch.randn(count, dtype=torch.float32, generator=generator)
+        return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, dtype=torch.int64, device="cpu")
+    x = torch.randn(count, dtype=torch.float32, generator=generator, device="cpu")
     if maxima:
         return x.abs().to(dtype)
     runs = ceil_div(count, RUN)
-    magnitude = torch.randint(-6, 7, (runs,), generator=generator).float().exp2()
-    magnitude[torch.rand(runs, generator=generator) < 0.05] = 0
+    magnitude = torch.randint(-6, 7, (runs,), generator=generator, dtype=torch.int64, device="cpu").float().exp2()
+    magnitude[torch.rand(runs, generator=generator, dtype=torch.float32, device="cpu") < 0.05] = 0
     x *= magnitude.repeat_interleave(RUN)[:count]
     if special and count:
-        where = torch.randint(0, count, (len(SPECIAL),), generator=generator)
-        x[where] = torch.tensor(SPECIAL, dtype=torch.float32)
+        where = torch.randint(0, count, (len(SPECIAL),), generator=generator, dtype=torch.int64, device="cpu")
+        x[where] = torch.tensor(SPECIAL, dtype=torch.float32, device="cpu")
     return x.to(dtype)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-
-import torch
 
 from fp8compile.formats import round_up
 from fp8compile.kernels.codegen.spec.region import Part, Region, Size, number_of
@@ -17,8 +16,7 @@ def pick_sizes(region: Region, about: int = 4096) -> dict[str, int]:
     for rows in {part.rows for part in region.parts if isinstance(part.rows, str)}:
         parts = [part for part in region.parts if part.rows == rows]
         inner = [size for part in parts for loops in _row_loops(part) for size in loops if isinstance(size, int)]
-        step = torch.tensor([16, *(part.row_divisor for part in parts), *inner]).unique().prod().item()
-        names[rows] = round_up(about, int(step))
+        names[rows] = round_up(about, math.prod({16, *(part.row_divisor for part in parts), *inner}))
     for part in region.parts:
         for loops in _row_loops(part):
             _fill(loops, number_of(part.rows, names), names)

@@ -27,7 +27,7 @@ NEAR = 2.0**-7  # of a group's norm: a rounding to BF16 is a quarter of it
 def why_it_fails(device: torch.device) -> str:
     """Return how grouped FP8 matmuls fail on `device`; "" if they are right."""
     with unset_fake_temporarily(), torch.no_grad():
-        offs = torch.tensor(ENDS, dtype=torch.int32)
+        offs = torch.tensor(ENDS, dtype=torch.int32, device="cpu")
         operands = _operand(ENDS[-1], K), _operand(len(ENDS), N, K)
         return _why(device, operands, offs, [slice(*group) for group in pairwise((0, *ENDS))])
 
@@ -36,7 +36,7 @@ def why_it_fails(device: torch.device) -> str:
 def why_contractions_fail(device: torch.device) -> str:
     """Return how grouped FP8 matmuls fail on `device` that contract the tokens of each group; "" if they are right."""
     with unset_fake_temporarily(), torch.no_grad():
-        offs = torch.tensor(ENDS, dtype=torch.int32)
+        offs = torch.tensor(ENDS, dtype=torch.int32, device="cpu")
         left, right = (
             grouped_reference.grouped_cast(_random(columns, ENDS[-1]).t(), offs, "e4m3") for columns in (N, K)
         )
@@ -73,8 +73,8 @@ def _operand(*shape: int) -> tuple[Tensor, Tensor]:
 
 def _random(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(len(shape))
-    scales = torch.rand(*shape[:-1], 1, dtype=torch.float32, generator=generator).mul(8).exp2()
-    return torch.randn(shape, dtype=torch.float32, generator=generator) * scales
+    scales = torch.rand(*shape[:-1], 1, dtype=torch.float32, generator=generator, device="cpu").mul(8).exp2()
+    return torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu") * scales
 
 
 def _is_near(found: Tensor, wanted: Tensor) -> bool:

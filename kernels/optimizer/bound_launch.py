@@ -49,7 +49,7 @@ class BoundLaunch:
             self.matrices = (torch.tensor(matrices, dtype=torch.int32, device=self.device),)
         self.sizes = [x.numel() for x in stored[:: self.wide]]
         count = len(self.sizes)
-        addresses = torch.empty(count, self.wide + self.narrow, dtype=torch.int64)
+        addresses = torch.empty(count, self.wide + self.narrow, dtype=torch.int64, device="cpu")
         addresses[:, : self.wide] = _addresses(stored).view(count, self.wide)
         addresses[:, self.wide :] = _addresses(read).view(count, self.narrow)
         self.addresses = addresses  # on the host
@@ -156,4 +156,4 @@ def matrices_of(update: Update, stored: Sequence[Tensor], parameters: Sequence[T
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64)
+    return torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64, device="cpu")

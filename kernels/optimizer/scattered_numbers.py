@@ -28,9 +28,9 @@ class ScatteredNumbers:
 
     def __init__(self, tensors: Sequence[Tensor], order: Sequence[int] | None = None) -> None:
         first = tensors[0]
-        addresses = torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64)
+        addresses = torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64, device="cpu")
         self.table = addresses.to(first.device)
-        self.read_table = self.table if order is None else addresses[torch.tensor(order)].to(first.device)
+        self.read_table = self.table if order is None else addresses[list(order)].to(first.device)
         self.like = torch.zeros(1, dtype=first.dtype, device=first.device)
         self.launch_read, self.launch_add = KnownLaunch(read_numbers, (BLOCK,)), KnownLaunch(add_to_numbers, (BLOCK,))
         self.launch_add.compile_ahead(self.table, self.like, self.like, 1.0 if first.is_floating_point() else 1, 1)
@@ -64,7 +64,7 @@ def are_scattered(tensors: Sequence[Tensor]) -> bool:
 
 def compile_reading(device: torch.device) -> None:
     """Begin to compile what reads numbers in FP32, which the function of them is compiled with."""
-    table, like = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    table, like = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device, dtype=torch.float32)
     KnownLaunch(read_numbers, (BLOCK,)).compile_ahead(table, like, 1, 1)
 
 

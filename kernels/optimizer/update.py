@@ -80,7 +80,7 @@ def _run_one(update: Update, slots: dict[int, Tensors]) -> None:
     for value in update.values:
         if value.op == "constant":
             (x,) = value.params
-            values.append(torch.tensor(x, dtype=torch.bool if isinstance(x, bool) else torch.float32))
+            values.append(torch.tensor(x, dtype=torch.bool if isinstance(x, bool) else torch.float32, device="cpu"))
         elif value.op == "load":
             values.append(_load(update.slots[value.params[0]], slots[value.params[0]]))
         else:

@@ -151,10 +151,11 @@ def _tables_of(
     if known is not None and known.addresses == tuple(addresses):
         keep(known.table, known.sizes, known.blocks)
         return known
-    host = pinned(torch.tensor(addresses, dtype=torch.int64), device)
+    host = pinned(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
     table = host.to(device, non_blocking=True)
     if known is None:
-        fixed = [pinned(x, device) for x in (torch.tensor(sizes, dtype=torch.int64), blocks_of(sizes, schedule))]
+        lengths = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        fixed = [pinned(x, device) for x in (lengths, blocks_of(sizes, schedule))]
         of_sizes, blocks = (x.to(device, non_blocking=True) for x in fixed)
         known = Tables((), table, of_sizes, blocks, fixed=fixed)
     keep(table, known.sizes, known.blocks)
@@ -168,9 +169,10 @@ def blocks_of(sizes: Sequence[int], schedule: UpdateSchedule) -> Tensor:
     """Return (parameter, first group) of every program."""
     rows = []
     for i, size in enumerate(sizes):
-        first = torch.arange(0, ceil_div(size, GROUP), schedule.groups * schedule.tiles, dtype=torch.int32)
+        step, end = schedule.groups * schedule.tiles, ceil_div(size, GROUP)
+        first = torch.arange(0, end, step, dtype=torch.int32, device="cpu")
         rows.append(torch.stack([torch.full_like(first, i), first], 1))
-    return torch.cat(rows) if rows else torch.empty(0, 2, dtype=torch.int32)
+    return torch.cat(rows) if rows else torch.empty(0, 2, dtype=torch.int32, device="cpu")
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:

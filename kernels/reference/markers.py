@@ -120,7 +120,7 @@ def _repeat(scale: Tensor, dim: int, size: int, length: int) -> Tensor:
     if scale.device.type == "cpu" and type(scale) is not Tensor and size & (size - 1) == 0:
         # Traced, for Inductor. Its C++ drops what is left of a loop that it splits by a division of its index
         # (`CppScheduling.try_loop_split`), so no index is divided; nor checked, as none can be out of bounds.
-        entries = torch.arange(length, device=scale.device) >> (size.bit_length() - 1)
+        entries = torch.arange(length, device=scale.device, dtype=torch.int64) >> (size.bit_length() - 1)
         return scale.index_select(dim, entries.clamp(0, scale.shape[dim] - 1))
     dim += scale.dim()
     grown = list(scale.shape)

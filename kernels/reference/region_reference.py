@@ -130,8 +130,8 @@ class Evaluation:
         return [(number_of(size, self.sizes), number_of(stride, self.sizes)) for size, stride in digits]
 
     def _positions(self, rows: Digits, cols: Digits) -> Tensor:
-        r = _index(torch.arange(self.rows, device=self._device()), self._digits(rows))
-        c = _index(torch.arange(self.part.cols, device=self._device()), self._digits(cols))
+        r = _index(torch.arange(self.rows, device=self._device(), dtype=torch.int64), self._digits(rows))
+        c = _index(torch.arange(self.part.cols, device=self._device(), dtype=torch.int64), self._digits(cols))
         return r[:, None] + c[None, :]
 
     def spread(self, i: int, extent: tuple[int, int]) -> Any:

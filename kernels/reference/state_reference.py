@@ -59,7 +59,7 @@ def random_bits(elements: int, counter: Tensor, stream: int, start: int = 0) -> 
 
     start: the position of the first.
     """
-    position = torch.arange(start, start + elements, device=counter.device)
+    position = torch.arange(start, start + elements, device=counter.device, dtype=torch.int64)
     key = mix((counter.long() * 2 + stream) & MASK)
     h = ((position >> 1) * 0x9E3779B1 + key) & MASK
     h = ((h ^ (h >> 15)) * 0x85EBCA6B) & MASK

@@ -59,7 +59,7 @@ def _puts_tokens_first(node: fx.Node) -> bool:
 def _change(c: Compilation, node: fx.Node, out: fx.Node) -> None:
     q = first_input(node)
     b, h, s, d = value(q).shape
-    tokens_first = torch.empty((b, s, h, d), device="meta").transpose(1, 2).stride()
+    tokens_first = torch.empty((b, s, h, d), device="meta", dtype=torch.float32).transpose(1, 2).stride()
     first = min(u for u in q.users if _is_attention(u))
     copy = copied(c, q, tokens_first, first)
     for user in [u for u in q.users if _is_attention(u)]:

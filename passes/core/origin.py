@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import torch
 from torch import fx
 
 from fp8compile.source_digest import HERE
+
+# files whose lines say nothing of a model: `explain`, and what torch puts around functions under a default device
+NOBODYS = (f"{HERE}/insight/", f"{Path(torch.__file__).parent}/utils/_device.py")
 
 
 def module_path(node: fx.Node) -> str:
@@ -29,7 +34,7 @@ def source_line(node: fx.Node) -> str:
     """Return the user's line that made `node`, "file:line  code"; "" if unknown."""
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*([^\n]+)', trace)
-    frames = [frame for frame in frames if not frame[0].startswith(f"{HERE}/insight/")]  # explain's, not the user's
+    frames = [frame for frame in frames if not frame[0].startswith(NOBODYS)]
     if not frames:
         return ""
     file, line, code = frames[-1]

@@ -67,16 +67,16 @@ def execute(
 
 
 def _drawn_logits(random: torch.Generator, classes: int) -> Tensor:
-    spread = torch.logspace(-1, 2, ROWS, dtype=torch.float64).unsqueeze(1)
-    shift = 8 * torch.randn(ROWS, 1, generator=random, dtype=torch.float64)
-    return torch.randn(ROWS, classes, generator=random, dtype=torch.float64) * spread + shift
+    spread = torch.logspace(-1, 2, ROWS, dtype=torch.float64, device="cpu").unsqueeze(1)
+    shift = 8 * torch.randn(ROWS, 1, generator=random, dtype=torch.float64, device="cpu")
+    return torch.randn(ROWS, classes, generator=random, dtype=torch.float64, device="cpu") * spread + shift
 
 
 def _drawn(what: str, random: torch.Generator, classes: int) -> Tensor:
     """Return a random number, label or mask for each row: [rows, 1]."""
     if what == "float":
-        return torch.randn(ROWS, 1, generator=random, dtype=torch.float64)
-    drawn = torch.randint(0, classes, (ROWS, 1), generator=random)
+        return torch.randn(ROWS, 1, generator=random, dtype=torch.float64, device="cpu")
+    drawn = torch.randint(0, classes, (ROWS, 1), generator=random, dtype=torch.int64, device="cpu")
     return drawn > classes // 2 if what == "mask" else drawn
 
 
@@ -119,7 +119,7 @@ def _factors(wanted: list[Tensor], known: list[Tensor]) -> Factors:
     shares = torch.linalg.lstsq(a / sizes, (b / size).unsqueeze(1), driver="gelsd").solution.squeeze(1)
     found = torch.where(shares.abs() < 1e-10, 0.0, shares) * size / sizes
     plain = tuple(float(f"{x:.11g}") for x in found.tolist())  # 0.1, not 0.0999999999999998
-    exact = torch.tensor(plain, dtype=torch.float64)
+    exact = torch.tensor(plain, dtype=torch.float64, device="cpu")
     allowed = 1e-9 * (a.abs() @ exact.abs() + b.abs()) + 1e-12 * size
     return plain if bool(((a @ exact - b).abs() <= allowed).all()) else ()
 
@@ -136,9 +136,9 @@ def _value_of(node: fx.Node, kind: str, env: Values, classes: int) -> Any:
     if node.target in MEANS:  # of as many classes as there are: what comes back of it is divided by that number
         return args[0].sum(-1, keepdim=True) / value(first_input(node)).shape[-1]
     if node.target is aten.scalar_tensor.default:
-        return torch.tensor(args[0], dtype=dtype)
+        return torch.tensor(args[0], dtype=dtype, device="cpu")
     if node.target in (aten.full.default, aten.full_like.default):
-        return torch.full((ROWS, classes) if kind == "logits" else (), args[1], dtype=dtype)
+        return torch.full((ROWS, classes) if kind == "logits" else (), args[1], dtype=dtype, device="cpu")
     if node.target is aten.gather.default:
         return args[0].gather(-1, args[2])
     if node.target is aten.scatter.value:

@@ -166,9 +166,9 @@ def _random(spec: Any, generator: torch.Generator) -> torch.Tensor:
     _, shape, strides, name, device = spec
     dtype = getattr(torch, name)
     if dtype.is_floating_point or dtype.is_complex:
-        values = torch.randn(shape, generator=generator)
+        values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     else:
-        values = torch.randint(0, 2, shape, generator=generator)
+        values = torch.randint(0, 2, shape, generator=generator, dtype=torch.int64, device="cpu")
     needed = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if math.prod(shape) else 0
     memory = torch.zeros(needed, dtype=dtype, device=device)
     return memory.as_strided(shape, strides).copy_(values.to(dtype))

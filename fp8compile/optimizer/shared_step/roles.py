@@ -81,4 +81,4 @@ def setting(group: Mapping[str, Any], role: Role) -> Any:
 
 def as_number(value: Any) -> Tensor:
     """Return a setting as Dynamo hands it to a graph: a float in 64 bits, on the CPU."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")

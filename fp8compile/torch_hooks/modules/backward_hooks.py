@@ -79,7 +79,7 @@ def insert(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Sequence[Any], Ca
     if index is None:
         return inputs, _as_it_is
     mode = detect_fake_mode([x for x in inputs if isinstance(x, Tensor)])
-    carrier = torch.empty(0)
+    carrier = torch.empty(0, dtype=torch.float32, device="cpu")
     fake = mode.from_tensor(carrier) if mode is not None else carrier
     for part in gm.modules():  # a checkpointed region is a graph of its own
         if isinstance(part, fx.GraphModule):
@@ -106,7 +106,7 @@ def _carrying(compiled: Callable[..., Any], index: int) -> Callable[..., Any]:
     """Return `compiled` with its argument `index`, the state, replaced by a tensor that carries it."""
 
     def run(*args: Any) -> Any:
-        carrier = torch.empty(0)
+        carrier = torch.empty(0, dtype=torch.float32, device="cpu")
         carrier.backward_state = args[index]  # type: ignore[attr-defined]
         return compiled(*args[:index], carrier, *args[index + 1 :])
 
