@@ -250,6 +250,7 @@ def _fake_chunked_loss_in_fp8(
     wanted: list[bool],
     every_term: bool = False,
     exact_grad_weight: bool = False,
+    fast_accumulation: bool = False,
 ) -> list[Tensor]:
     return chunked.empty_results(x, classes, wanted, every_term)
 
@@ -257,7 +258,8 @@ def _fake_chunked_loss_in_fp8(
 _library.define(
     "chunked_loss_in_fp8(Tensor x, Tensor data, Tensor scale, Tensor weight_data, Tensor weight_scale, "
     "Tensor? turned_data, Tensor? turned_scale, Tensor? bias, Tensor index, Tensor? weights, SymInt classes, int rows, "
-    "float inner, float? outer, bool[] wanted, bool every_term=False, bool exact_grad_weight=False) -> Tensor[]",
+    "float inner, float? outer, bool[] wanted, bool every_term=False, bool exact_grad_weight=False, "
+    "bool fast_accumulation=False) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides),
 )
 _library.impl("chunked_loss_in_fp8", chunked.run_in_fp8, "CompositeExplicitAutograd")

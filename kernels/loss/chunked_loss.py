@@ -37,10 +37,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fp8compile.kernels.loss import fp8_head
 from fp8compile.kernels.loss.fp8_head import Casts, Fp8Head
 from fp8compile.kernels.loss.plain_head import PlainHead, width_of
 from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Curve, Step, plain_step
-from fp8compile.kernels.matmul.scaled_mm import scaled_mm
+from fp8compile.kernels.matmul.scaled_mm import multiply_into, scaled_mm
 
 
 class Head(Protocol):
@@ -57,7 +58,10 @@ class Head(Protocol):
     def add_gradients(
         self, part: slice, slopes: Tensor, amaxes: Tensor | None, of_x: Tensor | None, of_weight: Tensor | None
     ) -> None:
-        """Write the gradient of x, and add to that of the weight; `slopes`: the gradient of the logits of `part`."""
+        """Write the gradient of x, and write or add to that of the weight: of all rows, once the last have been given.
+
+        slopes: the gradient of the logits of `part`.
+        """
         ...
 
 
@@ -125,9 +129,8 @@ def in_chunks(
     terms, *gradients = empty_results(x, classes, wanted, every_term)
     waiting = iter(gradients)
     of_x, of_weight, of_bias = (next(waiting) if want else None for want in wanted)
-    for total in (of_weight, of_bias):
-        if total is not None:
-            total.zero_()
+    for total in gradients if not x.shape[0] else [] if of_bias is None else [of_bias]:
+        total.zero_()
     for part in chunks(x.shape[0], rows):
         logits = head.logits(part)
         given = None if weights is None else weights[..., part]
@@ -170,16 +173,18 @@ def run_in_fp8(
     wanted: Sequence[bool],
     every_term: bool = False,
     exact_grad_weight: bool = False,
+    fast_accumulation: bool = False,
     step: Step = plain_step,
     **on_gpu: Any,
 ) -> list[Tensor]:
-    """Return the results of `run`, of matmuls in FP8: all, or but for grad_weight.
+    """Return the results of `run`, of matmuls in FP8: all, or but for grad_weight. `fast_accumulation`: of the logits.
 
     data, scale, weight_data, weight_scale, turned_data, turned_scale: see `fp8_head.Casts`.
     """
     turned = None if turned_data is None or turned_scale is None else (turned_data, turned_scale)
     casts = Casts((data, scale), (weight_data, weight_scale), turned)
-    head = Fp8Head(x, casts, bias, classes, exact_grad_weight, **on_gpu)
+    head = Fp8Head(x, casts, bias, classes, exact_grad_weight, fast_accumulation, **on_gpu)
+    rows = fp8_head.rows_of_chunk(rows)
     return in_chunks(head, x, classes, index, weights, rows, Curve(inner, outer), wanted, every_term, step)
 
 
@@ -189,10 +194,14 @@ def run_in_fp8_on_cuda(*given: Any) -> list[Tensor]:
     from fp8compile.kernels.loss.slope_cast import cast_slopes
     from fp8compile.kernels.loss.softmax_gradient import step
 
-    return run_in_fp8(*given, step=step, scaled_mm=scaled_mm, grouped_cast=grouped_cast, cast_slopes=cast_slopes)
+    how = {"scaled_mm": scaled_mm, "multiply_into": multiply_into}
+    return run_in_fp8(*given, step=step, grouped_cast=grouped_cast, cast_slopes=cast_slopes, **how)
 
 
-def workspace(rows: int, classes: int, m: int, dtype: torch.dtype, in_fp8: bool = False) -> int:
-    """Return the bytes that are alive only while it runs: a chunk of logits, of `m` rows in all; codes of it twice."""
-    size = dtype.itemsize + 2 * in_fp8
-    return max((part.stop - part.start for part in chunks(m, rows)), default=0) * width_of(classes) * size
+def workspace(rows: int, classes: int, m: int, k: int, dtype: torch.dtype, in_fp8: bool = False) -> int:
+    """Return the bytes that are alive only while it runs, of `m` rows in all: a chunk of logits; in FP8 its codes too,
+    those of a block, transposed, and x as it is scaled and cast for the block."""
+    size = dtype.itemsize + in_fp8
+    chunk = max((part.stop - part.start for part in chunks(m, rows)), default=0) * width_of(classes) * size
+    block = min(m, fp8_head.rows_at_once(k)) if in_fp8 else 0
+    return chunk + block * (width_of(classes) + 3 * k)

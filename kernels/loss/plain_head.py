@@ -37,18 +37,18 @@ class PlainHead:
     def add_gradients(
         self, part: slice, slopes: Tensor, amaxes: Tensor | None, of_x: Tensor | None, of_weight: Tensor | None
     ) -> None:
-        """Write the gradient of x, and add to that of the weight."""
+        """Write the gradient of x; write or add to that of the weight."""
         if of_x is not None:
             for piece in _pieces(self.weight):
                 _multiply(slopes[:, piece], self.weight[piece], of_x, adds=piece.start > 0)
         if of_weight is not None:
-            add_grad_weight(of_weight, slopes, self.x[part])
+            add_grad_weight(of_weight, slopes, self.x[part], adds=part.start > 0)
 
 
-def add_grad_weight(of_weight: Tensor, slopes: Tensor, x: Tensor) -> None:
-    """Add slopes [M, N]ᵀ @ x [M, K] to the gradient of the weight, f32[N, K]."""
+def add_grad_weight(of_weight: Tensor, slopes: Tensor, x: Tensor, adds: bool) -> None:
+    """Write slopes [M, N]ᵀ @ x [M, K] to the gradient of the weight, f32[N, K], or add it to that."""
     for piece in _pieces(of_weight, x.element_size()):
-        _add_product(of_weight[piece], slopes[:, piece].t(), x)
+        _multiply(slopes[:, piece].t(), x, of_weight[piece], adds)
 
 
 def _pieces(weight: Tensor, size: int = 0) -> list[slice]:

@@ -56,6 +56,23 @@ def scaled_mm(
     return torch.stack(outs)
 
 
+def multiply_into(
+    out: Tensor,
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: str,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: str,
+) -> None:
+    """Write the product of row-scaled matrices to `out`, without a copy where a kernel has its dtype."""
+    if granularity_a in BLOCKWISE or not (_rows_in_cublas() or out.dtype is torch.bfloat16):
+        out.copy_(scaled_mm(a, scale_a, granularity_a, b, scale_b, granularity_b, None, out.dtype))
+        return
+    scales = _per_row(scale_a, a.shape[0]), _per_row(scale_b, b.shape[0]).t()
+    torch._scaled_mm(a, b.t(), *scales, out_dtype=out.dtype, out=out)
+
+
 def _grouped(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype, fast: bool
 ) -> Tensor:

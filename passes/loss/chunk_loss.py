@@ -31,6 +31,7 @@ import torch
 from torch import fx
 
 from fp8compile import ops
+from fp8compile.kernels.loss import fp8_head
 from fp8compile.kernels.loss.chunked_loss import rows_of_chunk
 from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS
 from fp8compile.passes.core import fusible
@@ -49,7 +50,7 @@ from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.loss.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.loss.find_loss import Found, find_loss
-from fp8compile.passes.loss.fp8_chunks import operands, place, why_not_in_fp8
+from fp8compile.passes.loss.fp8_chunks import accumulates_fast, operands, place, why_not_in_fp8
 from fp8compile.passes.loss.label_indexing import gather_labels
 from fp8compile.passes.loss.loss_equivalence import SCATTERS
 from fp8compile.passes.loss.loss_parts import NotFoundError
@@ -94,6 +95,7 @@ def _has_labels(head: MatmulNode) -> bool:
 def _run_on(c: Compilation, head: MatmulNode, backward: set[fx.Node]) -> None:
     wanted, size = c.options.chunk_loss, _bytes(head)
     rows = rows_of_chunk(head.k) if isinstance(wanted, (bool, str)) else wanted
+    rows = rows if why_not_in_fp8(head) else fp8_head.rows_of_chunk(rows)
     try:
         if wanted == "auto":
             _refuse(head, rows)
@@ -109,7 +111,7 @@ def _run_on(c: Compilation, head: MatmulNode, backward: set[fx.Node]) -> None:
         for gone in (head, *head.grads):
             gone.decide(BF16, Why(Reason.CHUNKED_LOSS, why))
     else:
-        place(head, why)
+        place(c, head, why)
     for gone in (head, *head.grads):
         gone.milliseconds_bf16 = gone.milliseconds_fp8 = None
 
@@ -188,7 +190,7 @@ def _call(
     else:
         given = (*operands(c, head, wanted[0], like), head.bias, index, weights, head.n)
         exact = any(grad.role == "grad_weight" and not grad.is_fp8 for grad in head.grads)
-        loss = c.emit(ops.chunked_loss_in_fp8, *given, *how, exact, like=like)
+        loss = c.emit(ops.chunked_loss_in_fp8, *given, *how, exact, accumulates_fast(c, head), like=like)
     results = _results(c, loss)
     for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
         node.meta.pop("recompute", None)

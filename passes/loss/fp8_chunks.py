@@ -15,6 +15,7 @@ from torch import fx
 from fp8compile.formats import ALIGNMENT, E4M3, E5M2, ROW
 from fp8compile.passes.core.compilation import Compilation
 from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.passes.matmul.grouped_matmuls import casts_of
 from fp8compile.passes.matmul.quantize_matmuls import cast_operand
 from fp8compile.plan.reasons import Reason, Why
 from fp8compile.plan.rows import FP8, Operand
@@ -45,9 +46,16 @@ def operands(c: Compilation, head: MatmulNode, is_turned: bool, like: fx.Node) -
     return [*found, *turned]
 
 
-def place(head: MatmulNode, why: str) -> None:
+def accumulates_fast(c: Compilation, head: MatmulNode) -> bool:
+    """Return True if the recipe, or a plan, lets the logits be summed in less than FP32."""
+    role = head.override.role if head.override is not None else None
+    role = role or casts_of(head, c.options.recipe)
+    return role is not None and role.fast_accumulation
+
+
+def place(c: Compilation, head: MatmulNode, why: str) -> None:
     """Note that the matmuls of `head` run in FP8 within the operator: all but a grad_weight that is to be exact."""
-    head.left_cast, head.right_cast = CODES, CODES
+    head.left_cast, head.right_cast, head.fast_accumulation = CODES, CODES, accumulates_fast(c, head)
     for matmul in (head, *head.grads):
         matmul.why = Why(Reason.CHUNKED_LOSS, why)
         if matmul.is_fp8:

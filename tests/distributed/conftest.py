@@ -22,6 +22,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in alone]
 
 
+@pytest.fixture(autouse=True)
+def where_ranks_are(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Make what a test computes by itself where its ranks make theirs."""
+    torch.set_default_device(GPUS["device"] if pytestconfig.getoption("--on-gpus") else None)
+    yield
+    torch.set_default_device(None)
+
+
 @pytest.fixture(scope="session")
 def start(pytestconfig: pytest.Config) -> Callable[[int], Ranks]:
     """Start so many processes with a process group; the test skips where each is to have a GPU and there are fewer."""

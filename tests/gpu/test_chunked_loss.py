@@ -154,9 +154,14 @@ def test_slopes_are_cast_as_plain_torch_casts_them(dtype: torch.dtype, rows: int
     slopes *= torch.logspace(-7, 0, classes, device="cuda").to(dtype)
     slopes[0] = 0.0
     slopes[1, 3], slopes[2, 4] = torch.nan, torch.inf
-    given = (slopes, slopes.abs().amax(1).float(), -(-classes // 16) * 16, (rows // 16 + 1) * 16)
-    for a, b in zip(slope_cast.cast_slopes(*given), fp8_head.cast_slopes(*given), strict=True):
-        assert a.shape == b.shape
+    width, found = -(-classes // 16) * 16, []
+    for cast_slopes in (slope_cast.cast_slopes, fp8_head.cast_slopes):
+        codes = torch.empty(rows, width, device="cuda", dtype=torch.uint8).view(torch.float8_e5m2)
+        block = torch.full([width, 64 + (rows // 16 + 1) * 16], 7, device="cuda", dtype=torch.uint8)
+        place = block[:, 64:].view(torch.float8_e5m2)
+        found.append([cast_slopes(slopes, slopes.abs().amax(1).float(), codes, place), codes, place])
+        assert (block[:, :64] == 7).all()
+    for a, b in zip(*found, strict=True):
         assert torch.equal(a.float().nan_to_num(-1.0), b.float().nan_to_num(-1.0))
 
 

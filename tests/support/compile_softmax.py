@@ -35,8 +35,8 @@ FORMS = [
 ]
 CAST = {
     "amaxes": "*fp32", "codes": "*u8", "turned": "*u8", "scales": "*fp32", "stride": "i32", "rows": "i32",
-    "classes": "i32", "width": "i32", "length": "i32", "ASSEMBLED": "constexpr", "ROWS": "constexpr",
-    "COLUMNS": "constexpr",
+    "classes": "i32", "readable": "i32", "width": "i32", "length": "i32", "pitch": "i32", "ASSEMBLED": "constexpr",
+    "ROWS": "constexpr", "COLUMNS": "constexpr",
 }  # fmt: skip
 DTYPES = ("bf16", "fp16", "fp32")
 KERNELS = {(DTYPES[i % 3], form) for i, form in enumerate(FORMS)} | {(dtype, FORMS[-1]) for dtype in DTYPES}
@@ -64,7 +64,7 @@ def main(verbose: bool) -> None:
             print(dtype, form, {op: ptx.count(op) for op in ("ld.global", "st.global", "ex2", "bar.sync")})
     for dtype in DTYPES if verbose else DTYPES[:1]:
         values = {"ASSEMBLED": True, "ROWS": slope_cast.ROWS, "COLUMNS": slope_cast.COLUMNS}
-        aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 5, 8, 9)}
+        aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 5, 8, 9, 10, 11)}
         source = ASTSource(slope_cast.cast_tile, {"slopes": f"*{dtype}"} | CAST, values, aligned)
         asm = triton.compile(source, target=HOPPER, options={"num_warps": slope_cast.WARPS}).asm
         assert len(asm["cubin"]) > 0

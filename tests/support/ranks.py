@@ -25,6 +25,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from poison import poison
 from quick import quicken
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fp8compile import process_state
 
@@ -86,7 +88,8 @@ class Ranks:
         if failures:
             raise AssertionError("\n".join(failures))
         self.failed = not succeeded
-        return [found[rank] for rank in range(self.world)]
+        here = torch.get_default_device()
+        return [tree_map_only(Tensor, lambda x: x.to(here), found[rank]) for rank in range(self.world)]
 
     def _next(self) -> Any:
         """The next result; raises when a process has died instead, or none comes."""

@@ -48,9 +48,8 @@ def trained(
         for p in model.parameters():
             assert isinstance(p, DTensor)
             generator = torch.Generator().manual_seed(i + p.numel())
-            p.grad = distribute_tensor(
-                torch.randn(p.shape, generator=generator).to(device(), dtype), mesh, p.placements
-            )
+            gradient = torch.randn(p.shape, generator=generator, device="cpu").to(device(), dtype)
+            p.grad = distribute_tensor(gradient, mesh, p.placements)
         step()
     return model, opt
 

@@ -127,11 +127,6 @@ class Run:
     gradients: dict[str, Tensor]
 
 
-def device_of(model: nn.Module) -> str:
-    """Where its batches belong: on the GPU also where its parameters are kept on the CPU."""
-    return "cuda" if next(model.parameters()).is_cuda else "cpu"
-
-
 def full(x: Tensor) -> Tensor:
     """A tensor as it is without sharding."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().float()
@@ -156,7 +151,7 @@ def train_sharded(model: nn.Module, steps: int = 2, call: Callable[..., Any] | N
     """Train this rank's half of every batch."""
 
     def step(i: int) -> Tensor:
-        tokens, targets = local_batch(i, device_of(model))
+        tokens, targets = local_batch(i, device_type())
         loss = loss_of((model if call is None else call)(tokens), targets)
         loss.backward()
         return loss
@@ -182,8 +177,8 @@ def train_alone(
     run = prepare(working)
 
     def step(i: int) -> Tensor:
-        total = torch.zeros((), device=device_of(master))
-        tokens, targets = batch(i, device_of(master))
+        total = torch.zeros((), device=device_type())
+        tokens, targets = batch(i, device_type())
         with torch.no_grad():
             for p, w in pairs:
                 w.copy_(rounded(names[id(p)], p))
@@ -227,7 +222,7 @@ def assert_as_alone(run: Run, alone: Callable[[], Run], loss: float, gradient: f
     assert run.losses == first[0].losses
     assert run.gradients.keys() == first[0].gradients.keys()
     for name, x in run.gradients.items():
-        assert torch.equal(x, first[0].gradients[name]), f"gradient of {name} differs between ranks"
+        assert torch.equal(x, first[0].gradients[name].to(x.device)), f"gradient of {name} differs between ranks"
     if dist.get_rank() == 0:
         assert_close(run, alone(), loss, gradient)
 

@@ -71,7 +71,8 @@ def _workspace(node: fx.Node) -> int:
     x, rows = node_argument(node, "x"), argument(node, "rows")
     classes = argument(node, "classes") if is_fp8 else value(node_argument(node, "weight")).shape[0]
     results: list[torch.Tensor] = node.meta["val"]  # which are nodes of their own only after it
-    chunk = workspace(rows, _number(classes), _number(value(x).shape[0]), value(x).dtype, is_fp8)
+    m, k = map(_number, value(x).shape)
+    chunk = workspace(rows, _number(classes), m, k, value(x).dtype, is_fp8)
     return chunk + sum(math.prod(map(_number, v.shape)) * v.dtype.itemsize for v in results)
 
 

@@ -16,8 +16,14 @@ from fp8compile.kernels.loss.chunked_loss import chunks, run_in_fp8
 from fp8compile.kernels.loss.softmax_step import DROPPED, Curve, plain_step
 
 interpreted = pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu/test_chunked_loss.py runs it compiled")
-M, K, N, ROWS = 44, 32, 70, 20  # two whole chunks and a part of one; classes that are filled up
+M, K, N, ROWS = 60, 32, 70, 20  # chunks of 16 rows and a part of one; classes that are filled up
+AT_ONCE = 40  # rows whose weight gradient is computed at once: two chunks, and what is left
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_head, "rows_at_once", lambda k: AT_ONCE)
 
 
 def in_rows(x: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -40,7 +46,7 @@ def data(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     x, weight, bias = (torch.randn(*shape, generator=g) for shape in ((M, K), (N, K), (N,)))
     x, weight, bias = x.to(dtype), (weight / K**0.5).to(dtype), bias.to(dtype)
     index, weights = torch.randint(0, N, (M,), generator=g), torch.rand(M, generator=g)
-    index[5], index[25:40] = DROPPED, DROPPED  # most of a chunk, and one row
+    index[5], index[15:40] = DROPPED, DROPPED  # a whole chunk, parts of others, and one row
     wide = padded(weight)
     operands = [x, *cast(x), *cast(wide), *cast(wide.t().contiguous())]
     return {"operands": operands, "bias": bias / 4, "index": index, "weights": weights, "weight": weight}
@@ -62,7 +68,8 @@ def by_hand(given: dict[str, Any]) -> list[Tensor]:
     turned = (turned_codes.double() * turned_scales)[:, :N]
     terms, of_x, of_weight = x.new_zeros(M, dtype=torch.double), torch.zeros(M, K).double(), torch.zeros(N, K).double()
     of_bias = torch.zeros(N).double()
-    for part in chunks(M, ROWS):
+    everything, row_scales = torch.zeros(M, N).double(), torch.zeros(M, 1)
+    for part in chunks(M, 16):
         logits = ((codes[part].double() * scales[part]) @ weight.t()).to(x.dtype) + given["bias"]
         index, counts = given["index"][part], given["index"][part] != DROPPED
         at = index.clamp_min(0).unsqueeze(1)
@@ -71,11 +78,13 @@ def by_hand(given: dict[str, Any]) -> list[Tensor]:
         slopes = (slopes * (given["weights"][part] * counts).unsqueeze(1)).to(x.dtype)
         q, s = in_rows(slopes, 57344.0, torch.float8_e5m2)
         of_x[part] = (q.double() * s) @ turned.t()
-        wide = torch.float32 if x.dtype is torch.float32 else torch.bfloat16
-        scaled = (x[part].float() * torch.where(counts, s.squeeze(1), 0.0).unsqueeze(1)).to(wide)
-        columns, of_columns = cast(scaled.t().contiguous())
-        of_weight += q.double().t() @ (columns.double() * of_columns).t()
+        everything[part], row_scales[part] = q.double(), torch.where(counts, s.squeeze(1), 0.0).unsqueeze(1)
         of_bias += slopes.double().sum(0)
+    wide = torch.float32 if x.dtype is torch.float32 else torch.bfloat16
+    for part in (slice(0, 32), slice(32, M)):
+        scaled = (x[part].float() * row_scales[part]).to(wide)
+        columns, of_columns = cast(scaled.t().contiguous())
+        of_weight += everything[part].t() @ (columns.double() * of_columns).t()
     return [terms, of_x, of_weight, of_bias]
 
 
@@ -192,10 +201,19 @@ def test_slopes_are_cast_as_plain_torch_casts_them(
         slopes[3, 4], slopes[5, 6] = torch.nan, torch.inf
     wide = torch.full((rows, 80), 7.0).to(dtype)  # rows with something between them
     wide[:, :classes] = slopes.to(dtype)
-    given = (wide[:, :classes], wide[:, :classes].abs().amax(1).float(), 80, 48)
-    for a, b in zip(kernels["cast_slopes"](*given), fp8_head.cast_slopes(*given), strict=True):
-        assert a.shape == b.shape
-        assert a.is_contiguous()
+    given = wide[:, :classes], wide[:, :classes].abs().amax(1).float()
+    found = []
+    for cast_slopes in (kernels["cast_slopes"], fp8_head.cast_slopes):
+        codes = torch.empty(rows, 80, dtype=torch.uint8).view(torch.float8_e5m2)
+        block = torch.full([80, 96], 7, dtype=torch.uint8)
+        place = block[:, 32:80].view(torch.float8_e5m2)
+        scales = cast_slopes(*given, codes, place)
+        assert (block[:, :32] == 7).all()  # that of other rows
+        assert (block[:, 80:] == 7).all()
+        for only in ((None, place), (codes, None)):
+            assert torch.equal(cast_slopes(*given, *only).nan_to_num(), scales.nan_to_num())
+        found.append([scales, codes, place])
+    for a, b in zip(*found, strict=True):
         assert torch.equal(a.float().nan_to_num(-1.0), b.float().nan_to_num(-1.0))
 
 

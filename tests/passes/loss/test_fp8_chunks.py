@@ -17,6 +17,7 @@ import fp8compile
 from fp8compile import ops
 from fp8compile.passes.loss import chunk_loss
 
+WHOLE = CHUNK // 16 * 16  # rows of a chunk in FP8
 FP8 = {"select": "all", "lm_head": True}
 # Of a matmul of two operands in E4M3 with a scale for each row, an element of a product is off by 0.026 · √2 of its
 # magnitude (each operand by 2⁻⁴ / √3 at most), in sums of independent terms that of the sum; one of E5M2 by twice that.
@@ -47,7 +48,7 @@ def assert_near(got: dict[str, Tensor], exact: dict[str, Tensor], bound: float =
 def test_every_form_runs_in_fp8_in_chunks(form: str, dtype: torch.dtype) -> None:
     plan, got, exact = results(form, dtype, bias=form == "mean")
     (loss,) = plan.losses
-    assert loss.chunk == CHUNK
+    assert loss.chunk == WHOLE
     roles = {m.role: m.decision for m in plan.matmuls}
     if form == "a gradient that is a constant":  # its matmuls of backward are none of the head's
         assert roles == {"output": "fp8", "other": "bf16"}
@@ -86,7 +87,7 @@ def test_losses_whose_logits_are_computed_again_in_backward(loss: str) -> None:
     x, labels = inputs()
     got = step(model, compiled(model, **FP8), x.bfloat16(), labels)
     exact = copy.deepcopy(model).double()
-    assert [row.chunk for row in fp8compile.last_compile().losses] == [CHUNK]
+    assert [row.chunk for row in fp8compile.last_compile().losses] == [WHOLE]
     assert {m.decision for m in fp8compile.last_compile().matmuls} == {"fp8"}
     assert_near(got, step(exact, exact, x.bfloat16().double(), labels), 2 * BOUND)
 
@@ -139,7 +140,7 @@ def test_any_number_of_rows() -> None:
     for rows in (96, 81, 95, 33, 17):
         x, labels = inputs(rows)
         assert_near(step(model, run, x.bfloat16(), labels), step(exact, exact, x.bfloat16().double(), labels))
-    assert [row.chunk for row in fp8compile.last_compile().losses] == [CHUNK]
+    assert [row.chunk for row in fp8compile.last_compile().losses] == [WHOLE]
 
 
 def test_inference_computes_losses_alone() -> None:
