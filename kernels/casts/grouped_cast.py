@@ -24,14 +24,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.formats import ALIGNMENT, E4M3, ceil_div, round_up
-from fp8compile.kernels.codegen.source.helpers import four_codes
 from fp8compile.kernels.reference.grouped_reference import padded_tokens
 
 TOKENS, COLUMNS, WARPS = 128, 64, 8  # of a tile
 PIECE = 512  # tokens of a program
 LEAST_GROUPS = 16  # lanes that look groups up: fewer are no faster
-TO_E4M3: Any = tl.constexpr(four_codes("e4m3"))
-TO_E5M2: Any = tl.constexpr(four_codes("e5m2"))
+PTX = (  # as `kernels/codegen/source/helpers.py` has it, which says why
+    "{ .reg .b16 lo, hi; .reg .b32 word, high; "
+    "cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+    "cvt.u32.u16 word, lo; cvt.u32.u16 high, hi; shl.b32 high, high, 16; or.b32 $0, word, high; }"
+)
+TO_E4M3: Any = tl.constexpr(PTX)
+TO_E5M2: Any = tl.constexpr(PTX.replace("e4m3", "e5m2"))
 
 
 @triton.jit
@@ -76,16 +80,13 @@ def code(x, LARGEST: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def words_of(a, b, c, d, ASSEMBLED: tl.constexpr, LARGEST: tl.constexpr):  # noqa: N803
-    """Four FP32 tensors to one of words, each four codes of the format with the largest number LARGEST: to nearest
-    even, saturated; nan stays nan."""
-    if not ASSEMBLED:
-        low = code(a, LARGEST) | (code(b, LARGEST) << 8)
-        words = (low | (code(c, LARGEST) << 16) | (code(d, LARGEST) << 24)).to(tl.int32, bitcast=True)
-    elif LARGEST == 448.0:
+def words_of(a, b, c, d, ASSEMBLED: tl.constexpr):  # noqa: N803
+    """Four FP32 tensors to one of words, each four codes of E4M3: to nearest even, saturated; nan stays nan."""
+    if ASSEMBLED:
         words = tl.inline_asm_elementwise(TO_E4M3, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        words = tl.inline_asm_elementwise(TO_E5M2, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+        low = code(a, 448.0) | (code(b, 448.0) << 8)
+        words = (low | (code(c, 448.0) << 16) | (code(d, 448.0) << 24)).to(tl.int32, bitcast=True)
     return words
 
 
@@ -122,7 +123,7 @@ def cast_tile(
     b = cast_row(here + columns, token + 1, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
     c = cast_row(here + 2 * columns, token + 2, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
     d = cast_row(here + 3 * columns, token + 3, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
-    words = tl.trans(words_of(a, b, c, d, ASSEMBLED, 448.0))
+    words = tl.trans(words_of(a, b, c, d, ASSEMBLED))
     word = tl.arange(0, TOKENS // 4)[None, :]
     target = data.to(tl.pointer_type(tl.int32), bitcast=True) + tl.multiple_of(place // 4, 4) + word
     target += column[:, None].to(tl.int64) * tl.multiple_of(length // 4, 4)

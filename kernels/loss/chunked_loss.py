@@ -40,7 +40,7 @@ from torch import Tensor
 from fp8compile.kernels.loss import fp8_head
 from fp8compile.kernels.loss.fp8_head import Casts, Fp8Head
 from fp8compile.kernels.loss.plain_head import PlainHead, width_of
-from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Curve, Step, plain_step
+from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Codes, Curve, Step, plain_step
 from fp8compile.kernels.matmul.scaled_mm import multiply_into, scaled_mm
 
 
@@ -51,16 +51,20 @@ class Head(Protocol):
         """Return the logits of rows, in the dtype of x; good until the next call."""
         ...
 
-    def amaxes(self, part: slice) -> Tensor | None:
-        """Return what takes the amax of each row of the logits' gradient, f32[rows]; None if nobody reads it."""
+    def codes(self, part: slice, wanted: Sequence[bool]) -> Codes | None:
+        """Return what takes the gradient of the logits of `part` in FP8; None if nobody reads it."""
+        ...
+
+    def reads_slopes(self, wanted: Sequence[bool]) -> bool:
+        """Return True if somebody reads it in the dtype of the logits."""
         ...
 
     def add_gradients(
-        self, part: slice, slopes: Tensor, amaxes: Tensor | None, of_x: Tensor | None, of_weight: Tensor | None
+        self, part: slice, slopes: Tensor, codes: Codes | None, of_x: Tensor | None, of_weight: Tensor | None
     ) -> None:
         """Write the gradient of x, and write or add to that of the weight: of all rows, once the last have been given.
 
-        slopes: the gradient of the logits of `part`.
+        slopes, codes: the gradient of the logits of `part`, in the forms that are read.
         """
         ...
 
@@ -134,9 +138,9 @@ def in_chunks(
     for part in chunks(x.shape[0], rows):
         logits = head.logits(part)
         given = None if weights is None else weights[..., part]
-        amaxes = head.amaxes(part) if any(wanted[:2]) else None
-        terms[..., part] = step(logits, index[part], given, curve, any(wanted), every_term, amaxes)
-        head.add_gradients(part, logits, amaxes, None if of_x is None else of_x[part], of_weight)
+        codes, reads_slopes = head.codes(part, wanted), head.reads_slopes(wanted)
+        terms[..., part] = step(logits, index[part], given, curve, reads_slopes, every_term, codes)
+        head.add_gradients(part, logits, codes, None if of_x is None else of_x[part], of_weight)
         if of_bias is not None:
             of_bias += logits.sum(0, dtype=torch.float32)
     return [terms, *gradients]
@@ -191,11 +195,11 @@ def run_in_fp8(
 def run_in_fp8_on_cuda(*given: Any) -> list[Tensor]:
     """Return the results of `run_in_fp8`, by kernels of a GPU."""
     from fp8compile.kernels.casts.grouped_cast import grouped_cast  # Triton is imported where there is a GPU
-    from fp8compile.kernels.loss.slope_cast import cast_slopes
     from fp8compile.kernels.loss.softmax_gradient import step
+    from fp8compile.kernels.loss.turned_codes import turn
 
     how = {"scaled_mm": scaled_mm, "multiply_into": multiply_into}
-    return run_in_fp8(*given, step=step, grouped_cast=grouped_cast, cast_slopes=cast_slopes, **how)
+    return run_in_fp8(*given, step=step, grouped_cast=grouped_cast, turn=turn, **how)
 
 
 def workspace(rows: int, classes: int, m: int, k: int, dtype: torch.dtype, in_fp8: bool = False) -> int:

@@ -20,7 +20,7 @@ below. They would all be zero, and no class that is rare would be made rarer. E5
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from fp8compile.formats import ALIGNMENT, E4M3, E5M2, round_up
 from fp8compile.kernels.loss.plain_head import add_grad_weight
+from fp8compile.kernels.loss.softmax_step import Codes
 from fp8compile.kernels.reference import grouped_reference, markers
 
-SLOPES = E5M2.name
 LEAST_AT_ONCE = 8192  # rows: of narrow heads, whose sum is small
 PIECE = 16384  # classes whose gradient is computed before it is added: that product is all the memory it takes
 
@@ -62,7 +62,7 @@ class Casts:
 @dataclass(frozen=True)
 class Block:
     """Rows whose weight gradient one matmul computes: codes of their slopes, transposed, E5M2[width, length], and the
-    scales of those, f32[rows, 1]."""
+    scales of those, f32[rows, 1]: 0 of rows without a slope, whose x is 0 then."""
 
     rows: slice
     turned: Tensor
@@ -78,23 +78,13 @@ def _length(part: slice) -> int:
     return part.stop - part.start
 
 
-# (slopes [M, N], amaxes [M], codes, turned) -> scales [M, 1]
-CastSlopes = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+def turn(codes: Tensor, turned: Tensor) -> None:
+    """Write `codes`, E5M2[M, width], transposed to `turned`, E5M2[width, ≥ M], with zeros behind.
 
-
-def cast_slopes(slopes: Tensor, amaxes: Tensor, codes: Tensor | None, turned: Tensor | None) -> Tensor:
-    """Write codes of `slopes` [M, N] by rows to `codes`, E5M2[M, ≥ N], and transposed to `turned`, E5M2[≥ N, ≥ M]: with
-    zeros around, and each unless it is None. Return the scales of rows, f32[M, 1].
-
-    In plain torch; `kernels/loss/slope_cast.py` does the same on a GPU.
+    In plain torch; `kernels/loss/turned_codes.py` does the same on a GPU.
     """
-    scale = markers.scale(amaxes.unsqueeze(1), SLOPES)
-    found = markers.quantize(slopes, scale, SLOPES, "row")
-    for place in (codes, None if turned is None else turned.t()):
-        if place is not None:
-            place.view(torch.uint8).zero_()
-            place[: slopes.shape[0], : slopes.shape[1]] = found
-    return scale
+    turned.view(torch.uint8).zero_()
+    turned[:, : codes.shape[0]] = codes.t()
 
 
 def multiply_into(out: Tensor, *operands: Any) -> None:
@@ -117,7 +107,7 @@ class Fp8Head:
     scaled_mm: Callable[..., Tensor] = markers.scaled_mm
     multiply_into: Callable[..., None] = multiply_into
     grouped_cast: Callable[..., Any] = grouped_reference.grouped_cast
-    cast_slopes: CastSlopes = cast_slopes
+    turn: Callable[[Tensor, Tensor], None] = turn
     one: Tensor = field(init=False)
     block: Block | None = field(init=False, default=None)
 
@@ -135,38 +125,47 @@ class Fp8Head:
             logits += self.bias
         return logits
 
-    def amaxes(self, part: slice) -> Tensor:
-        """Return a buffer for the amaxes of the slopes."""
-        return self.x.new_empty(_length(part), dtype=torch.float32)
+    def codes(self, part: slice, wanted: Sequence[bool]) -> Codes | None:
+        """Return where codes of the slopes are written: their scales belong to the block."""
+        if not (wanted[0] or self._weighs(wanted)):
+            return None
+        data = self.x.new_empty(_length(part), self.casts.weight[0].shape[0], dtype=E5M2.dtype)
+        if not self._weighs(wanted):
+            return Codes(data, self.x.new_empty(_length(part), 1, dtype=torch.float32))
+        block = self._block(part)
+        return Codes(data, block.scales[part.start - block.rows.start :][: _length(part)])
+
+    def reads_slopes(self, wanted: Sequence[bool]) -> bool:
+        """Return True if a gradient is computed in the dtype of x: that of the bias, and a weight's that is exact."""
+        return wanted[2] or (wanted[1] and self.exact_grad_weight)
+
+    def _weighs(self, wanted: Sequence[bool]) -> bool:
+        return wanted[1] and not self.exact_grad_weight
 
     def add_gradients(
-        self, part: slice, slopes: Tensor, amaxes: Tensor | None, of_x: Tensor | None, of_weight: Tensor | None
+        self, part: slice, slopes: Tensor, codes: Codes | None, of_x: Tensor | None, of_weight: Tensor | None
     ) -> None:
         """Write the gradient of x; after the last rows of a block, write or add to that of the weight."""
-        if of_weight is not None and self.exact_grad_weight:
-            add_grad_weight(of_weight, slopes, self.x[part], adds=part.start > 0)
-            of_weight = None
-        if amaxes is None or (of_x is None and of_weight is None):
-            return
-        width = self.casts.weight[0].shape[0]
-        codes = None if of_x is None else slopes.new_empty(_length(part), width, dtype=E5M2.dtype)
-        block = None if of_weight is None else self._block(part, width)
-        scale = self.cast_slopes(slopes, amaxes, codes, None if block is None else block.columns(part))
         if of_x is not None:
+            assert codes is not None
             assert self.casts.turned is not None
-            self.multiply_into(of_x, codes, scale, "row", *self.casts.turned, "row")
-        if of_weight is not None and block is not None:
-            # of rows without a slope 0: the 1 that makes their codes would make their x the largest of all
-            known = torch.where(amaxes.unsqueeze(1) == 0, 0.0, scale)
-            block.scales[part.start - block.rows.start :][: _length(part)] = known
-            if part.stop == block.rows.stop:
-                self._add_grad_weight(of_weight, block)
-                self.block = None
+            self.multiply_into(of_x, codes.data, codes.scales, "row", *self.casts.turned, "row")
+        if of_weight is None:
+            return
+        if self.exact_grad_weight:
+            add_grad_weight(of_weight, slopes, self.x[part], adds=part.start > 0)
+            return
+        assert codes is not None
+        block = self._block(part)
+        self.turn(codes.data, block.columns(part))
+        if part.stop == block.rows.stop:
+            self._add_grad_weight(of_weight, block)
+            self.block = None
 
-    def _block(self, part: slice, width: int) -> Block:
+    def _block(self, part: slice) -> Block:
         """Return the block of some rows, a new one for the first of its rows."""
         if self.block is None:
-            (m, k), size = self.x.shape, _length(part)
+            (m, k), size, width = self.x.shape, _length(part), self.casts.weight[0].shape[0]
             rows = slice(part.start, min(part.start + max(rows_at_once(k) // size, 1) * size, m))
             turned = self.x.new_empty(width, grouped_reference.padded_tokens(_length(rows), 1), dtype=E5M2.dtype)
             self.block = Block(rows, turned, self.x.new_empty(_length(rows), 1, dtype=torch.float32))

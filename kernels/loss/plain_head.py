@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fp8compile.formats import round_up
+from fp8compile.kernels.loss.softmax_step import Codes
 
 
 @dataclass
@@ -31,11 +33,15 @@ class PlainHead:
             _multiply_with_bias(self.x[part], self.weight[piece], bias, logits[:, piece])
         return logits
 
-    def amaxes(self, part: slice) -> None:
-        """Return nothing: nobody reads amaxes."""
+    def codes(self, part: slice, wanted: Sequence[bool]) -> None:
+        """Return nothing: nobody reads codes."""
+
+    def reads_slopes(self, wanted: Sequence[bool]) -> bool:
+        """Return True if a gradient is wanted."""
+        return any(wanted)
 
     def add_gradients(
-        self, part: slice, slopes: Tensor, amaxes: Tensor | None, of_x: Tensor | None, of_weight: Tensor | None
+        self, part: slice, slopes: Tensor, codes: Codes | None, of_x: Tensor | None, of_weight: Tensor | None
     ) -> None:
         """Write the gradient of x; write or add to that of the weight."""
         if of_x is not None:

@@ -2,8 +2,10 @@
 
 A program reads its row twice, block by block: for the maximum and the sum of exponentials (both at once, rescaled as
 the maximum grows), then to write the gradient. A row of 128k BF16 logits is 256 KiB, which the second time comes from
-the L2 cache. Rows are read and written up to `width`, a multiple of 16 where there is room between them, so that loads
-are as wide as they can be whatever the number of classes. Meaning: `softmax_step.plain_step`.
+the L2 cache. Where the gradient is cast to FP8, its amax is that of the label or that of the likeliest other class,
+as the exponential only grows; several terms, and a cap, take a reading more. Rows are read and written up to `width`, a
+multiple of 16 where there is room between them, so that loads are as wide as they can be whatever the number of
+classes. Meaning: `softmax_step.plain_step`.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8compile.formats import round_up
-from fp8compile.kernels.casts.grouped_cast import magnitude
-from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Curve
+from fp8compile.formats import E5M2, round_up
+from fp8compile.kernels.casts.grouped_cast import TO_E5M2, code, magnitude, quotient, scale_of
+from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Codes, Curve
 
 BLOCK = 4096
 WARPS = 8
-NO_LABEL = tl.constexpr(DROPPED)  # as kernels read it
+NO_LABEL, LARGEST = tl.constexpr(DROPPED), tl.constexpr(E5M2.max)  # as kernels read them
 
 
 @triton.jit
@@ -34,10 +36,23 @@ def scores(logits, inner, outer, CAPPED: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def top_and_total(logits, classes, width, inner, outer, CAPPED: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-    """Return the greatest score of a row, the sum of exponentials below it, and the sum of scores (SUM; else 0)."""
+def top_and_total(
+    logits,
+    label,
+    classes,
+    width,
+    inner,
+    outer,
+    CAPPED: tl.constexpr,  # noqa: N803
+    SUM: tl.constexpr,  # noqa: N803
+    SECOND: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Return the greatest score of a row, the sum of exponentials below it, the sum of scores (SUM; else 0), and the
+    greatest score but the label's (SECOND; else -inf)."""
     offset = tl.arange(0, BLOCK)
     top = -float("inf")
+    second = -float("inf")
     total = 0.0
     sum_of_scores = 0.0
     for start in range(0, classes, BLOCK):
@@ -46,11 +61,54 @@ def top_and_total(logits, classes, width, inner, outer, CAPPED: tl.constexpr, SU
         if SUM:
             sum_of_scores += tl.sum(tl.where(column < classes, z, 0.0), 0)
         z = tl.where(column < classes, z, -float("inf"))
+        if SECOND:
+            second = tl.maximum(second, tl.max(tl.where(column == label, -float("inf"), z), 0))
         larger = tl.maximum(top, tl.max(z, 0))
         shift = tl.where(larger == -float("inf"), 0.0, larger)  # nothing but -inf so far: no difference of infinities
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
         top = larger
-    return top, total, sum_of_scores
+    return top, total, sum_of_scores, second
+
+
+@triton.jit
+def slopes(
+    z,
+    is_label,
+    top,
+    log_total,
+    weight,
+    falling,
+    of_sum,
+    inner,
+    outer,
+    is_dropped,
+    CAPPED: tl.constexpr,  # noqa: N803
+    EVERY_TERM: tl.constexpr,  # noqa: N803
+):
+    """Return the gradient of the loss by logits with scores `z`."""
+    slope = tl.exp((z - top) - log_total)
+    if EVERY_TERM:
+        slope = slope * falling - of_sum - tl.where(is_label, weight, 0.0)
+    else:
+        slope -= tl.where(is_label, 1.0, 0.0)
+    if CAPPED:
+        slope *= inner * (outer - z * (z / outer))  # inner · outer · (1 − tanh²)
+    else:
+        slope *= inner
+    if not EVERY_TERM:
+        slope *= weight
+    return tl.where(is_dropped, 0.0, slope)
+
+
+@triton.jit
+def codes_of(x, scale, ASSEMBLED: tl.constexpr):  # noqa: N803
+    """Return bytes of E5M2 of x / scale."""
+    x = quotient(x, scale, tl.div_rn(1.0, scale), ASSEMBLED)
+    if ASSEMBLED:
+        found = tl.inline_asm_elementwise(TO_E5M2, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        found = code(x, LARGEST).to(tl.uint8)
+    return found
 
 
 @triton.jit
@@ -59,30 +117,36 @@ def softmax_gradient(
     index,
     weights,
     chosen,
-    amaxes,
+    codes,
+    scales,
     stride,
     classes,
     width,
+    code_width,
     inner,
     outer,
     GRADIENT: tl.constexpr,  # noqa: N803
     WEIGHTED: tl.constexpr,  # noqa: N803
     CAPPED: tl.constexpr,  # noqa: N803
     EVERY_TERM: tl.constexpr,  # noqa: N803
-    AMAXES: tl.constexpr,  # noqa: N803
+    ASSEMBLED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Write a row's log-probability to `chosen` [rows] (EVERY_TERM: four terms [4, rows]), its gradient to `logits`,
-    and (AMAXES) the amax of that to `amaxes` [rows]."""
+    """Write a row's log-probability to `chosen` [rows] (EVERY_TERM: four terms [4, rows]), and its gradient to `logits`
+    (GRADIENT) and, unless that is None, to `codes` [rows, code_width] and `scales` [rows]."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     logits += row * stride
     label = tl.load(index + row)
     valid = (label >= 0) & (label < classes)
+    is_dropped = label == NO_LABEL
     # read before the first reduction: those are barriers, and below other warps write over it
     mine = scores(tl.load(logits + label, mask=valid, other=0.0).to(tl.float32), inner, outer, CAPPED)
 
-    top, total, sum_of_scores = top_and_total(logits, classes, width, inner, outer, CAPPED, EVERY_TERM, BLOCK)
+    SECOND: tl.constexpr = codes is not None and not (CAPPED or EVERY_TERM)  # noqa: N806
+    top, total, sum_of_scores, second = top_and_total(
+        logits, label, classes, width, inner, outer, CAPPED, EVERY_TERM, SECOND, BLOCK
+    )
     log_total = tl.log(total)
     tl.store(chosen + row, tl.where(valid, (mine - top) - log_total, float("nan")))
 
@@ -92,7 +156,7 @@ def softmax_gradient(
         tl.store(chosen + 2 * rows + row, normaliser)
         tl.store(chosen + 3 * rows + row, normaliser * normaliser)
 
-    if GRADIENT:
+    if GRADIENT or codes is not None:
         weight = 1.0
         if WEIGHTED:
             weight = tl.load(weights + row)
@@ -102,28 +166,45 @@ def softmax_gradient(
             of_sum = tl.load(weights + rows + row)
             falling += classes * of_sum - tl.load(weights + 2 * rows + row)
             falling -= 2 * tl.load(weights + 3 * rows + row) * normaliser
-        largest = tl.zeros([BLOCK], tl.int32)
+
+        scale = 1.0
+        if codes is not None:
+            if SECOND:
+                of_label = slopes(
+                    mine, valid, top, log_total, weight, falling, of_sum, inner, outer, is_dropped, CAPPED, EVERY_TERM
+                )
+                of_second = slopes(
+                    second, False, top, log_total, weight, falling, of_sum, inner, outer, is_dropped, CAPPED, EVERY_TERM
+                )
+                amax = tl.maximum(tl.where(valid, magnitude(of_label), 0), magnitude(of_second))
+            else:
+                largest = tl.zeros([BLOCK], tl.int32)
+                for start in range(0, classes, BLOCK):
+                    column = start + tl.arange(0, BLOCK)
+                    z = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
+                    z = scores(z, inner, outer, CAPPED)
+                    slope = slopes(
+                        z, column == label, top, log_total, weight, falling, of_sum, inner, outer, is_dropped,
+                        CAPPED, EVERY_TERM,
+                    )  # fmt: skip
+                    largest = tl.maximum(largest, tl.where(column < classes, magnitude(slope), 0))
+                amax = tl.max(largest, 0)
+            scale = scale_of(amax, False, LARGEST)
+            tl.store(scales + row, tl.where(amax == 0, 0.0, scale))
+            codes += row * code_width
+
         for start in range(0, classes, BLOCK):
             column = start + tl.arange(0, BLOCK)
             z = scores(tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32), inner, outer, CAPPED)
-            slope = tl.exp((z - top) - log_total)
-            if EVERY_TERM:
-                slope = slope * falling - of_sum - tl.where(column == label, weight, 0.0)
-            else:
-                slope -= tl.where(column == label, 1.0, 0.0)
-            if CAPPED:
-                slope *= inner * (outer - z * (z / outer))  # inner · outer · (1 − tanh²)
-            else:
-                slope *= inner
-            if not EVERY_TERM:
-                slope *= weight
-            slope = tl.where(label == NO_LABEL, 0.0, slope)
-            rounded = slope.to(logits.dtype.element_ty)
-            tl.store(logits + column, rounded, mask=column < width)
-            if AMAXES:
-                largest = tl.maximum(largest, tl.where(column < classes, magnitude(rounded), 0))
-        if AMAXES:
-            tl.store(amaxes + row, tl.max(largest, 0).to(tl.float32, bitcast=True))
+            slope = slopes(
+                z, column == label, top, log_total, weight, falling, of_sum, inner, outer, is_dropped,
+                CAPPED, EVERY_TERM,
+            )  # fmt: skip
+            if codes is not None:
+                found = codes_of(tl.where(column < classes, slope, 0.0), scale, ASSEMBLED)
+                tl.store(codes + column, found, mask=column < code_width)
+            if GRADIENT:
+                tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=column < width)
 
 
 def step(
@@ -133,7 +214,7 @@ def step(
     curve: Curve,
     gradients: bool,
     every_term: bool = False,
-    amaxes: Tensor | None = None,
+    codes: Codes | None = None,
 ) -> Tensor:
     """Return the results of `softmax_step.plain_step`, by one launch; `logits` are contiguous along their rows.
 
@@ -150,17 +231,19 @@ def step(
             index.contiguous(),
             terms if weights is None else weights.contiguous(),
             terms,
-            terms if amaxes is None else amaxes,
+            None if codes is None else codes.data.view(torch.uint8),
+            None if codes is None else codes.scales,
             stride,
             classes,
             wide if wide <= stride else classes,
+            wide,
             curve.inner,
             0.0 if curve.outer is None else curve.outer,
             GRADIENT=gradients,
             WEIGHTED=weights is not None,
             CAPPED=curve.outer is not None,
             EVERY_TERM=every_term,
-            AMAXES=amaxes is not None,
+            ASSEMBLED=logits.is_cuda,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )

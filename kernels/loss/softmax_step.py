@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8compile.formats import E5M2
+from fp8compile.kernels.reference import markers
+
 # of a row: log-probability of its label; Σ log-probabilities of all classes (label smoothing); log Σ exp z; its square
 TERMS = ("chosen", "sum", "normaliser", "square")
 # The label of a row that has none: its terms mean nothing, and its gradient is zero, whatever its logits. No user's.
@@ -36,9 +39,25 @@ class Curve:
         return self.inner * self.outer * (1 - torch.tanh(logits * self.inner).square())
 
 
-# (logits, index, weights or None, curve, whether to write gradients, every term, amaxes [M] or None)
-# -> log-probabilities [M], or terms [4, M]; writes gradients over the logits, and the amax of each row to `amaxes`
-Step = Callable[[Tensor, Tensor, Tensor | None, Curve, bool, bool, Tensor | None], Tensor]
+@dataclass(frozen=True)
+class Codes:
+    """The gradient of logits [M, N] in FP8, by rows: E5M2[M, ≥ N], and f32[M, 1], which is 0 for a row of zeros."""
+
+    data: Tensor
+    scales: Tensor
+
+    def write(self, slopes: Tensor) -> None:
+        """Cast `slopes`, f32[M, N]; zeros behind N."""
+        amax = slopes.abs().amax(1, keepdim=True)
+        scale = markers.scale(amax, E5M2.name)
+        self.data.view(torch.uint8).zero_()
+        self.data[:, : slopes.shape[1]] = markers.quantize(slopes, scale, E5M2.name, "row")
+        self.scales.copy_(torch.where(amax == 0, 0.0, scale))
+
+
+# (logits, index, weights or None, curve, whether to write gradients over the logits, every term, codes of them or None)
+# -> log-probabilities [M], or terms [4, M]
+Step = Callable[[Tensor, Tensor, Tensor | None, Curve, bool, bool, Codes | None], Tensor]
 
 
 def plain_step(
@@ -48,9 +67,9 @@ def plain_step(
     curve: Curve,
     gradients: bool,
     every_term: bool = False,
-    amaxes: Tensor | None = None,
+    codes: Codes | None = None,
 ) -> Tensor:
-    """Return log-probabilities, or all terms, of a chunk; write gradients over its logits if `gradients`.
+    """Return log-probabilities, or all terms, of a chunk; write its gradient over them if `gradients`, and to `codes`.
 
     A label out of range has log-probability nan.
     """
@@ -60,7 +79,7 @@ def plain_step(
     valid = (index >= 0) & (index < logits.shape[1])
     at = torch.where(valid, index, 0).unsqueeze(1)
     chosen = torch.where(valid, log_probabilities.gather(1, at).squeeze(1), torch.nan)
-    if gradients:
+    if gradients or codes is not None:
         slope, label = log_probabilities.exp(), valid.float().unsqueeze(1)
         if not every_term:
             slope.scatter_add_(1, at, -label)
@@ -71,9 +90,11 @@ def plain_step(
             falling = of_chosen + logits.shape[1] * of_sum - of_normaliser - 2 * of_square * normaliser.unsqueeze(1)
             slope = slope * falling - of_sum
             slope.scatter_add_(1, at, -label * of_chosen)
-        logits.copy_(torch.where((index == DROPPED).unsqueeze(1), 0.0, slope * curve.slope(wide)))
-        if amaxes is not None:
-            amaxes.copy_(logits.abs().amax(-1))
+        slope = torch.where((index == DROPPED).unsqueeze(1), 0.0, slope * curve.slope(wide))
+        if codes is not None:
+            codes.write(slope)
+        if gradients:
+            logits.copy_(slope)
     if not every_term:
         return chosen
     return torch.stack([chosen, log_probabilities.sum(-1), normaliser, normaliser.square()])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fp8compile
 from fp8compile import ops
 from fp8compile.kernels.loss import chunked_loss, plain_head
-from fp8compile.kernels.loss.softmax_step import DROPPED, Curve, plain_step
+from fp8compile.kernels.loss.softmax_step import DROPPED, Codes, Curve, plain_step
 
 pytestmark = pytest.mark.gpu
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -144,38 +144,54 @@ def test_compiled_gradients_are_no_further_from_fp32_than_eager_bf16(mode: str |
         assert relative(got[name], want) <= 1.25 * relative(plain[name], want) + 1e-6, name
 
 
-@pytest.mark.parametrize(("rows", "classes"), [(64, 4096), (1000, 50257), (2049, 32003)])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_slopes_are_cast_as_plain_torch_casts_them(dtype: torch.dtype, rows: int, classes: int):
-    from fp8compile.kernels.loss import fp8_head, slope_cast
+@pytest.mark.parametrize(("rows", "width"), [(64, 4096), (1000, 50272), (2049, 32016)])
+def test_codes_are_turned_as_plain_torch_turns_them(rows: int, width: int):
+    from fp8compile.kernels.loss import fp8_head, turned_codes
 
-    wide = torch.randn(rows, -(-classes // 64) * 64, device="cuda").to(dtype)
-    slopes = wide[:, :classes]
-    slopes *= torch.logspace(-7, 0, classes, device="cuda").to(dtype)
-    slopes[0] = 0.0
-    slopes[1, 3], slopes[2, 4] = torch.nan, torch.inf
-    width, found = -(-classes // 16) * 16, []
-    for cast_slopes in (slope_cast.cast_slopes, fp8_head.cast_slopes):
-        codes = torch.empty(rows, width, device="cuda", dtype=torch.uint8).view(torch.float8_e5m2)
+    codes = torch.randint(0, 256, (rows, width), device="cuda", dtype=torch.uint8).view(torch.float8_e5m2)
+    found = []
+    for turn in (turned_codes.turn, fp8_head.turn):
         block = torch.full([width, 64 + (rows // 16 + 1) * 16], 7, device="cuda", dtype=torch.uint8)
-        place = block[:, 64:].view(torch.float8_e5m2)
-        found.append([cast_slopes(slopes, slopes.abs().amax(1).float(), codes, place), codes, place])
+        turn(codes, block[:, 64:].view(torch.float8_e5m2))
         assert (block[:, :64] == 7).all()
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a.float().nan_to_num(-1.0), b.float().nan_to_num(-1.0))
+        found.append(block)
+    assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("every_term", [False, True])
+@pytest.mark.parametrize("n", [11, 4096, 50257])
+@pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_amaxes_are_those_of_the_slopes(dtype: torch.dtype, every_term: bool):
+@pytest.mark.parametrize("every_term", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_codes_are_those_of_the_gradient(gradients: bool, every_term: bool, dtype: torch.dtype, curve: str, n: int):
     from fp8compile.kernels.loss.softmax_gradient import step
 
-    logits = (8 * torch.randn(64, 50257, device="cuda")).to(dtype)
+    torch.manual_seed(0)
+    logits = torch.empty(64, -(-n // 16) * 16, device="cuda", dtype=dtype)[:, :n].normal_(std=3)
+    index = torch.randint(0, n, (64,), device="cuda")
+    index[3] = DROPPED
+    logits[4, index[4]], logits[5, 3] = 60.0, torch.nan  # a label that is nearly certain; nothing known
     weights = torch.rand(4, 64, device="cuda") if every_term else torch.rand(64, device="cuda")
-    amaxes = torch.full([64], torch.nan, device="cuda")
-    index = torch.randint(0, 50257, (64,), device="cuda")
-    step(logits, index, weights, Curve(0.1, 30.0), True, every_term, amaxes)
-    assert torch.equal(amaxes, logits.abs().amax(1).float())
+    exact = logits.float().clone()
+    plain_step(exact, index, weights, CURVES[curve], True, every_term)
+    width = -(-n // 16) * 16
+    codes = Codes(
+        torch.full((64, width), 77, device="cuda", dtype=torch.uint8).view(torch.float8_e5m2),
+        torch.full((64, 1), torch.nan, device="cuda"),
+    )
+    before = logits.clone()
+    step(logits, index, weights, CURVES[curve], gradients, every_term, codes)
+    assert gradients or torch.equal(logits.nan_to_num(), before.nan_to_num())
+    got = codes.data.float()
+    assert not got[:, n:].nan_to_num().any()
+    assert not got[3].any()
+    assert codes.scales[3] == 0
+    assert got[5, :n].isnan().all()
+    finite = torch.tensor([i for i in range(64) if i not in (3, 5)], device="cuda")
+    amax = exact[finite].abs().amax(1, keepdim=True)
+    torch.testing.assert_close(codes.scales[finite] * 57344, amax, rtol=2e-3, atol=0.0)  # where terms cancel
+    error = (got[finite, :n] * codes.scales[finite] - exact[finite]).abs()
+    assert (error <= exact[finite].abs() * 0.126 + amax * (1e-4 if every_term else 1e-6)).all()
 
 
 @pytest.mark.parametrize("exact_grad_weight", [False, True])

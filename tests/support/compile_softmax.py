@@ -17,25 +17,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fp8compile.kernels.loss import slope_cast, softmax_gradient
+from fp8compile.kernels.loss import softmax_gradient, turned_codes
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {
-    "index": "*i64", "weights": "*fp32", "chosen": "*fp32", "amaxes": "*fp32", "stride": "i32", "classes": "i32",
-    "width": "i32",
+    "index": "*i64", "weights": "*fp32", "chosen": "*fp32", "codes": "*u8", "scales": "*fp32", "stride": "i32",
+    "classes": "i32", "width": "i32", "code_width": "i32",
     "inner": "fp32", "outer": "fp32", "GRADIENT": "constexpr", "WEIGHTED": "constexpr", "CAPPED": "constexpr",
-    "EVERY_TERM": "constexpr", "AMAXES": "constexpr", "BLOCK": "constexpr",
+    "EVERY_TERM": "constexpr", "ASSEMBLED": "constexpr", "BLOCK": "constexpr",
 }  # fmt: skip
-ALIGNED = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 5, 7)}  # all but the number of classes
-NAMES = ("GRADIENT", "WEIGHTED", "AMAXES", "CAPPED", "EVERY_TERM")
+ALIGNED = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 5, 6, 8, 9)}  # all but the number of classes
+NAMES = ("GRADIENT", "WEIGHTED", "codes", "CAPPED", "EVERY_TERM")
 FORMS = [
     (*all_three, *rest)
     for all_three in ((False,) * 3, (True,) * 3)
     for rest in itertools.product((False, True), repeat=2)
 ]
-CAST = {
-    "amaxes": "*fp32", "codes": "*u8", "turned": "*u8", "scales": "*fp32", "stride": "i32", "rows": "i32",
-    "classes": "i32", "readable": "i32", "width": "i32", "length": "i32", "pitch": "i32", "ASSEMBLED": "constexpr",
+TURN = {
+    "codes": "*u8", "turned": "*u8", "rows": "i32", "width": "i32", "length": "i32", "pitch": "i32",
     "ROWS": "constexpr", "COLUMNS": "constexpr",
 }  # fmt: skip
 DTYPES = ("bf16", "fp16", "fp32")
@@ -53,22 +52,25 @@ def main(verbose: bool) -> None:
     compiled = 0
     kernels = KERNELS if verbose else SOME
     for dtype, form in sorted(kernels):
-        values = dict(zip(NAMES, form, strict=True)) | {"BLOCK": softmax_gradient.BLOCK}
-        signature = {"logits": f"*{dtype}"} | SIGNATURE
-        source = ASTSource(softmax_gradient.softmax_gradient, signature, values, ALIGNED)
+        values = dict(zip(NAMES, form, strict=True)) | {"BLOCK": softmax_gradient.BLOCK, "ASSEMBLED": True}
+        signature, aligned = {"logits": f"*{dtype}"} | SIGNATURE, dict(ALIGNED)
+        if values.pop("codes"):
+            source = ASTSource(softmax_gradient.softmax_gradient, signature, values, aligned)
+        else:
+            for name, place in (("codes", 5), ("scales", 6)):
+                values[name], signature[name] = None, "constexpr"
+                del aligned[place,]
+            source = ASTSource(softmax_gradient.softmax_gradient, signature, values, aligned)
         asm = triton.compile(source, target=HOPPER, options={"num_warps": softmax_gradient.WARPS}).asm
         assert len(asm["cubin"]) > 0
         compiled += 1
         if verbose:
             ptx = str(asm["ptx"])
             print(dtype, form, {op: ptx.count(op) for op in ("ld.global", "st.global", "ex2", "bar.sync")})
-    for dtype in DTYPES if verbose else DTYPES[:1]:
-        values = {"ASSEMBLED": True, "ROWS": slope_cast.ROWS, "COLUMNS": slope_cast.COLUMNS}
-        aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 5, 8, 9, 10, 11)}
-        source = ASTSource(slope_cast.cast_tile, {"slopes": f"*{dtype}"} | CAST, values, aligned)
-        asm = triton.compile(source, target=HOPPER, options={"num_warps": slope_cast.WARPS}).asm
-        assert len(asm["cubin"]) > 0
-        assert "cvt.rn.satfinite.e5m2x2.f32" in str(asm["ptx"])
+    values = {"ROWS": turned_codes.ROWS, "COLUMNS": turned_codes.COLUMNS}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 3, 4, 5)}
+    source = ASTSource(turned_codes.turn_tile, TURN, values, aligned)
+    assert len(triton.compile(source, target=HOPPER, options={"num_warps": turned_codes.WARPS}).asm["cubin"]) > 0
     print(f"{compiled} of {len(kernels)} compiled")
 
 

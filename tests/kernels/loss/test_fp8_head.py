@@ -13,7 +13,7 @@ from fp8compile import ops
 from fp8compile.kernels.casts import grouped_cast
 from fp8compile.kernels.loss import fp8_head
 from fp8compile.kernels.loss.chunked_loss import chunks, run_in_fp8
-from fp8compile.kernels.loss.softmax_step import DROPPED, Curve, plain_step
+from fp8compile.kernels.loss.softmax_step import DROPPED, Codes, Curve, plain_step
 
 interpreted = pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu/test_chunked_loss.py runs it compiled")
 M, K, N, ROWS = 60, 32, 70, 20  # chunks of 16 rows and a part of one; classes that are filled up
@@ -75,11 +75,11 @@ def by_hand(given: dict[str, Any]) -> list[Tensor]:
         at = index.clamp_min(0).unsqueeze(1)
         terms[part] = logits.double().log_softmax(-1).gather(1, at).squeeze(1)
         slopes = logits.float().softmax(-1).scatter_add(1, at, torch.full_like(at, -1.0, dtype=torch.float32))
-        slopes = (slopes * (given["weights"][part] * counts).unsqueeze(1)).to(x.dtype)
+        slopes = slopes * (given["weights"][part] * counts).unsqueeze(1)
         q, s = in_rows(slopes, 57344.0, torch.float8_e5m2)
         of_x[part] = (q.double() * s) @ turned.t()
         everything[part], row_scales[part] = q.double(), torch.where(counts, s.squeeze(1), 0.0).unsqueeze(1)
-        of_bias += slopes.double().sum(0)
+        of_bias += slopes.to(x.dtype).double().sum(0)
     wide = torch.float32 if x.dtype is torch.float32 else torch.bfloat16
     for part in (slice(0, 32), slice(32, M)):
         scaled = (x[part].float() * row_scales[part]).to(wide)
@@ -176,61 +176,77 @@ def test_the_operator_obeys_the_rules_of_operators() -> None:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The interpreted kernels, with tiles so small that there are several."""
     interpreter.prepare()
-    from fp8compile.kernels.loss import slope_cast, softmax_gradient
+    from fp8compile.kernels.loss import softmax_gradient, turned_codes
 
     monkeypatch.setattr(softmax_gradient, "BLOCK", 32)
-    monkeypatch.setattr(slope_cast, "ROWS", 16)
-    monkeypatch.setattr(slope_cast, "COLUMNS", 32)
+    monkeypatch.setattr(turned_codes, "ROWS", 16)
+    monkeypatch.setattr(turned_codes, "COLUMNS", 32)
     return {
         "step": softmax_gradient.step,
-        "cast_slopes": slope_cast.cast_slopes,
+        "turn": turned_codes.turn,
         "grouped_cast": grouped_cast.grouped_cast,
     }
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "classes"), [(1, 70), (17, 64), (32, 33)])
-def test_slopes_are_cast_as_plain_torch_casts_them(
-    kernels: dict[str, Any], dtype: torch.dtype, rows: int, classes: int
-) -> None:
-    slopes = torch.randn(rows, classes, generator=torch.Generator().manual_seed(0))
-    slopes *= torch.logspace(-9, 0, classes)  # down to where E5M2 has no numbers
-    slopes[0] = 0.0
-    if rows > 20:
-        slopes[3, 4], slopes[5, 6] = torch.nan, torch.inf
-    wide = torch.full((rows, 80), 7.0).to(dtype)  # rows with something between them
-    wide[:, :classes] = slopes.to(dtype)
-    given = wide[:, :classes], wide[:, :classes].abs().amax(1).float()
+@pytest.mark.parametrize(("rows", "width"), [(1, 80), (17, 64), (32, 48)])
+def test_codes_are_turned_as_plain_torch_turns_them(kernels: dict[str, Any], rows: int, width: int) -> None:
+    codes = torch.randint(0, 256, (rows, width), dtype=torch.uint8).view(torch.float8_e5m2)
     found = []
-    for cast_slopes in (kernels["cast_slopes"], fp8_head.cast_slopes):
-        codes = torch.empty(rows, 80, dtype=torch.uint8).view(torch.float8_e5m2)
-        block = torch.full([80, 96], 7, dtype=torch.uint8)
-        place = block[:, 32:80].view(torch.float8_e5m2)
-        scales = cast_slopes(*given, codes, place)
+    for turn in (kernels["turn"], fp8_head.turn):
+        block = torch.full([width, 96], 7, dtype=torch.uint8)
+        turn(codes, block[:, 32:80].view(torch.float8_e5m2))
         assert (block[:, :32] == 7).all()  # that of other rows
         assert (block[:, 80:] == 7).all()
-        for only in ((None, place), (codes, None)):
-            assert torch.equal(cast_slopes(*given, *only).nan_to_num(), scales.nan_to_num())
-        found.append([scales, codes, place])
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a.float().nan_to_num(-1.0), b.float().nan_to_num(-1.0))
+        assert not block[:, 32 + rows : 80].any()
+        found.append(block)
+    assert torch.equal(*found)
+
+
+CURVES = [Curve(), Curve(-0.5), Curve(0.5, 8.0)]
 
 
 @interpreted
 @pytest.mark.parametrize("every_term", [False, True])
+@pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_amaxes_are_those_of_the_slopes(kernels: dict[str, Any], dtype: torch.dtype, every_term: bool) -> None:
+def test_codes_are_those_of_the_gradient(
+    kernels: dict[str, Any], dtype: torch.dtype, curve: Curve, every_term: bool
+) -> None:
+    """Down to where E5M2 has no numbers; a row whose label is likely, of which the likeliest other class is the largest
+    but for it, and one that nearly nothing is left of; a row that is dropped, and two that are not finite."""
     g = torch.Generator().manual_seed(0)
-    wide = (3 * torch.randn(6, 112, generator=g)).to(dtype)
-    logits, index = wide[:, :100], torch.tensor([0, 99, 40, DROPPED, 7, 8])
-    weights = torch.randn(4, 6, generator=g) if every_term else torch.rand(6, generator=g)
-    amaxes = torch.full([6], torch.nan)
-    kernels["step"](logits, index, weights, Curve(0.5, 8.0), True, every_term, amaxes)
-    assert torch.equal(amaxes, logits.abs().amax(1).float())
-    assert amaxes[3] == 0
-    plain_step(logits, index, weights, Curve(0.5, 8.0), True, every_term, amaxes)
-    assert torch.equal(amaxes, logits.abs().amax(1).float())
+    wide = (3 * torch.randn(9, 112, generator=g)).to(dtype)
+    wide[:, 100:] = 7.0  # between rows lies something
+    logits, index = wide[:, :100], torch.tensor([0, 99, 40, DROPPED, 7, 8, 30, 31, 32])
+    logits[1, 99], logits[2, 40] = 12.0, 60.0
+    logits[6, 3], logits[7, 4] = torch.nan, torch.inf
+    weights = torch.randn(4, 9, generator=g) if every_term else torch.rand(9, generator=g)
+    exact = logits.float().clone()  # in which small gradients are not rounded to zero, as in FP16
+    plain_step(exact, index, weights, curve, True, every_term)
+    found = []
+    for step in (kernels["step"], plain_step):
+        codes = Codes(torch.empty(9, 112, dtype=torch.uint8).view(torch.float8_e5m2), torch.empty(9, 1))
+        mine = wide.clone()[:, :100]
+        step(mine, index, weights, curve, True, every_term, codes)
+        alone = Codes(torch.empty_like(codes.data), torch.empty(9, 1))
+        untouched = wide.clone()[:, :100]
+        step(untouched, index, weights, curve, False, every_term, alone)
+        assert torch.equal(untouched.nan_to_num(), logits.nan_to_num())
+        assert torch.equal(alone.data.view(torch.uint8), codes.data.view(torch.uint8))
+        found.append((codes.data.float(), codes.scales))
+    for codes, scales in found:
+        assert not codes[:, 100:].nan_to_num().any()
+        assert not codes[3].any()
+        assert scales[3] == 0
+        assert codes[6, :100].isnan().all()
+        assert codes[7, :100].isnan().all() == (curve == Curve())  # elsewhere infinity has a finite score, or none
+        finite = [i for i in range(9) if i not in (3, 6, 7)]
+        amax = exact[finite].abs().amax(1, keepdim=True)
+        torch.testing.assert_close(scales[finite] * 57344, amax, rtol=1e-4, atol=0.0)
+        error = (codes[finite, :100] * scales[finite] - exact[finite]).abs()
+        assert (error <= exact[finite].abs() * 0.126 + amax * 2**-32).all()  # half of 2⁻², and of the smallest number
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=0.0, equal_nan=True)
 
 
 @interpreted
