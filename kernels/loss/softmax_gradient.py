@@ -39,35 +39,43 @@ def scores(logits, inner, outer, CAPPED: tl.constexpr):  # noqa: N803
 def top_and_total(
     logits,
     label,
+    valid,
+    mine,
     classes,
     width,
     inner,
     outer,
     CAPPED: tl.constexpr,  # noqa: N803
     SUM: tl.constexpr,  # noqa: N803
-    SECOND: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """Return the greatest score of a row, the sum of exponentials below it, the sum of scores (SUM; else 0), and the
-    greatest score but the label's (SECOND; else -inf)."""
+    greatest score but the label's, which is `mine`.
+
+    Each lane has a maximum and a sum of its own: they meet once, at the end, without a barrier for every block. Of the
+    two exponentials that move a sum to a new maximum and add to it, one is 1.
+    """
     offset = tl.arange(0, BLOCK)
-    top = -float("inf")
-    second = -float("inf")
-    total = 0.0
-    sum_of_scores = 0.0
+    tops = tl.full([BLOCK], -float("inf"), tl.float32)
+    totals = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, classes, BLOCK):
         column = start + offset
         z = scores(tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32), inner, outer, CAPPED)
         if SUM:
-            sum_of_scores += tl.sum(tl.where(column < classes, z, 0.0), 0)
-        z = tl.where(column < classes, z, -float("inf"))
-        if SECOND:
-            second = tl.maximum(second, tl.max(tl.where(column == label, -float("inf"), z), 0))
-        larger = tl.maximum(top, tl.max(z, 0))
-        shift = tl.where(larger == -float("inf"), 0.0, larger)  # nothing but -inf so far: no difference of infinities
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
-        top = larger
-    return top, total, sum_of_scores, second
+            sums += tl.where(column < classes, z, 0.0)
+        z = tl.where((column < classes) & (column != label), z, -float("inf"))
+        above = z - tops
+        smaller = tl.where(z == -float("inf"), 0.0, tl.exp(-tl.abs(above)))  # no difference of infinities
+        totals = tl.where(above > 0, totals * smaller + 1.0, totals + smaller)
+        tops = tl.maximum(tops, z)
+    second = tl.max(tops, 0)
+    shift = tl.where(second == -float("inf"), 0.0, second)
+    total = tl.sum(totals * tl.exp(tops - shift), 0)
+    top = tl.where(valid, tl.maximum(second, mine), second)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    total = total * tl.exp(second - shift) + tl.where(valid, tl.exp(mine - shift), 0.0)
+    return top, total, tl.sum(sums, 0), second
 
 
 @triton.jit
@@ -143,9 +151,8 @@ def softmax_gradient(
     # read before the first reduction: those are barriers, and below other warps write over it
     mine = scores(tl.load(logits + label, mask=valid, other=0.0).to(tl.float32), inner, outer, CAPPED)
 
-    SECOND: tl.constexpr = codes is not None and not (CAPPED or EVERY_TERM)  # noqa: N806
     top, total, sum_of_scores, second = top_and_total(
-        logits, label, classes, width, inner, outer, CAPPED, EVERY_TERM, SECOND, BLOCK
+        logits, label, valid, mine, classes, width, inner, outer, CAPPED, EVERY_TERM, BLOCK
     )
     log_total = tl.log(total)
     tl.store(chosen + row, tl.where(valid, (mine - top) - log_total, float("nan")))
@@ -169,7 +176,7 @@ def softmax_gradient(
 
         scale = 1.0
         if codes is not None:
-            if SECOND:
+            if not (CAPPED or EVERY_TERM):
                 of_label = slopes(
                     mine, valid, top, log_total, weight, falling, of_sum, inner, outer, is_dropped, CAPPED, EVERY_TERM
                 )

@@ -57,7 +57,7 @@ def main(verbose: bool) -> None:
         if values.pop("codes"):
             source = ASTSource(softmax_gradient.softmax_gradient, signature, values, aligned)
         else:
-            for name, place in (("codes", 5), ("scales", 6)):
+            for name, place in (("codes", 4), ("scales", 5)):
                 values[name], signature[name] = None, "constexpr"
                 del aligned[place,]
             source = ASTSource(softmax_gradient.softmax_gradient, signature, values, aligned)
