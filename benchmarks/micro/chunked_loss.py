@@ -177,7 +177,10 @@ def measure_all() -> None:
         ways: dict[str, Any] = {"eager": model, "torch.compile": torch.compile(model), "Liger": liger(model)}
         ways |= {"ours, whole": ours(model, False), "ours, auto": ours(model, "auto")}
         ways |= {f"ours, chunks of {rows}": ours(model, rows) for rows in CHUNKS}
-        ways["ours, FP8, whole"] = ours(model, False, lm_head=True, select="all")
+        ways |= {
+            f"ours, FP8, {way}": ours(model, c, lm_head=True, select="all")
+            for way, c in (("whole", False), ("auto", "auto"))
+        }
         ways |= {f"ours, FP8, chunks of {r}": ours(model, r, lm_head=True, select="all") for r in CHUNKS}
         for way, run in ways.items():
             if run is None:

@@ -254,7 +254,7 @@ OURS = System(
     True,
     forward=PerToken(25, 7, 7),
     backward=PerToken(44, 19, 13),
-    saved=PerToken(2 + 1 + 2 * GROUP, 2 + GROUP, 2 * GROUP, heads=4, constant=12),
+    saved=PerToken(2 + 2 + 2 * GROUP, 2 + GROUP, 2 * GROUP, heads=4, constant=8),
     working=PerToken(inner=6.0),
     chunked_loss=True,
 )

@@ -69,7 +69,9 @@ class Head(Protocol):
         ...
 
 
-LEAST_ROWS = 2048  # fewer, and reading and writing the sum takes longer than the matmul that adds to it
+# Fewer, and reading and writing the sum takes longer than the matmul that adds to it; and matmul units are not full. In
+# FP8 no chunk reads the sum: so many rows are enough for any head.
+LEAST_ROWS = 2048
 
 
 def rows_of_chunk(k: Any) -> int:
@@ -143,6 +145,7 @@ def in_chunks(
         head.add_gradients(part, logits, codes, None if of_x is None else of_x[part], of_weight)
         if of_bias is not None:
             of_bias += logits.sum(0, dtype=torch.float32)
+        del logits, codes  # before the next chunk's are made
     return [terms, *gradients]
 
 

@@ -32,7 +32,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.kernels.loss import fp8_head
-from fp8compile.kernels.loss.chunked_loss import rows_of_chunk
+from fp8compile.kernels.loss.chunked_loss import LEAST_ROWS, rows_of_chunk
 from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.aten_views import Gather
@@ -94,11 +94,12 @@ def _has_labels(head: MatmulNode) -> bool:
 
 def _run_on(c: Compilation, head: MatmulNode, backward: set[fx.Node]) -> None:
     wanted, size = c.options.chunk_loss, _bytes(head)
-    rows = rows_of_chunk(head.k) if isinstance(wanted, (bool, str)) else wanted
-    rows = rows if why_not_in_fp8(head) else fp8_head.rows_of_chunk(rows)
+    is_fp8, usual = not why_not_in_fp8(head), rows_of_chunk(head.k)
+    rows = wanted if not isinstance(wanted, (bool, str)) else LEAST_ROWS if is_fp8 else usual
+    rows = fp8_head.rows_of_chunk(rows) if is_fp8 else rows
     try:
         if wanted == "auto":
-            _refuse(head, rows)
+            _refuse(head, usual)
         found = find_loss(head, backward)
         said = _rewrite(c, found, rows, backward, again=wanted != "auto")
     except NotFoundError as why:
@@ -123,8 +124,8 @@ def _bytes(head: MatmulNode) -> int:
 
 def _refuse(head: MatmulNode, rows: int) -> None:
     """Raise what "auto" has against it."""
-    if head.is_fp8:
-        raise NotFoundError("its matmul runs in FP8; chunk_loss=True has it run in chunks, in FP8")
+    if head.is_fp8 and (why := why_not_in_fp8(head)):
+        raise NotFoundError(f"its matmul runs in FP8, and chunks of it would not: {why}; chunk_loss=True computes them")
     if count([head.m]) < 2 * rows:
         raise NotFoundError(f"fewer than two chunks of {rows} rows: the weight's gradient would take as much")
 

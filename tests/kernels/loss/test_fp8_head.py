@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import interpreter
@@ -133,6 +134,21 @@ def test_only_what_is_wanted_is_computed() -> None:
     assert [list(r.shape) for r in some] == [[M], [N, K]]
     whole = ops.chunked_loss_in_fp8(*arguments(given, [True, True, True]))
     assert torch.equal(some[1], whole[2])
+
+
+def test_logits_of_one_chunk_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+    plain = fp8_head.Fp8Head.logits
+
+    def logits(self: fp8_head.Fp8Head, part: slice) -> Tensor:
+        assert not any(ref() is not None for ref in made)
+        found = plain(self, part)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(fp8_head.Fp8Head, "logits", logits)
+    ops.chunked_loss_in_fp8(*arguments(data(), [True] * 3))
+    assert len(made) == 4
 
 
 def test_no_rows_have_no_gradients() -> None:

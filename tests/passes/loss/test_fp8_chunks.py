@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from joint import joint
-from test_chunk_loss import AGAIN, CHUNK, FORMS, Model, compiled, error, inputs, step
+from test_chunk_loss import AGAIN, CHUNK, FORMS, ROWS, Model, compiled, error, inputs, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -220,9 +220,20 @@ def test_casts_that_are_measured_are_those_of_other_layers() -> None:
     assert measured == {("body", role) for role in ("output", "grad_input", "grad_weight")}
 
 
-def test_auto_leaves_a_head_in_fp8_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_computes_a_head_in_fp8_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_loss, "LEAST_BYTES", 1)
+    monkeypatch.setattr(chunk_loss, "rows_of_chunk", lambda k: ROWS // 2)
+    plan, got, exact = results("mean", torch.bfloat16, chunk_loss="auto")
+    assert [loss.chunk for loss in plan.losses] == [chunk_loss.LEAST_ROWS]
+    assert [m.decision for m in plan.matmuls] == ["fp8"] * 3
+    assert_near(got, exact)
+
+
+def test_auto_leaves_a_head_in_fp8_whole_where_chunks_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_loss, "LEAST_BYTES", 1)
+    monkeypatch.setattr(chunk_loss, "rows_of_chunk", lambda k: ROWS // 2)
+    monkeypatch.setattr(chunk_loss, "why_not_in_fp8", lambda head: "it is not to be")
     plan, got, exact = results("mean", torch.bfloat16, chunk_loss="auto")
     assert [loss.chunk for loss in plan.losses] == [0]
-    assert "chunk_loss=True has it run in chunks, in FP8" in plan.losses[0].reason
+    assert "and chunks of it would not: it is not to be" in plan.losses[0].reason
     assert_near(got, exact)
