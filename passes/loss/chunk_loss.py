@@ -16,7 +16,7 @@ That is a fourth matmul, so "auto" does not.
 
 After       %chosen = fp8.chunked_loss(%x, %W, %labels);  …;  %dx, %dW = fp8.chunked_loss(%x, %W, %labels, %g)
 
-A head in FP8 (`passes/loss/fp8_chunks.py`) stays in FP8 where chunks are asked for; "auto" leaves it whole.
+The chunks of a head in FP8 run in FP8 (`passes/loss/fp8_chunks.py`).
 
 "auto" leaves logits whole that are small (LEAST_BYTES), or of which a chunk would be more than half: the gradient of
 the weight, which now waits for backward in FP32, takes as much as two chunks of logits.
@@ -46,7 +46,7 @@ from fp8compile.passes.core.compilation import (
     value,
 )
 from fp8compile.passes.core.matmul_node import MatmulNode
-from fp8compile.passes.core.node_views import first_input
+from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.loss.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.loss.find_loss import Found, find_loss
@@ -88,8 +88,9 @@ def _has_labels(head: MatmulNode) -> bool:
         seen.update(frontier)
     near = seen.union(*(n.all_input_nodes for n in seen))
     read = (*SCATTERS, aten.gather.default, aten.amax.default)
-    lines = [first_input(n) for n in near if n.target in read]
-    return any(str(value(x).shape[-1]) == str(head.n) for x in lines)
+    along = [(value(first_input(n)), argument(n, "dim")) for n in near if n.target in read]
+    sizes = {x.shape[i] for x, dim in along if x.dim() for i in (dim if isinstance(dim, (list, tuple)) else [dim])}
+    return str(head.n) in map(str, sizes)
 
 
 def _run_on(c: Compilation, head: MatmulNode, backward: set[fx.Node]) -> None:

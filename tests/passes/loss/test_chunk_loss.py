@@ -697,6 +697,10 @@ LEFT: dict[str, tuple[Loss, str]] = {
     "rows dropped, and read elsewhere": (
         lambda z, y: (F.cross_entropy(z[1:], y[1:]), z[0].sum()), "its logits are read by aten.s",
     ),
+    "classes in the middle": (
+        lambda z, y: F.cross_entropy(z.unflatten(0, (4, -1)).transpose(1, 2), y.view(4, -1)),
+        "its logits are read by aten.",
+    ),
     "a mask on logits": (lambda z, y: F.cross_entropy(z.clamp(-2, 2), y), "its logits are read by aten.clamp_min"),
 }  # fmt: skip
 
