@@ -135,8 +135,10 @@ def in_chunks(
     terms, *gradients = empty_results(x, classes, wanted, every_term)
     waiting = iter(gradients)
     of_x, of_weight, of_bias = (next(waiting) if want else None for want in wanted)
-    for total in gradients if not x.shape[0] else [] if of_bias is None else [of_bias]:
-        total.zero_()
+    if of_bias is not None:
+        of_bias.zero_()
+    if of_weight is not None and not x.shape[0]:
+        of_weight.zero_()  # there is no chunk that writes it
     for part in chunks(x.shape[0], rows):
         logits = head.logits(part)
         given = None if weights is None else weights[..., part]

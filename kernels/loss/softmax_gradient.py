@@ -109,6 +109,51 @@ def slopes(
 
 
 @triton.jit
+def amax_of(
+    logits,
+    label,
+    valid,
+    mine,
+    second,
+    top,
+    log_total,
+    weight,
+    falling,
+    of_sum,
+    classes,
+    width,
+    inner,
+    outer,
+    is_dropped,
+    CAPPED: tl.constexpr,  # noqa: N803
+    EVERY_TERM: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Return bits of the amax of a row's gradient: of one term without a cap, that of the label, with score `mine`, or
+    that of the likeliest other class, with score `second`; else of all classes, read once more."""
+    if not (CAPPED or EVERY_TERM):
+        of_label = slopes(
+            mine, valid, top, log_total, weight, falling, of_sum, inner, outer, is_dropped, CAPPED, EVERY_TERM
+        )
+        of_second = slopes(
+            second, False, top, log_total, weight, falling, of_sum, inner, outer, is_dropped, CAPPED, EVERY_TERM
+        )
+        amax = tl.maximum(tl.where(valid, magnitude(of_label), 0), magnitude(of_second))
+    else:
+        largest = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, classes, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            z = scores(tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32), inner, outer, CAPPED)
+            slope = slopes(
+                z, column == label, top, log_total, weight, falling, of_sum, inner, outer, is_dropped,
+                CAPPED, EVERY_TERM,
+            )  # fmt: skip
+            largest = tl.maximum(largest, tl.where(column < classes, magnitude(slope), 0))
+        amax = tl.max(largest, 0)
+    return amax
+
+
+@triton.jit
 def codes_of(x, scale, ASSEMBLED: tl.constexpr):  # noqa: N803
     """Return bytes of E5M2 of x / scale."""
     x = quotient(x, scale, tl.div_rn(1.0, scale), ASSEMBLED)
@@ -176,26 +221,10 @@ def softmax_gradient(
 
         scale = 1.0
         if codes is not None:
-            if not (CAPPED or EVERY_TERM):
-                of_label = slopes(
-                    mine, valid, top, log_total, weight, falling, of_sum, inner, outer, is_dropped, CAPPED, EVERY_TERM
-                )
-                of_second = slopes(
-                    second, False, top, log_total, weight, falling, of_sum, inner, outer, is_dropped, CAPPED, EVERY_TERM
-                )
-                amax = tl.maximum(tl.where(valid, magnitude(of_label), 0), magnitude(of_second))
-            else:
-                largest = tl.zeros([BLOCK], tl.int32)
-                for start in range(0, classes, BLOCK):
-                    column = start + tl.arange(0, BLOCK)
-                    z = tl.load(logits + column, mask=column < width, other=0.0).to(tl.float32)
-                    z = scores(z, inner, outer, CAPPED)
-                    slope = slopes(
-                        z, column == label, top, log_total, weight, falling, of_sum, inner, outer, is_dropped,
-                        CAPPED, EVERY_TERM,
-                    )  # fmt: skip
-                    largest = tl.maximum(largest, tl.where(column < classes, magnitude(slope), 0))
-                amax = tl.max(largest, 0)
+            amax = amax_of(
+                logits, label, valid, mine, second, top, log_total, weight, falling, of_sum, classes, width,
+                inner, outer, is_dropped, CAPPED, EVERY_TERM, BLOCK,
+            )  # fmt: skip
             scale = scale_of(amax, False, LARGEST)
             tl.store(scales + row, tl.where(amax == 0, 0.0, scale))
             codes += row * code_width

@@ -65,8 +65,11 @@ def multiply_into(
     scale_b: Tensor,
     granularity_b: str,
 ) -> None:
-    """Write the product of row-scaled matrices to `out`, without a copy where a kernel has its dtype."""
-    if granularity_a in BLOCKWISE or not (_rows_in_cublas() or out.dtype is torch.bfloat16):
+    """Write the product of two matrices to `out`, without a copy where a kernel has its dtype.
+
+    At least one of them has a scale for each row.
+    """
+    if not (_rows_in_cublas() or out.dtype is torch.bfloat16):
         out.copy_(scaled_mm(a, scale_a, granularity_a, b, scale_b, granularity_b, None, out.dtype))
         return
     scales = _per_row(scale_a, a.shape[0]), _per_row(scale_b, b.shape[0]).t()

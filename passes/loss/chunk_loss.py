@@ -97,7 +97,8 @@ def _run_on(c: Compilation, head: MatmulNode, backward: set[fx.Node]) -> None:
     wanted, size = c.options.chunk_loss, _bytes(head)
     is_fp8, usual = not why_not_in_fp8(head), rows_of_chunk(head.k)
     rows = wanted if not isinstance(wanted, (bool, str)) else LEAST_ROWS if is_fp8 else usual
-    rows = fp8_head.rows_of_chunk(rows) if is_fp8 else rows
+    if is_fp8:
+        rows, head.fast_accumulation = fp8_head.rows_of_chunk(rows), accumulates_fast(c, head)
     try:
         if wanted == "auto":
             _refuse(head, usual)
@@ -113,7 +114,7 @@ def _run_on(c: Compilation, head: MatmulNode, backward: set[fx.Node]) -> None:
         for gone in (head, *head.grads):
             gone.decide(BF16, Why(Reason.CHUNKED_LOSS, why))
     else:
-        place(c, head, why)
+        place(head, why)
     for gone in (head, *head.grads):
         gone.milliseconds_bf16 = gone.milliseconds_fp8 = None
 
@@ -192,7 +193,7 @@ def _call(
     else:
         given = (*operands(c, head, wanted[0], like), head.bias, index, weights, head.n)
         exact = any(grad.role == "grad_weight" and not grad.is_fp8 for grad in head.grads)
-        loss = c.emit(ops.chunked_loss_in_fp8, *given, *how, exact, accumulates_fast(c, head), like=like)
+        loss = c.emit(ops.chunked_loss_in_fp8, *given, *how, exact, head.fast_accumulation, like=like)
     results = _results(c, loss)
     for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
         node.meta.pop("recompute", None)

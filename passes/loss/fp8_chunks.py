@@ -53,9 +53,9 @@ def accumulates_fast(c: Compilation, head: MatmulNode) -> bool:
     return role is not None and role.fast_accumulation
 
 
-def place(c: Compilation, head: MatmulNode, why: str) -> None:
+def place(head: MatmulNode, why: str) -> None:
     """Note that the matmuls of `head` run in FP8 within the operator: all but a grad_weight that is to be exact."""
-    head.left_cast, head.right_cast, head.fast_accumulation = CODES, CODES, accumulates_fast(c, head)
+    head.left_cast, head.right_cast = CODES, CODES
     for matmul in (head, *head.grads):
         matmul.why = Why(Reason.CHUNKED_LOSS, why)
         if matmul.is_fp8:
