@@ -42,6 +42,7 @@ from fp8compile.empty_tensors import new_empty
 from fp8compile.formats import FORMATS, parse_granularity, round_up
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.loss import chunked_loss as chunked
+from fp8compile.kernels.loss import fp8_head
 from fp8compile.kernels.matmul import scaled_mm
 from fp8compile.kernels.reference import grouped_reference, markers, region_reference
 from fp8compile.plan import cast_statistics
@@ -250,16 +251,19 @@ def _fake_chunked_loss_in_fp8(
     wanted: list[bool],
     every_term: bool = False,
     exact_grad_weight: bool = False,
+    waits: bool = False,
     fast_accumulation: bool = False,
 ) -> list[Tensor]:
-    return chunked.empty_results(x, classes, wanted, every_term)
+    now = [wanted[0], wanted[1] and not waits, wanted[2]]
+    later = fp8_head.waiting(x, weight_data.shape[0]) if waits else []
+    return [*chunked.empty_results(x, classes, now, every_term), *later]
 
 
 _library.define(
     "chunked_loss_in_fp8(Tensor x, Tensor data, Tensor scale, Tensor weight_data, Tensor weight_scale, "
     "Tensor? turned_data, Tensor? turned_scale, Tensor? bias, Tensor index, Tensor? weights, SymInt classes, int rows, "
     "float inner, float? outer, bool[] wanted, bool every_term=False, bool exact_grad_weight=False, "
-    "bool fast_accumulation=False) -> Tensor[]",
+    "bool waits=False, bool fast_accumulation=False) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides),
 )
 _library.impl("chunked_loss_in_fp8", chunked.run_in_fp8, "CompositeExplicitAutograd")

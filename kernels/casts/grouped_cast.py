@@ -244,6 +244,16 @@ def grouped_cast(
     return data, scales, ends
 
 
+def cast_columns(x: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return x [M, C] by columns, as one group: E4M3[C, length] with zeros behind its rows, and scales f32[C, 1]."""
+    data = x.new_empty(x.shape[1], length, dtype=E4M3.dtype)
+    data[:, round_up(x.shape[0], ALIGNMENT) :].view(torch.uint8).zero_()  # nobody else writes there
+    scales = x.new_empty(1, x.shape[1], 1, dtype=torch.float32)
+    ends = torch.full([1], x.shape[0], dtype=torch.int32, device=x.device)
+    launch(x.contiguous(), ends, data, scales, torch.empty_like(ends), power_of_two=False)
+    return data, scales[0]
+
+
 def launch(x: Tensor, offs: Tensor, data: Tensor, scales: Tensor, ends: Tensor, power_of_two: bool) -> None:
     """Fill data, scales and ends, by programs for as many pieces as there may be."""
     (tokens, columns), groups, (width, length) = x.shape, offs.shape[0], data.shape

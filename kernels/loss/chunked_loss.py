@@ -37,6 +37,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fp8compile.formats import LINE, round_up
 from fp8compile.kernels.loss import fp8_head
 from fp8compile.kernels.loss.fp8_head import Casts, Fp8Head
 from fp8compile.kernels.loss.plain_head import PlainHead, width_of
@@ -57,6 +58,10 @@ class Head(Protocol):
 
     def reads_slopes(self, wanted: Sequence[bool]) -> bool:
         """Return True if somebody reads it in the dtype of the logits."""
+        ...
+
+    def waiting(self) -> list[Tensor]:
+        """Return what backward computes the weight's gradient of, where forward does not."""
         ...
 
     def add_gradients(
@@ -129,12 +134,15 @@ def in_chunks(
     wanted: Sequence[bool],
     every_term: bool,
     step: Step,
+    waits: bool = False,
 ) -> list[Tensor]:
-    """Return the results of `run`, with the matmuls of `head`."""
+    """Return the results of `run`, with the matmuls of `head`. `waits`: instead of the weight's gradient, behind all
+    others, what backward computes it of."""
     _check_labels(index, classes)
-    terms, *gradients = empty_results(x, classes, wanted, every_term)
-    waiting = iter(gradients)
-    of_x, of_weight, of_bias = (next(waiting) if want else None for want in wanted)
+    now = [wanted[0], wanted[1] and not waits, wanted[2]]
+    terms, *gradients = empty_results(x, classes, now, every_term)
+    following = iter(gradients)
+    of_x, of_weight, of_bias = (next(following) if want else None for want in now)
     if of_bias is not None:
         of_bias.zero_()
     if of_weight is not None and not x.shape[0]:
@@ -148,7 +156,7 @@ def in_chunks(
         if of_bias is not None:
             of_bias += logits.sum(0, dtype=torch.float32)
         del logits, codes  # before the next chunk's are made
-    return [terms, *gradients]
+    return [terms, *gradients, *(head.waiting() if waits else [])]
 
 
 def _check_labels(index: Tensor, classes: int) -> None:
@@ -182,35 +190,43 @@ def run_in_fp8(
     wanted: Sequence[bool],
     every_term: bool = False,
     exact_grad_weight: bool = False,
+    waits: bool = False,
     fast_accumulation: bool = False,
     step: Step = plain_step,
     **on_gpu: Any,
 ) -> list[Tensor]:
     """Return the results of `run`, of matmuls in FP8: all, or but for grad_weight. `fast_accumulation`: of the logits.
 
+    waits: instead of the weight's gradient, behind all others, three results that backward computes it of
+    (`fp8_head.waiting`).
     data, scale, weight_data, weight_scale, turned_data, turned_scale: see `fp8_head.Casts`.
     """
     turned = None if turned_data is None or turned_scale is None else (turned_data, turned_scale)
     casts = Casts((data, scale), (weight_data, weight_scale), turned)
-    head = Fp8Head(x, casts, bias, classes, exact_grad_weight, fast_accumulation, **on_gpu)
+    head = Fp8Head(x, casts, bias, classes, exact_grad_weight, waits, fast_accumulation, **on_gpu)
     rows = fp8_head.rows_of_chunk(rows)
-    return in_chunks(head, x, classes, index, weights, rows, Curve(inner, outer), wanted, every_term, step)
+    return in_chunks(head, x, classes, index, weights, rows, Curve(inner, outer), wanted, every_term, step, waits)
 
 
 def run_in_fp8_on_cuda(*given: Any) -> list[Tensor]:
     """Return the results of `run_in_fp8`, by kernels of a GPU."""
-    from fp8compile.kernels.casts.grouped_cast import grouped_cast  # Triton is imported where there is a GPU
+    from fp8compile.kernels.casts.grouped_cast import cast_columns  # Triton is imported where there is a GPU
     from fp8compile.kernels.loss.softmax_gradient import step
     from fp8compile.kernels.loss.turned_codes import turn
 
     how = {"scaled_mm": scaled_mm, "multiply_into": multiply_into}
-    return run_in_fp8(*given, step=step, grouped_cast=grouped_cast, turn=turn, **how)
+    return run_in_fp8(*given, step=step, cast_columns=cast_columns, turn=turn, **how)
 
 
-def workspace(rows: int, classes: int, m: int, k: int, dtype: torch.dtype, in_fp8: bool = False) -> int:
+def workspace(
+    rows: int, classes: int, m: int, k: int, dtype: torch.dtype, in_fp8: bool = False, waits: bool = False
+) -> int:
     """Return the bytes that are alive only while it runs, of `m` rows in all: a chunk of logits; in FP8 its codes too,
-    those of a block, transposed, and x as it is scaled and cast for the block."""
+    those of a block, transposed, and x as it is scaled and cast for the block. Codes that wait are results."""
     size = dtype.itemsize + in_fp8
-    chunk = max((part.stop - part.start for part in chunks(m, rows)), default=0) * width_of(classes) * size
+    width = round_up(classes, LINE) if in_fp8 else width_of(classes)
+    chunk = max((part.stop - part.start for part in chunks(m, rows)), default=0) * width * size
+    if waits:
+        return chunk + 2 * m * k
     block = min(m, fp8_head.rows_at_once(k)) if in_fp8 else 0
-    return chunk + block * (width_of(classes) + 3 * k)
+    return chunk + block * (width + 3 * k)

@@ -8,10 +8,13 @@
 scale of a row may stand at either operand: it multiplies x before that is cast, and what is left of the slopes are
 codes without a scale, the same bytes transposed.
 
-**When weights' gradients are added.** A product that is added to an FP32 sum [N, K] moves 16 bytes an element, however
-few rows it adds: of 2048 rows that takes about as long as their matmul. So the codes of several chunks are kept, one
-byte a logit, and one matmul computes the gradient of their rows (`rows_at_once`). Where that is all rows, their product
-is the gradient.
+**When weights' gradients are computed.** A product that is added to an FP32 sum [N, K] moves 16 bytes an element,
+however few rows it adds: of 2048 rows that takes about as long as their matmul. So the codes of several chunks are
+kept, one byte a logit, and one matmul computes the gradient of their rows (`rows_at_once`). Where codes of all rows
+take no more than the sum and such a block of them do, there is no sum: they wait for backward, whose one matmul writes
+the gradient in the parameter's dtype (`waits_for_backward`).
+
+**Rows of cache lines.** What is contracted, classes or rows, is filled up with zeros to a multiple of 128 (`LINE`).
 
 **Why E5M2.** A slope is the probability of a class, and at the label that minus one. By rows the label's entry is the
 largest, so half of the smallest number of E4M3, 2⁻¹⁰ of 448, is 2.2e-6 of it: with 128k classes most probabilities lie
@@ -27,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.formats import ALIGNMENT, E4M3, E5M2, round_up
+from fp8compile.formats import ALIGNMENT, E4M3, E5M2, LINE, ROW, round_up
 from fp8compile.kernels.loss.plain_head import add_grad_weight
 from fp8compile.kernels.loss.softmax_step import Codes
-from fp8compile.kernels.reference import grouped_reference, markers
+from fp8compile.kernels.reference import markers
 
 LEAST_AT_ONCE = 8192  # rows: of narrow heads, whose sum is small
 PIECE = 16384  # classes whose gradient is computed before it is added: that product is all the memory it takes
@@ -42,6 +45,20 @@ def rows_at_once(k: int) -> int:
     return max(4 * k, LEAST_AT_ONCE)
 
 
+def waits_for_backward(m: Any, k: Any) -> bool:
+    """Return True if backward computes the gradient of a weight [N, K], of the codes of all `m` rows: they take MN
+    bytes, where a sum and the codes of a block take 4NK and `rows_at_once` · N."""
+    return isinstance(m, int) and isinstance(k, int) and 0 < m <= 4 * k + rows_at_once(k)
+
+
+def waiting(x: Tensor, width: int) -> list[Tensor]:
+    """Return the operands of the matmul that waits, uninitialised: codes of `width` classes, E5M2[width, length], and x
+    by columns, E4M3[K, length] and f32[K, 1]."""
+    k, length = x.shape[1], round_up(x.shape[0], LINE)
+    shapes = {E5M2.dtype: [width, length], E4M3.dtype: [k, length], torch.float32: [k, 1]}
+    return [x.new_empty(shape, dtype=dtype) for dtype, shape in shapes.items()]
+
+
 def rows_of_chunk(rows: int) -> int:
     """Return how many rows a chunk has where `rows` are asked for: codes of each chunk begin at a multiple of 16."""
     return max(rows // ALIGNMENT, 1) * ALIGNMENT
@@ -51,7 +68,7 @@ def rows_of_chunk(rows: int) -> int:
 class Casts:
     """A head's operands in FP8: `x` by rows, `weight` by rows, and of the weight's transpose by rows if that is read.
 
-    Each is (data, scale), both contiguous; classes are filled up with zeros to a multiple of 16.
+    Each is (data, scale), both contiguous; classes are filled up with zeros to a multiple of 128.
     """
 
     x: tuple[Tensor, Tensor]
@@ -87,6 +104,15 @@ def turn(codes: Tensor, turned: Tensor) -> None:
     turned[:, : codes.shape[0]] = codes.t()
 
 
+def cast_columns(x: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return x [M, K] by columns: E4M3[K, length] with zeros behind its rows, and scales f32[K, 1].
+
+    In plain torch; `kernels/casts/grouped_cast.py` does the same on a GPU.
+    """
+    scale = markers.scale(markers.amax(x, str(ROW), True), E4M3.name)
+    return markers.quantize(x, scale, E4M3.name, str(ROW), True, 1, length), scale
+
+
 def multiply_into(out: Tensor, *operands: Any) -> None:
     """Write a product of `markers.scaled_mm` to `out`."""
     a, scale_a, of_a, b, scale_b, of_b = operands
@@ -96,17 +122,18 @@ def multiply_into(out: Tensor, *operands: Any) -> None:
 @dataclass
 class Fp8Head:
     """x [M, K] @ weight [N, K]ᵀ + bias [N], and its gradients. x: before its cast, for grad_weight, which
-    `exact_grad_weight` leaves in the dtype of x. fast_accumulation: of the logits."""
+    `exact_grad_weight` leaves in the dtype of x, and `waits` to backward. fast_accumulation: of the logits."""
 
     x: Tensor
     casts: Casts
     bias: Tensor | None
     classes: int
     exact_grad_weight: bool = False
+    waits: bool = False
     fast_accumulation: bool = False
     scaled_mm: Callable[..., Tensor] = markers.scaled_mm
     multiply_into: Callable[..., None] = multiply_into
-    grouped_cast: Callable[..., Any] = grouped_reference.grouped_cast
+    cast_columns: Callable[[Tensor, int], tuple[Tensor, Tensor]] = cast_columns
     turn: Callable[[Tensor, Tensor], None] = turn
     one: Tensor = field(init=False)
     block: Block | None = field(init=False, default=None)
@@ -145,29 +172,36 @@ class Fp8Head:
     def add_gradients(
         self, part: slice, slopes: Tensor, codes: Codes | None, of_x: Tensor | None, of_weight: Tensor | None
     ) -> None:
-        """Write the gradient of x; after the last rows of a block, write or add to that of the weight."""
+        """Write the gradient of x; after a block's last rows, write or add to that of the weight, if it is given."""
         if of_x is not None:
             assert codes is not None
             assert self.casts.turned is not None
             self.multiply_into(of_x, codes.data, codes.scales, "row", *self.casts.turned, "row")
-        if of_weight is None:
+        if of_weight is None and not self.waits:
             return
         if self.exact_grad_weight:
+            assert of_weight is not None
             add_grad_weight(of_weight, slopes, self.x[part], adds=part.start > 0)
             return
         assert codes is not None
         block = self._block(part)
         self.turn(codes.data, block.columns(part))
-        if part.stop == block.rows.stop:
+        if of_weight is not None and part.stop == block.rows.stop:
             self._add_grad_weight(of_weight, block)
             self.block = None
+
+    def waiting(self) -> list[Tensor]:
+        """Return the operands of grad_weight (`waiting`), when all rows have been given."""
+        assert self.block is not None
+        return [self.block.turned, *self._scaled_x(self.block)]
 
     def _block(self, part: slice) -> Block:
         """Return the block of some rows, a new one for the first of its rows."""
         if self.block is None:
             (m, k), size, width = self.x.shape, _length(part), self.casts.weight[0].shape[0]
-            rows = slice(part.start, min(part.start + max(rows_at_once(k) // size, 1) * size, m))
-            turned = self.x.new_empty(width, grouped_reference.padded_tokens(_length(rows), 1), dtype=E5M2.dtype)
+            most = m if self.waits else max(rows_at_once(k) // size, 1) * size
+            rows = slice(part.start, min(part.start + most, m))
+            turned = self.x.new_empty(width, round_up(_length(rows), LINE), dtype=E5M2.dtype)
             self.block = Block(rows, turned, self.x.new_empty(_length(rows), 1, dtype=torch.float32))
         return self.block
 
@@ -186,8 +220,6 @@ class Fp8Head:
         In BF16 or FP32 before the cast: a scale is too small for FP16.
         """
         own = self.x[block.rows]
-        scaled = (own.float() * block.scales).to(torch.float32 if own.dtype is torch.float32 else torch.bfloat16)
-        ends = torch.full([1], scaled.shape[0], dtype=torch.int32, device=scaled.device)
-        data, by_columns, _ = self.grouped_cast(scaled, ends, E4M3.name)
-        data[:, round_up(scaled.shape[0], ALIGNMENT) :].view(torch.uint8).zero_()  # nobody has written there
-        return data, by_columns[0]
+        scaled = own.new_empty(own.shape, dtype=torch.float32 if own.dtype is torch.float32 else torch.bfloat16)
+        torch.mul(own, block.scales, out=scaled)
+        return self.cast_columns(scaled, block.turned.shape[1])

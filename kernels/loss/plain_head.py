@@ -40,6 +40,10 @@ class PlainHead:
         """Return True if a gradient is wanted."""
         return any(wanted)
 
+    def waiting(self) -> list[Tensor]:
+        """Return nothing: forward computes all gradients."""
+        return []
+
     def add_gradients(
         self, part: slice, slopes: Tensor, codes: Codes | None, of_x: Tensor | None, of_weight: Tensor | None
     ) -> None:

@@ -258,6 +258,7 @@ def step(
     """
     (rows, classes), stride = logits.shape, logits.stride(0)
     wide = round_up(classes, 16)
+    assert codes is None or codes.data.shape[1] <= round_up(classes, BLOCK), "programs write whole blocks"
     shape = (len(TERMS), rows) if every_term else (rows,)
     terms = torch.empty(shape, dtype=torch.float32, device=logits.device)
     kernel: Any = softmax_gradient
@@ -272,7 +273,7 @@ def step(
             stride,
             classes,
             wide if wide <= stride else classes,
-            wide,
+            0 if codes is None else codes.data.shape[1],
             curve.inner,
             0.0 if curve.outer is None else curve.outer,
             GRADIENT=gradients,

@@ -16,10 +16,10 @@ That is a fourth matmul, so "auto" does not.
 
 After       %chosen = fp8.chunked_loss(%x, %W, %labels);  …;  %dx, %dW = fp8.chunked_loss(%x, %W, %labels, %g)
 
-The chunks of a head in FP8 run in FP8 (`passes/loss/fp8_chunks.py`).
+The chunks of a head in FP8 run in FP8 (`passes/loss/fp8_chunks.py`), and backward computes %dW, of what forward keeps.
 
 "auto" leaves logits whole that are small (LEAST_BYTES), or of which a chunk would be more than half: the gradient of
-the weight, which now waits for backward in FP32, takes as much as two chunks of logits.
+the weight, which waits for backward in FP32 or as codes, takes as much as two chunks of logits.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.loss import fp8_head
 from fp8compile.kernels.loss.chunked_loss import LEAST_ROWS, rows_of_chunk
+from fp8compile.kernels.loss.fp8_head import waits_for_backward
 from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.aten_views import Gather
@@ -50,7 +51,13 @@ from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.loss.dropped_rows import with_dropped, without_dropped
 from fp8compile.passes.loss.find_loss import Found, find_loss
-from fp8compile.passes.loss.fp8_chunks import accumulates_fast, operands, place, why_not_in_fp8
+from fp8compile.passes.loss.fp8_chunks import (
+    accumulates_fast,
+    grad_weight,
+    operands,
+    place,
+    why_not_in_fp8,
+)
 from fp8compile.passes.loss.label_indexing import gather_labels
 from fp8compile.passes.loss.loss_equivalence import SCATTERS
 from fp8compile.passes.loss.loss_parts import NotFoundError
@@ -162,10 +169,23 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], ag
         results = _call(c, found, rows, index, weights.values, wanted, place)
         said = f"logits are computed again in backward: {unknown}"
     _replace_ends(c, found, terms)
-    for role, gradient in zip((role for role in ROLES if role in found.gradients), results[1:], strict=True):
-        assert weights is not None
-        _replace_gradient(c, found, role, gradient, weights.number)
+    assert weights is not None or not found.gradients
+    roles = [role for role in ROLES if role in found.gradients]
+    if "grad_weight" in roles and _waits(found.head):
+        roles.remove("grad_weight")
+        number = None if weights is None else weights.number
+        old = found.gradients["grad_weight"]
+        _put(c, found, old, grad_weight(c, found.head, results[-3:], number, value(old).dtype, old))
+        results = results[:-3]
+    for role, gradient in zip(roles, results[1:], strict=True):
+        _replace_gradient(c, found, role, gradient, weights and weights.number)
     return said
+
+
+def _waits(head: MatmulNode) -> bool:
+    """Return True if backward computes the weight's gradient, of what the operator leaves for it."""
+    of_weight = any(grad.role == "grad_weight" and grad.is_fp8 for grad in head.grads)
+    return of_weight and not why_not_in_fp8(head) and waits_for_backward(head.m, head.k)
 
 
 def _index(c: Compilation, found: Found) -> fx.Node:
@@ -193,7 +213,8 @@ def _call(
     else:
         given = (*operands(c, head, wanted[0], like), head.bias, index, weights, head.n)
         exact = any(grad.role == "grad_weight" and not grad.is_fp8 for grad in head.grads)
-        loss = c.emit(ops.chunked_loss_in_fp8, *given, *how, exact, head.fast_accumulation, like=like)
+        waits = wanted[1] and _waits(head)
+        loss = c.emit(ops.chunked_loss_in_fp8, *given, *how, exact, waits, head.fast_accumulation, like=like)
     results = _results(c, loss)
     for node in (loss, *results):  # a checkpoint around a loss would compute it twice, to free what never exists
         node.meta.pop("recompute", None)
@@ -227,7 +248,11 @@ def _narrowed(c: Compilation, node: fx.Node, like: fx.Node) -> fx.Node:
 def _replace_gradient(c: Compilation, found: Found, role: str, gradient: fx.Node, number: fx.Node | None) -> None:
     old = found.gradients[role]
     new = gradient if number is None else c.emit(aten.mul.Tensor, gradient, number, like=old)
-    new = _narrowed(c, new, old)
+    _put(c, found, old, _narrowed(c, new, old))
+
+
+def _put(c: Compilation, found: Found, old: fx.Node, new: fx.Node) -> None:
+    """Put `new`, [M, K], [N, K] or [N], in place of a gradient."""
     matmul: Any = next((s for s in found.head.grads if s.node is old), None)
     if matmul is None:
         new = c.emit(aten.unsqueeze.default, new, 0, like=old)

@@ -1,7 +1,8 @@
 """A head in chunks whose matmuls run in FP8: which can, and how their operands reach the operator.
 
     %ax = fp8.amax(%x, row)   %sx = fp8.scale(%ax, e4m3)   %qx = fp8.quantize(%x, %sx, e4m3, row)   …   the weight, and
-    %chosen, %gx, %gW = fp8.chunked_loss_in_fp8(%x, %qx, %sx, %qw, %sw, …)                  its transpose, likewise
+    %chosen, %gx, %codes, %xc, %sc = fp8.chunked_loss_in_fp8(%x, %qx, %sx, %qw, %sw, …)     its transpose, likewise
+    %gW = fp8.scaled_mm(%codes, %tangent, tensor, %xc, %sc, row)                            in backward
 
 The casts of the input and the weight are markers like others: kernels fuse them with what computes the input, and the
 weight is cast once for all chunks. Scales are of rows, whatever the recipe says of other matmuls: a chunk's scale of a
@@ -10,11 +11,14 @@ whole tensor would be another in each chunk. What is cast within the operator is
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from fp8compile.formats import ALIGNMENT, E4M3, E5M2, ROW
-from fp8compile.passes.core.compilation import Compilation
+from fp8compile import ops
+from fp8compile.formats import ALIGNMENT, E4M3, E5M2, LINE, ROW, TENSOR
+from fp8compile.passes.core.compilation import Compilation, aten, value
 from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.passes.loss.dropped_rows import constant
 from fp8compile.passes.matmul.grouped_matmuls import casts_of
 from fp8compile.passes.matmul.quantize_matmuls import cast_operand
 from fp8compile.plan.reasons import Reason, Why
@@ -39,11 +43,23 @@ def operands(c: Compilation, head: MatmulNode, is_turned: bool, like: fx.Node) -
     left, right = head.pair
     found: list[fx.Node | None] = [left]
     found += cast_operand(c, left, True, CODES, "", 1, 1, like)
-    found += cast_operand(c, right, False, CODES, "", ALIGNMENT, 1, like)
+    found += cast_operand(c, right, False, CODES, "", LINE, 1, like)
     turned = (None, None)
     if is_turned:
-        turned = cast_operand(c, c.transposed(right, like), False, CODES, "", 1, ALIGNMENT, like)
+        turned = cast_operand(c, c.transposed(right, like), False, CODES, "", 1, LINE, like)
     return [*found, *turned]
+
+
+def grad_weight(
+    c: Compilation, head: MatmulNode, waiting: list[fx.Node], number: fx.Node | None, dtype: torch.dtype, like: fx.Node
+) -> fx.Node:
+    """Return the gradient of the weight, [N, K], of what waits for it (`fp8_head.waiting`), times `number`."""
+    codes, data, scale = waiting
+    if number is None:
+        number = constant(c, [], 1.0, torch.float32, like)
+    if value(codes).shape[0] != head.n:
+        codes = c.emit(aten.slice.Tensor, codes, 0, 0, head.n, like=like)
+    return c.emit(ops.scaled_mm, codes, number, str(TENSOR), data, scale, str(ROW), None, dtype, like=like)
 
 
 def accumulates_fast(c: Compilation, head: MatmulNode) -> bool:

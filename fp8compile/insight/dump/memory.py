@@ -72,7 +72,8 @@ def _workspace(node: fx.Node) -> int:
     classes = argument(node, "classes") if is_fp8 else value(node_argument(node, "weight")).shape[0]
     results: list[torch.Tensor] = node.meta["val"]  # which are nodes of their own only after it
     m, k = map(_number, value(x).shape)
-    chunk = workspace(rows, _number(classes), m, k, value(x).dtype, is_fp8)
+    waits = is_fp8 and argument(node, "waits")
+    chunk = workspace(rows, _number(classes), m, k, value(x).dtype, is_fp8, waits)
     return chunk + sum(math.prod(map(_number, v.shape)) * v.dtype.itemsize for v in results)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import ops
+from fp8compile.formats import LINE
 from fp8compile.kernels.casts import grouped_cast
 from fp8compile.kernels.loss import fp8_head
 from fp8compile.kernels.loss.chunked_loss import chunks, run_in_fp8
@@ -39,7 +40,7 @@ def cast(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def padded(x: Tensor) -> Tensor:
-    return torch.cat([x, x.new_zeros(-len(x) % 16, x.shape[1])])
+    return torch.cat([x, x.new_zeros(-len(x) % 128, x.shape[1])])
 
 
 def data(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -54,11 +55,12 @@ def data(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
 
 
 def arguments(given: dict[str, Any], wanted: list[bool], **more: Any) -> tuple[Any, ...]:
+    """Arguments of the operator. more: others in place of those given; `exact` and `waits` are of grad_weight."""
     given = given | more
     curve = given.get("curve", Curve())
     return (
         *given["operands"], given["bias"], given["index"], given["weights"], N, ROWS, curve.inner, curve.outer, wanted,
-        given.get("every_term", False), given.get("exact", False),
+        given.get("every_term", False), given.get("exact", False), given.get("waits", False),
     )  # fmt: skip
 
 
@@ -87,6 +89,12 @@ def by_hand(given: dict[str, Any]) -> list[Tensor]:
         columns, of_columns = cast(scaled.t().contiguous())
         of_weight += everything[part].t() @ (columns.double() * of_columns).t()
     return [terms, of_x, of_weight, of_bias]
+
+
+def weight_gradient(waiting: list[Tensor]) -> Tensor:
+    """What backward makes of what waits for it, in FP64."""
+    codes, columns, of_columns = waiting
+    return codes[:N].double() @ (columns.double() * of_columns).t()
 
 
 def error(a: Tensor, b: Tensor) -> float:
@@ -136,6 +144,22 @@ def test_only_what_is_wanted_is_computed() -> None:
     assert torch.equal(some[1], whole[2])
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_grad_weight_that_waits_is_that_of_all_rows_at_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = data(dtype)
+    *others, codes, columns, of_columns = ops.chunked_loss_in_fp8(*arguments(given, [True] * 3, waits=True))
+    assert [list(x.shape) for x in (codes, columns, of_columns)] == [[128, 128], [K, 128], [K, 1]]
+    assert [x.dtype for x in (codes, columns, of_columns)] == [torch.float8_e5m2, torch.float8_e4m3fn, torch.float32]
+    for behind in (codes[:, M:], codes[N:], columns[:, M:]):
+        assert not behind.float().any()
+    monkeypatch.setattr(fp8_head, "rows_at_once", lambda k: 2 * M)
+    terms, of_x, of_weight, of_bias = ops.chunked_loss_in_fp8(*arguments(given, [True] * 3))
+    torch.testing.assert_close(others, [terms, of_x, of_bias], rtol=0.0, atol=0.0, equal_nan=True)
+    assert error(weight_gradient([codes, columns, of_columns]), of_weight) < 1e-6  # sums in FP32, and in FP64
+
+
 def test_logits_of_one_chunk_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Any]] = []
     plain = fp8_head.Fp8Head.logits
@@ -182,7 +206,8 @@ def test_what_is_not_finite_stays_so() -> None:
 
 def test_the_operator_obeys_the_rules_of_operators() -> None:
     tests = ("test_faketensor",)  # that of schemas multiplies its inputs, codes too
-    torch.library.opcheck(ops.chunked_loss_in_fp8, arguments(data(), [True] * 3), test_utils=tests)
+    for waits in (False, True):
+        torch.library.opcheck(ops.chunked_loss_in_fp8, arguments(data(), [True] * 3, waits=waits), test_utils=tests)
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -200,7 +225,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {
         "step": softmax_gradient.step,
         "turn": turned_codes.turn,
-        "grouped_cast": grouped_cast.grouped_cast,
+        "cast_columns": grouped_cast.cast_columns,
     }
 
 
@@ -242,7 +267,7 @@ def test_codes_are_those_of_the_gradient(
     plain_step(exact, index, weights, curve, True, every_term)
     found = []
     for step in (kernels["step"], plain_step):
-        codes = Codes(torch.empty(9, 112, dtype=torch.uint8).view(torch.float8_e5m2), torch.empty(9, 1))
+        codes = Codes(torch.empty(9, 128, dtype=torch.uint8).view(torch.float8_e5m2), torch.empty(9, 1))
         mine = wide.clone()[:, :100]
         step(mine, index, weights, curve, True, every_term, codes)
         alone = Codes(torch.empty_like(codes.data), torch.empty(9, 1))
@@ -267,8 +292,14 @@ def test_codes_are_those_of_the_gradient(
 
 @interpreted
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_operator_with_the_kernels_is_the_operator(kernels: dict[str, Any], dtype: torch.dtype) -> None:
+def test_the_operator_with_the_kernels_is_the_operator(
+    kernels: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8compile.kernels.loss.softmax_gradient.BLOCK", LINE)  # codes fill up rows of blocks
     args = arguments(data(dtype), [True, True, True])
-    for a, b in zip(run_in_fp8(*args, **kernels), run_in_fp8(*args), strict=True):
+    waiting = arguments(data(dtype), [False, True, False], waits=True)
+    found, plain = ([*run_in_fp8(*args, **how), run_in_fp8(*waiting, **how)] for how in (kernels, {}))
+    found[-1], plain[-1] = (weight_gradient(x[-1][1:]) for x in (found, plain))
+    for a, b in zip(found, plain, strict=True):
         # exponentials differ in last bits: of 70 · 44 slopes some fall to the next code, each off by an eighth
         assert error(a.nan_to_num(), b.nan_to_num()) < 5e-3

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile import ops
+from fp8compile.kernels.loss import fp8_head
 from fp8compile.passes.loss import chunk_loss
 
 WHOLE = CHUNK // 16 * 16  # rows of a chunk in FP8
@@ -67,8 +68,31 @@ def test_the_plan_shows_the_casts_and_no_matmul_is_left() -> None:
     assert set(casts["grad_input"]) == set(casts["grad_weight"]) == {"e4m3 row", "e5m2 row"}
     targets = [n.target for n in traced.compilation.graph.nodes]
     assert targets.count(ops.chunked_loss_in_fp8) == 1
-    assert not {ops.scaled_mm, ops.chunked_loss, torch.ops.aten.mm.default} & {*targets}
+    assert targets.count(ops.scaled_mm) == 1  # grad_weight, in backward
+    assert not {ops.chunked_loss, torch.ops.aten.mm.default} & {*targets}
     assert fp8compile.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["mean", "label smoothing, shifted", "half of its gradient"])
+def test_a_grad_weight_that_waits_for_backward_is_that_of_a_sum(
+    form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no rows have a weight's gradient before others, both are one matmul of the same codes."""
+    _, waited, _ = results(form, dtype, bias=True)
+    monkeypatch.setattr(chunk_loss, "waits_for_backward", lambda m, k: False)
+    _, added, exact = results(form, dtype, bias=True)
+    assert_near(added, exact)
+    assert waited.keys() == added.keys()
+    for name, found in waited.items():
+        # the number that backward is given multiplies before rounding to FP32, or after it
+        torch.testing.assert_close(found, added[name], rtol=1e-6 if dtype is torch.float32 else 0.01, atol=1e-30)
+
+
+def test_a_grad_weight_of_many_rows_is_added_up_in_forward() -> None:
+    assert fp8_head.waits_for_backward(32768, 4096)
+    assert not fp8_head.waits_for_backward(32769, 4096)
+    assert not fp8_head.waits_for_backward(0, 4096)
 
 
 def test_a_grad_weight_that_is_to_be_exact_is() -> None:
