@@ -30,7 +30,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
-from fp8compile.formats import ALIGNMENT, Granularity, parse_granularity
+from fp8compile.formats import ALIGNMENT, LINE, Granularity, parse_granularity
 from fp8compile.passes.core.aten_views import Concatenation, Permutation
 from fp8compile.passes.core.compilation import (
     Compilation,
@@ -47,6 +47,7 @@ from fp8compile.passes.matmul.gathered_weights import Gathered, gathered
 from fp8compile.plan.rows import Operand
 
 GROUP_ROWS = 4  # cuBLAS reads the scales of grouped rows in pieces of four
+MANY = 16 * LINE  # tokens: what fills them up to whole lines is one in sixteen, at most
 
 
 @dataclass(frozen=True)
@@ -121,11 +122,27 @@ def _know_as_equal(left: fx.Node, right: fx.Node) -> None:
 
 def _multiples(matmul: MatmulNode) -> tuple[int, int, int]:
     """Return the numbers of which m, n and k must become multiples; 1 where nothing is to be filled up."""
-    cols = 1 if matmul.contracts_groups or divides(ALIGNMENT, matmul.k) else ALIGNMENT
+    k_multiple = contracted_multiple(matmul)
+    cols = 1 if matmul.contracts_groups or divides(k_multiple, matmul.k) else k_multiple
     n_rows = 1 if divides(ALIGNMENT, matmul.n) else ALIGNMENT
     grouped = parse_granularity(matmul.casts[0].granularity).kind == "group"
     m_rows = GROUP_ROWS if grouped and not divides(GROUP_ROWS, matmul.m) else 1
     return m_rows, n_rows, cols
+
+
+def contracted_multiple(matmul: MatmulNode) -> int:
+    """Return the number of which what `matmul` contracts becomes a multiple.
+
+    FP8 units want 16. Where many tokens are contracted, rows of codes that begin within a cache line make the kernel up
+    to 1.4 times as slow (4096 × 14336 over 8208 tokens, a scale for each row, on an H200: 1162 µs; filled up to 8320,
+    808), but for those that begin at its half. What is kept for backward is cast for the layer's own output, so that
+    stays as it is.
+    """
+    kinds = {parse_granularity(operand.granularity).kind for operand in matmul.casts}
+    if matmul.role != "grad_weight" or not matmul.is_plain or not kinds <= {"tensor", "row"}:
+        return ALIGNMENT
+    is_short = isinstance(matmul.k, int) and matmul.k < MANY
+    return ALIGNMENT if is_short or divides(LINE // 2, matmul.k) else LINE
 
 
 def _length(c: Compilation, size: Any, source: fx.Node, dim: int, like: fx.Node) -> Any:

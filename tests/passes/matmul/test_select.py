@@ -717,7 +717,23 @@ def test_symbolic_sizes_are_padded_as_the_batch_needs():
     assert len(fp8compile.compiles()) == 1
     (row,) = [r for r in fp8compile.last_compile().matmuls if r.role == "grad_weight"]
     assert isinstance(row.k, str)
-    assert row.padded == (f"K {row.k} to a multiple of 16",)
+    assert row.padded == (f"K {row.k} to a multiple of 128",)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "recipe", "multiple"),
+    [(2064, "mixed", 128), (2064, "rowwise", 128), (2055, "rowwise", 128), (2064, "blockwise", 0), (2112, "mixed", 0),
+     (2032, "mixed", 0), (2031, "mixed", 16)],
+)  # fmt: skip
+def test_many_tokens_are_padded_to_whole_cache_lines(tokens: int, recipe: str, multiple: int) -> None:
+    linear = nn.Linear(32, 48, bias=False)
+    x, gradient = torch.randn(tokens, 32, requires_grad=True), torch.randn(tokens, 48)
+    torch.compile(linear, backend="fp8", options=EAGER | {"recipe": recipe})(x).backward(gradient)
+    rows = {m.role: m.padded for m in fp8compile.last_compile().matmuls}
+    assert rows.pop("grad_weight") == ((f"K {tokens} to a multiple of {multiple}",) if multiple else ())
+    assert set(rows.values()) == {()}
+    wanted = gradient.double().T @ x.detach().double()
+    assert (linear.weight.grad.double() - wanted).norm() < 0.04 * wanted.norm()
 
 
 @pytest.mark.parametrize("recipe", ["mixed", "rowwise", "blockwise"])
