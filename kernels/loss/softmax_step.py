@@ -80,16 +80,18 @@ def plain_step(
     at = torch.where(valid, index, 0).unsqueeze(1)
     chosen = torch.where(valid, log_probabilities.gather(1, at).squeeze(1), torch.nan)
     if gradients or codes is not None:
-        slope, label = log_probabilities.exp(), valid.float().unsqueeze(1)
+        p = log_probabilities.exp()
+        others = p.scatter(1, at, 0.0).sum(1, keepdim=True)  # 1 − p would be all rounding where a label's p is nearly 1
         if not every_term:
-            slope.scatter_add_(1, at, -label)
-            slope *= 1.0 if weights is None else weights.unsqueeze(1)
+            weight, of_sum = 1.0 if weights is None else weights.unsqueeze(1), 0.0
+            falling: Tensor | float = weight
         else:
             assert weights is not None
-            of_chosen, of_sum, of_normaliser, of_square = weights.unsqueeze(2)
-            falling = of_chosen + logits.shape[1] * of_sum - of_normaliser - 2 * of_square * normaliser.unsqueeze(1)
-            slope = slope * falling - of_sum
-            slope.scatter_add_(1, at, -label * of_chosen)
+            weight, of_sum, of_normaliser, of_square = weights.unsqueeze(2)
+            falling = weight + logits.shape[1] * of_sum - of_normaliser - 2 * of_square * normaliser.unsqueeze(1)
+        of_label = p.gather(1, at) * (falling - weight) - others * weight - of_sum
+        slope = p * falling - of_sum
+        slope = torch.where(valid.unsqueeze(1), slope.scatter(1, at, of_label), slope)
         slope = torch.where((index == DROPPED).unsqueeze(1), 0.0, slope * curve.slope(wide))
         if codes is not None:
             codes.write(slope)

@@ -23,15 +23,15 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {
     "index": "*i64", "weights": "*fp32", "chosen": "*fp32", "codes": "*u8", "scales": "*fp32", "stride": "i32",
     "classes": "i32", "width": "i32", "code_width": "i32",
-    "inner": "fp32", "outer": "fp32", "GRADIENT": "constexpr", "WEIGHTED": "constexpr", "CAPPED": "constexpr",
+    "inner": "fp32", "outer": "fp32", "GRADIENT": "constexpr", "WEIGHTED": "constexpr", "CURVE": "constexpr",
     "EVERY_TERM": "constexpr", "ASSEMBLED": "constexpr", "BLOCK": "constexpr",
 }  # fmt: skip
 ALIGNED = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 4, 5, 6, 8, 9)}  # all but the number of classes
-NAMES = ("GRADIENT", "WEIGHTED", "codes", "CAPPED", "EVERY_TERM")
+NAMES = ("GRADIENT", "WEIGHTED", "codes", "CURVE", "EVERY_TERM")
 FORMS = [
     (*all_three, *rest)
     for all_three in ((False,) * 3, (True,) * 3)
-    for rest in itertools.product((False, True), repeat=2)
+    for rest in itertools.product(("none", "capped"), (False, True))
 ]
 TURN = {
     "codes": "*u8", "turned": "*u8", "rows": "i32", "width": "i32", "length": "i32", "pitch": "i32",

@@ -291,6 +291,18 @@ def test_codes_are_those_of_the_gradient(
 
 
 @interpreted
+def test_the_gradient_of_a_label_that_is_nearly_certain_is_not_lost(kernels: dict[str, Any]) -> None:
+    """Of 69 other classes with e⁻⁶⁰ of its probability."""
+    for step in (kernels["step"], plain_step):
+        logits = torch.zeros(1, 70)
+        logits[0, 40] = 60.0
+        step(logits, torch.tensor([40]), None, Curve(), True)
+        wanted = torch.full([1, 70], -60.0).double().exp().index_fill(1, torch.tensor([40]), 0)
+        wanted[0, 40] = -wanted.sum()
+        torch.testing.assert_close(logits.double(), wanted, rtol=1e-4, atol=0.0)
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_operator_with_the_kernels_is_the_operator(
     kernels: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
