@@ -32,7 +32,7 @@ from benchmarks.field import tables as field_tables
 from benchmarks.harness import runs
 from benchmarks.harness.columns import MISSING, Row, baseline_of, cells, markdown, ratio
 from benchmarks.harness.runs import Benchmark
-from benchmarks.micro import matmul
+from benchmarks.micro import chunked_loss, matmul
 from benchmarks.serving import inference
 from benchmarks.training import block, compile_time, paired_steps, short_steps, train_step
 
@@ -46,6 +46,7 @@ BENCHMARKS = {
         block.BENCHMARK,
         compile_time.BENCHMARK,
         matmul.BENCHMARK,
+        chunked_loss.BENCHMARK,
         field.BENCHMARK,
         inference.BENCHMARK,
     )

@@ -1,20 +1,26 @@
 """An output head with its cross-entropy, forward and backward: time, peak memory and errors of gradients.
 
-    python -m benchmarks.micro.chunked_loss             a CUDA GPU
-    python -m benchmarks.micro.chunked_loss --count     any machine: the peak by counting the graph, no times
+    python -m benchmarks.micro.chunked_loss --jobs 4 --json FILE     a CUDA GPU
+    python -m benchmarks.micro.chunked_loss --count                  any machine: the peak by counting the graph
+    python -m benchmarks.micro.chunked_loss --tiny                   a CPU: that it runs, no times
 
-Whole logits (eager, torch.compile, ours) beside chunks of several sizes, with the head in BF16 and in FP8, and Liger's
-fused kernel where it is installed. Errors are relative, in the norm, beside the same head in FP32.
+Whole logits (eager, torch.compile, ours) beside chunks, with the head in BF16 and in FP8, and Liger's fused kernel
+where it is installed. "in chunks": of as many rows as they have by default.
+
+ms        median time of forward and backward, from the end of one to the end of the next
+peak      GiB at most, above what is there before a step
+error     relative, in the norm, of the gradients of the input and of the weight, beside the same head in FP32
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import statistics
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +29,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # counts a graph of any size on any machine
 
+from benchmarks.harness import runs
+from benchmarks.harness.columns import Row, figure, ratio
+from benchmarks.harness.measuring import GIB, intervals
+from benchmarks.harness.peers import BASELINE, EAGER
+from benchmarks.harness.processes import Case, LeftOutError
+from benchmarks.harness.runs import Benchmark
 from fp8compile.errors import Fp8Warning
 
-GIB = 2**30
 SHAPES = {  # rows, features, classes
     "Llama-8B, 4 × 4096": (16384, 4096, 128256),
+    "Llama-8B, 1 × 4096": (4096, 4096, 128256),
     "Llama-1B, 8 × 2048": (16384, 2048, 128256),
     "GPT-2, 16 × 1024": (16384, 768, 50257),
     "Gemma-2B, 2 × 4096": (8192, 2304, 256000),
@@ -84,60 +96,87 @@ def print_counts() -> None:
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
+FP8: dict[str, Any] = {"lm_head": True, "select": "all"}
+OURS: dict[str, dict[str, Any]] = {
+    "BF16, whole": {"chunks": False},
+    "BF16, in chunks": {"chunks": "auto"},
+    "FP8, whole": {"chunks": False, **FP8},
+    "FP8, in chunks": {"chunks": "auto", **FP8},
+    **{f"BF16, chunks of {rows}": {"chunks": rows} for rows in CHUNKS},
+    **{f"FP8, chunks of {rows}": {"chunks": rows, **FP8} for rows in CHUNKS},
+}
+LIGER = "Liger"
+SYSTEMS = (BASELINE.name, EAGER.name, LIGER, *OURS)
+TINY, STEPS = (64, 32, 80), 10
 
-@dataclass
-class Measured:
-    """A way to run one head."""
 
-    milliseconds: float
-    gib: float
-    errors: dict[str, float]
-
-
-def liger(model: nn.Module) -> Callable[..., Tensor] | None:
-    """Liger's fused linear cross-entropy, if it is installed."""
+def liger(model: nn.Module) -> Callable[..., Tensor]:
+    """Return Liger's fused linear cross-entropy. Raises LeftOutError if it is not installed."""
     try:
         from liger_kernel.transformers import (  # type: ignore[import-not-found]  # an optional peer
             LigerFusedLinearCrossEntropyLoss,
         )
     except ImportError:
-        return None
+        raise LeftOutError("not installed") from None
     loss, head = LigerFusedLinearCrossEntropyLoss(), model
     assert isinstance(head, Head)
     return lambda x, labels: loss(head.lm_head.weight, head.norm(x), labels)
 
 
+def prepared(system: str, model: nn.Module, tiny: bool) -> Callable[..., Tensor]:
+    """Return `model` as a system runs it."""
+    if system == LIGER:
+        return liger(model)
+    if system == EAGER.name:
+        return model
+    if system == BASELINE.name:
+        return torch.compile(model)
+    return ours(model, **OURS[system], **({"executor": "eager"} if tiny else {}))
+
+
 def step(model: nn.Module, run: Any, x: Tensor, labels: Tensor) -> None:
-    """Forward and backward, gradients anew."""
+    """Run forward and backward, gradients anew."""
     model.zero_grad(set_to_none=True)
     x.grad = None
     run(x, labels).backward()
 
 
-def measure(model: nn.Module, run: Any, x: Tensor, labels: Tensor, exact: dict[str, Tensor]) -> Measured:
-    """Time, peak above what is there before a step, errors beside `exact`."""
-    for _ in range(3):
-        step(model, run, x, labels)
-    errors = {name: _error(g, exact[name]) for name, g in gradients(model, x).items()}
+def measure(case: Case) -> dict[str, Any]:
+    """Return the figures of one system on one head."""
+    m, k, n = TINY if case.tiny else SHAPES[case.model]
+    torch.manual_seed(0)
+    model = Head(k, n).to(case.device).bfloat16()
+    nn.init.normal_(model.lm_head.weight, std=2 * k**-0.5)
+    x = torch.randn(m, k, device=case.device, dtype=torch.bfloat16, requires_grad=True)
+    labels = (torch.rand(m, device=case.device) ** 3 * n).long()  # some classes are frequent
+    run = prepared(case.system, model, case.tiny)
+    exact = exact_gradients(model, x, labels)
+    one = partial(step, model, run, x, labels)
+    for _ in range(1 if case.tiny else 3):
+        one()
+    errors = {f"error_{name}": _error(g, exact[name]) for name, g in gradients(model, x).items()}
+    del exact
+    peak = 0.0 if case.tiny else peak_of(model, x, one)
+    with case.alone():
+        ms = statistics.median(intervals(one, 1 if case.tiny else STEPS, case.device))
+    return {"ms": ms, "peak_gib": peak, **errors}
+
+
+def peak_of(model: nn.Module, x: Tensor, one: Callable[[], None]) -> float:
+    """Return the GiB that a step takes above what is there before it."""
     model.zero_grad(set_to_none=True)
     x.grad = None
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step(model, run, x, labels)
+    one()
     torch.cuda.synchronize()
-    gib = (torch.cuda.max_memory_allocated() - before) / GIB
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    events[0].record()
-    for _ in range(10):
-        step(model, run, x, labels)
-    events[1].record()
-    torch.cuda.synchronize()
-    return Measured(events[0].elapsed_time(events[1]) / 10, gib, errors)
+    return (torch.cuda.max_memory_allocated() - before) / GIB
 
 
 def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Of the input and the head."""
+    """Return those of the input and the head."""
     assert isinstance(model, Head)
     assert x.grad is not None
     assert model.lm_head.weight.grad is not None
@@ -151,7 +190,7 @@ def _error(a: Tensor, b: Tensor) -> float:
 
 
 def exact_gradients(model: Head, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """In FP32, a few rows at a time."""
+    """Return the gradients in FP32, computed a few rows at a time."""
     torch.backends.cuda.matmul.allow_tf32 = False
     weight = model.lm_head.weight.detach().float().requires_grad_()
     of_x = []
@@ -160,52 +199,38 @@ def exact_gradients(model: Head, x: Tensor, labels: Tensor) -> dict[str, Tensor]
         normed = F.rms_norm(given, given.shape[-1:], model.norm.weight.detach().float())
         (F.cross_entropy(normed @ weight.t(), at, reduction="sum") / len(labels)).backward()
         of_x.append(given.grad)
+        if x.is_cuda:
+            torch.cuda.synchronize()  # what is queued runs on while another process is timed
     assert weight.grad is not None
     return {"x": torch.cat(of_x), "weight": weight.grad}
 
 
-def measure_all() -> None:
-    """Print a table of times for each shape."""
-    for name, (m, k, n) in SHAPES.items():
-        print(f"\n{name}: M {m}, K {k}, N {n}\n{'':26}{'ms':>9}{'GiB':>9}{'error x':>10}{'error weight':>14}")
-        torch.manual_seed(0)
-        model = Head(k, n).cuda().bfloat16()
-        nn.init.normal_(model.lm_head.weight, std=2 * k**-0.5)
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        labels = (torch.rand(m, device="cuda") ** 3 * n).long()  # some classes are frequent
-        exact = exact_gradients(model, x, labels)
-        ways: dict[str, Any] = {"eager": model, "torch.compile": torch.compile(model), "Liger": liger(model)}
-        ways |= {"ours, whole": ours(model, False), "ours, auto": ours(model, "auto")}
-        ways |= {f"ours, chunks of {rows}": ours(model, rows) for rows in CHUNKS}
-        ways |= {
-            f"ours, FP8, {way}": ours(model, c, lm_head=True, select="all")
-            for way, c in (("whole", False), ("auto", "auto"))
-        }
-        ways |= {f"ours, FP8, chunks of {r}": ours(model, r, lm_head=True, select="all") for r in CHUNKS}
-        for way, run in ways.items():
-            if run is None:
-                continue
-            torch.cuda.empty_cache()
-            try:
-                r = measure(model, run, x, labels, exact)
-            except torch.OutOfMemoryError:
-                print(f"{way:26}  out of memory")
-                continue
-            e = r.errors
-            print(f"{way:26}{r.milliseconds:9.2f}{r.gib:9.2f}{e['x']:10.2e}{e['weight']:14.2e}", flush=True)
-            torch.compiler.reset()
+BENCHMARK = Benchmark(
+    "chunked_loss",
+    dict.fromkeys(SHAPES, SYSTEMS),
+    measure,
+    (
+        figure("ms", "ms"),
+        ratio("speed-up", "ms"),
+        figure("peak, GiB", "peak_gib"),
+        ratio("of BF16's", "peak_gib", inverse=True),
+        figure("error of x", "error_x", ".4f"),
+        figure("of weight", "error_weight", ".4f"),
+    ),
+    BASELINE.name,
+    axes=(("peak_gib", "peak above what was there before, GiB"), ("ms", "forward and backward, ms")),
+)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", action="store_true", help="count bytes, without a GPU")
+def main(arguments: Sequence[str] | None = None) -> list[Row]:
+    """Print the table, or counts; see the top of this file."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Fp8Warning)
-        if parser.parse_args(argv).count or not torch.cuda.is_available():
+        if given == ["--count"]:
             print_counts()
-        else:
-            measure_all()
+            return []
+        return runs.main(BENCHMARK, __doc__, given)
 
 
 if __name__ == "__main__":

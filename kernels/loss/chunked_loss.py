@@ -74,8 +74,7 @@ class Head(Protocol):
         ...
 
 
-# Fewer, and reading and writing the sum takes longer than the matmul that adds to it; and matmul units are not full. In
-# FP8 no chunk reads the sum: so many rows are enough for any head.
+# Fewer, and reading and writing the sum takes longer than the matmul that adds to it; and matmul units are not full.
 LEAST_ROWS = 2048
 
 

@@ -35,6 +35,7 @@ from fp8compile.kernels.loss.plain_head import add_grad_weight
 from fp8compile.kernels.loss.softmax_step import Codes
 from fp8compile.kernels.reference import markers
 
+LEAST_ROWS, MOST_ROWS = 512, 2048  # of a chunk: more are no faster
 LEAST_AT_ONCE = 8192  # rows: of narrow heads, whose sum is small
 PIECE = 16384  # classes whose gradient is computed before it is added: that product is all the memory it takes
 
@@ -57,6 +58,12 @@ def waiting(x: Tensor, width: int) -> list[Tensor]:
     k, length = x.shape[1], round_up(x.shape[0], LINE)
     shapes = {E5M2.dtype: [width, length], E4M3.dtype: [k, length], torch.float32: [k, 1]}
     return [x.new_empty(shape, dtype=dtype) for dtype, shape in shapes.items()]
+
+
+def rows_by_default(m: int) -> int:
+    """Return how many of `m` rows a chunk has by default: no chunk reads the sum, so its size depends on no features. A
+    quarter of all, with which logits (2 bytes), their codes and those that wait take no more than BF16 logits."""
+    return min(MOST_ROWS, max(m // 4, LEAST_ROWS))
 
 
 def rows_of_chunk(rows: int) -> int:

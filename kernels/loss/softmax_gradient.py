@@ -29,7 +29,7 @@ from fp8compile.formats import E5M2, round_up
 from fp8compile.kernels.casts.grouped_cast import TO_E5M2, code, magnitude, scale_of
 from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Codes, Curve
 
-BLOCK = 4096
+BLOCK = 2048
 WARPS = 8
 NEAR: Any = tl.constexpr(8)  # neighbours that share a maximum: what a thread loads at once
 NO_LABEL, LARGEST = tl.constexpr(DROPPED), tl.constexpr(E5M2.max)  # as kernels read them

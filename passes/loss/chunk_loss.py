@@ -32,7 +32,7 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.kernels.loss import fp8_head
-from fp8compile.kernels.loss.chunked_loss import LEAST_ROWS, rows_of_chunk
+from fp8compile.kernels.loss.chunked_loss import rows_of_chunk
 from fp8compile.kernels.loss.fp8_head import waits_for_backward
 from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS
 from fp8compile.passes.core import fusible
@@ -102,13 +102,14 @@ def _has_labels(head: MatmulNode) -> bool:
 
 def _run_on(c: Compilation, head: MatmulNode, backward: set[fx.Node]) -> None:
     wanted, size = c.options.chunk_loss, _bytes(head)
-    is_fp8, usual = not why_not_in_fp8(head), rows_of_chunk(head.k)
-    rows = wanted if not isinstance(wanted, (bool, str)) else LEAST_ROWS if is_fp8 else usual
+    is_fp8 = not why_not_in_fp8(head)
+    usual = fp8_head.rows_by_default(count([head.m])) if is_fp8 else rows_of_chunk(head.k)
+    rows = usual if isinstance(wanted, (bool, str)) else wanted
     if is_fp8:
         rows, head.fast_accumulation = fp8_head.rows_of_chunk(rows), accumulates_fast(c, head)
     try:
         if wanted == "auto":
-            _refuse(head, usual)
+            _refuse(head, usual, is_fp8)
         found = find_loss(head, backward)
         said = _rewrite(c, found, rows, backward, again=wanted != "auto")
     except NotFoundError as why:
@@ -131,12 +132,14 @@ def _bytes(head: MatmulNode) -> int:
     return bytes_of(value(head.node))
 
 
-def _refuse(head: MatmulNode, rows: int) -> None:
-    """Raise what "auto" has against it."""
-    if head.is_fp8 and (why := why_not_in_fp8(head)):
+def _refuse(head: MatmulNode, rows: int, is_fp8: bool) -> None:
+    """Raise what "auto" has against chunks of so many rows."""
+    if head.is_fp8 and not is_fp8:
+        why = why_not_in_fp8(head)
         raise NotFoundError(f"its matmul runs in FP8, and chunks of it would not: {why}; chunk_loss=True computes them")
-    if count([head.m]) < 2 * rows:
-        raise NotFoundError(f"fewer than two chunks of {rows} rows: the weight's gradient would take as much")
+    least, why = (4, "codes that wait") if is_fp8 else (2, "the weight's gradient")
+    if count([head.m]) < least * rows:
+        raise NotFoundError(f"fewer than {least} chunks of {rows} rows: {why} would take as much")
 
 
 def _describe(c: Compilation, head: MatmulNode, size: int, chunk: int, reason: str) -> None:

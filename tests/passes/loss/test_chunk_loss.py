@@ -755,7 +755,7 @@ def test_small_logits_are_whole_by_default(monkeypatch: pytest.MonkeyPatch):
     assert check_graph(F.cross_entropy, chunk_loss="auto").losses == []
     monkeypatch.setattr(chunk_loss, "LEAST_BYTES", 1)
     (row,) = check_graph(F.cross_entropy, chunk_loss="auto").losses
-    assert "fewer than two chunks of 2048 rows" in row.reason
+    assert "fewer than 2 chunks of 2048 rows" in row.reason
     monkeypatch.setattr(chunk_loss, "rows_of_chunk", lambda k: ROWS // 2)
     (row,) = check_graph(F.cross_entropy, chunk_loss="auto").losses
     assert row.chunk == ROWS // 2

@@ -246,16 +246,23 @@ def test_casts_that_are_measured_are_those_of_other_layers() -> None:
 
 def test_auto_computes_a_head_in_fp8_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_loss, "LEAST_BYTES", 1)
-    monkeypatch.setattr(chunk_loss, "rows_of_chunk", lambda k: ROWS // 2)
+    plan, *_ = results("mean", torch.bfloat16, chunk_loss="auto")
+    assert [loss.chunk for loss in plan.losses] == [0]
+    assert "fewer than 4 chunks of 512 rows" in plan.losses[0].reason
+    monkeypatch.setattr(fp8_head, "LEAST_ROWS", 16)
     plan, got, exact = results("mean", torch.bfloat16, chunk_loss="auto")
-    assert [loss.chunk for loss in plan.losses] == [chunk_loss.LEAST_ROWS]
+    assert [loss.chunk for loss in plan.losses] == [ROWS // 4 // 16 * 16]
     assert [m.decision for m in plan.matmuls] == ["fp8"] * 3
     assert_near(got, exact)
 
 
+@pytest.mark.parametrize(("m", "rows"), [(1024, 512), (2051, 512), (4096, 1024), (8192, 2048), (100_000, 2048)])
+def test_how_many_rows_a_chunk_has(m: int, rows: int) -> None:
+    assert fp8_head.rows_by_default(m) == rows
+
+
 def test_auto_leaves_a_head_in_fp8_whole_where_chunks_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_loss, "LEAST_BYTES", 1)
-    monkeypatch.setattr(chunk_loss, "rows_of_chunk", lambda k: ROWS // 2)
     monkeypatch.setattr(chunk_loss, "why_not_in_fp8", lambda head: "it is not to be")
     plan, got, exact = results("mean", torch.bfloat16, chunk_loss="auto")
     assert [loss.chunk for loss in plan.losses] == [0]
