@@ -2,8 +2,8 @@
 
 A program reads its row twice, block by block: for the maximum and the sum of exponentials (both at once), then to write
 the gradient. A row of 128k BF16 logits is 256 KiB, which the second time comes from the L2 cache. Where the gradient is
-cast to FP8, its amax is that of the label or that of the likeliest other class, as the exponential only grows; several
-terms, and a cap, take a reading more. Meaning: `softmax_step.plain_step`.
+cast to FP8, its amax is that of the label, which is as large as all others together; several terms, and a cap, take a
+reading more. Meaning: `softmax_step.plain_step`.
 
 **Few instructions.** With some for each rule an element took 47, and the kernel twice as long as its reads and writes.
 So what belongs to a row is computed once for it; the label is looked at in its own block alone; only the last block
@@ -273,7 +273,6 @@ def amax_of(
     label,
     valid,
     of_label,
-    second,
     top,
     log2_total,
     falling,
@@ -288,12 +287,10 @@ def amax_of(
     ASSEMBLED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Return bits of the amax of a row's gradient: of one term without a cap, that of the label, or that of the
-    likeliest other class, with score `second`; else of all classes, read once more."""
+    """Return bits of the amax of a row's gradient: of one term without a cap, that of the label; else of all classes,
+    read once more."""
     if not (CURVE == "capped" or EVERY_TERM):
-        of_second = slopes(second, top, log2_total, falling, of_sum, inner, outer, CURVE, EVERY_TERM, ASSEMBLED)
-        amax = tl.maximum(tl.where(valid, magnitude(of_label), 0), magnitude(of_second))
-        amax = tl.where(is_dropped, 0, amax)
+        amax = tl.where(valid, magnitude(of_label), 0)
     else:
         largest = tl.zeros([BLOCK // NEAR, NEAR], tl.int32)
         for start in range(0, classes, BLOCK):
@@ -371,7 +368,7 @@ def softmax_gradient(
         inverse = 1.0
         if codes is not None:
             amax = amax_of(
-                logits, label, valid, of_label, second, top, log2_total, falling, of_sum, classes, width,
+                logits, label, valid, of_label, top, log2_total, falling, of_sum, classes, width,
                 inner, outer, is_dropped, CURVE, EVERY_TERM, ASSEMBLED, BLOCK,
             )  # fmt: skip
             scale = scale_of(amax, False, LARGEST)
