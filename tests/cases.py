@@ -6,10 +6,11 @@
 
 A run without --all-cases takes a fraction of that, and `tests.cases --further FOLDER` then leaves out more than before.
 
-What stays: cases so short that leaving them out gains nothing; those that run nearly every branch that any test runs,
-first those that run most for their time; the shortest case of each other test, unless it is long; and tests that
-tests/mutations.toml names. Of tests that start other processes, whose branches are not seen, the shortest case stays
-unless it takes very long. `python -m tests.mutate` says whether what stays notices what is broken.
+What stays: cases so short that leaving them out gains nothing; those that read sources instead of running them; those
+that run nearly every branch that any test runs, first those that run most for their time; the shortest case of each
+other test, unless it is long; and tests that tests/mutations.toml names. Of tests that start other processes, whose
+branches are not seen, the shortest case stays unless it takes very long. `python -m tests.mutate` says whether what
+stays notices what is broken.
 `make test ARGS="--all-cases"` runs all. A case that the list does not know always runs.
 """
 
@@ -39,6 +40,13 @@ ALWAYS = (  # their branches say little of them
     "tests/passes/attention/test_symbolic_masks.py::test_what_is_not_proven_is_read[window of 1000]",
     "tests/torch_hooks/test_trainers.py::test_hugging_face_trainer",
     "tests/train/test_lengths_that_change.py::test_lengths_that_are_quotients[inferred features-eager]",
+)
+OF_SOURCES = (  # they read files: what they run says nothing of what they look at
+    "tests/project/test_devices_of_launches.py",
+    "tests/project/test_docstrings.py",
+    "tests/project/test_imports.py",
+    "tests/project/test_rooms.py",
+    "tests/torch_hooks/test_private_api.py",
 )
 OTHER_PROCESSES = re.compile(r"\branks\b|subprocess|multiprocessing|printed_by|import command")
 
@@ -84,6 +92,7 @@ def chosen(cases: Sequence[Case], named: Iterable[str] = ()) -> list[Case]:
     """Return the cases that stay. named: tests, and cases, that stay in any case."""
     must, shortest = frozenset(named), {c.test: c for c in sorted(cases, key=lambda c: -c.seconds)}
     unseen = {c for c in shortest.values() if starts_processes(c.name.partition("::")[0]) and c.seconds < VERY_LONG}
+    must |= {c.name for c in cases if c.name.startswith(OF_SOURCES)}
     stays = [c for c in cases if c.seconds < SHORT or c in unseen or c.name in must or c.test in must]
     stays += _covering(cases, stays)
     tested = {c.test for c in stays}

@@ -101,8 +101,12 @@ def test_commands_name_what_exists(page: Path):
 
 
 def unknown_flags(command: str, paths: list[str]) -> list[str]:
-    """Flags that no file beside the scripts of a command defines (those made of names in a loop may be any)."""
-    sources = "".join(file.read_text() for path in paths for file in (ROOT / path).parent.glob("*.py"))
+    """Flags that neither a file beside the scripts of a command defines nor what runs benchmarks (those made of names in
+    a loop may be any)."""
+    folders = {(ROOT / path).parent for path in paths}
+    if any("from benchmarks.harness" in (ROOT / path).read_text() for path in paths):
+        folders.add(ROOT / "benchmarks" / "harness")
+    sources = "".join(file.read_text() for folder in folders for file in folder.glob("*.py"))
     if 'f"--{' in sources:
         return []
     return [flag for flag in re.findall(r"(?<= )--[a-z][\w-]*", command) if paths and f'"{flag}"' not in sources]
