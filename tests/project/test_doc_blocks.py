@@ -101,8 +101,8 @@ def test_commands_name_what_exists(page: Path):
 
 
 def unknown_flags(command: str, paths: list[str]) -> list[str]:
-    """Flags that neither a file beside the scripts of a command defines nor what runs benchmarks (those made of names in
-    a loop may be any)."""
+    """Flags that neither a file beside a command's scripts defines nor what runs benchmarks (those made of names in a
+    loop may be any)."""
     folders = {(ROOT / path).parent for path in paths}
     if any("from benchmarks.harness" in (ROOT / path).read_text() for path in paths):
         folders.add(ROOT / "benchmarks" / "harness")
