@@ -18,7 +18,7 @@ they can be whatever the number of classes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,6 +38,28 @@ LOG_2: Any = tl.constexpr(0.6931471805599453)
 POWER_OF_2: Any = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")  # tl.exp2 takes three instructions more for subnormals
 
 
+class Row(NamedTuple):
+    """A row of logits: its label, its number of classes, how many numbers of it may be read, and `Curve`."""
+
+    logits: Any
+    label: Any
+    classes: Any
+    width: Any
+    inner: Any
+    outer: Any
+
+
+class Slope(NamedTuple):
+    """What the gradient by a score is computed of: `power · falling − of_sum`, and of the label `of_label`."""
+
+    top: Any
+    log2_total: Any
+    falling: Any
+    of_sum: Any
+    of_label: Any
+    is_dropped: Any
+
+
 @triton.jit
 def power_of_2(x, ASSEMBLED: tl.constexpr):  # noqa: N803
     """2 to the power of x."""
@@ -55,66 +77,51 @@ def finite(x):
 
 
 @triton.jit
-def scores(logits, inner, outer, CURVE: tl.constexpr):  # noqa: N803
+def scores(logits, row, CURVE: tl.constexpr):  # noqa: N803
     """`Curve.scores`. CURVE: "none", "scaled", or "capped"."""
-    z = logits
+    z = logits.to(tl.float32)
     if CURVE != "none":
-        z *= inner
+        z *= row.inner
     if CURVE == "capped":
-        z = outer * (2 * tl.sigmoid(2 * z) - 1)  # tanh, for which Triton has no operation of its own
+        z = row.outer * (2 * tl.sigmoid(2 * z) - 1)  # tanh, for which Triton has no operation of its own
     return z
 
 
 @triton.jit
-def derivative(z, inner, outer, CURVE: tl.constexpr):  # noqa: N803
+def derivative(z, row, CURVE: tl.constexpr):  # noqa: N803
     """Return that of scores by logits, where scores are z."""
-    found = inner
+    found = row.inner
     if CURVE == "capped":
-        found = inner * (outer - z * (z / outer))  # inner · outer · (1 − tanh²)
+        found = row.inner * (row.outer - z * (z / row.outer))  # inner · outer · (1 − tanh²)
     return found
 
 
 @triton.jit
-def scores_of(
-    logits,
-    start,
-    classes,
-    width,
-    inner,
-    outer,
-    CURVE: tl.constexpr,  # noqa: N803
-    WHOLE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
+def scores_of(row, start, CURVE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
     """Return the classes of a block [BLOCK / NEAR, NEAR], and their scores: minus infinity where there is no class.
     WHOLE: all are classes."""
     column = start + NEAR * tl.arange(0, BLOCK // NEAR)[:, None] + tl.arange(0, NEAR)[None, :]
     if WHOLE:
-        z = scores(tl.load(logits + column).to(tl.float32), inner, outer, CURVE)
+        z = scores(tl.load(row.logits + column), row, CURVE)
     else:
-        x = tl.load(logits + column, mask=column < width, other=0.0)
-        z = tl.where(column < classes, scores(x.to(tl.float32), inner, outer, CURVE), -float("inf"))
+        x = tl.load(row.logits + column, mask=column < row.width, other=0.0)
+        z = tl.where(column < row.classes, scores(x, row, CURVE), -float("inf"))
     return column, z
 
 
 @triton.jit
-def is_in(label, start, BLOCK: tl.constexpr):  # noqa: N803
-    """True if the class `label` is one of a block."""
-    return (label >= start) & (label < start + BLOCK)
+def has_label(row, start, BLOCK: tl.constexpr):  # noqa: N803
+    """True if the label is one of the classes of a block."""
+    return (row.label >= start) & (row.label < start + BLOCK)
 
 
 @triton.jit
 def look_at(
-    logits,
+    row,
     start,
-    label,
     tops,
     totals,
     sums,
-    classes,
-    width,
-    inner,
-    outer,
     CURVE: tl.constexpr,  # noqa: N803
     SUM: tl.constexpr,  # noqa: N803
     WHOLE: tl.constexpr,  # noqa: N803
@@ -122,11 +129,11 @@ def look_at(
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """Return tops, totals and sums with those of a block."""
-    column, z = scores_of(logits, start, classes, width, inner, outer, CURVE, WHOLE, BLOCK)
+    column, z = scores_of(row, start, CURVE, WHOLE, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
     if SUM:
-        sums += tl.sum(tl.where(column < classes, z, 0.0), 1)
-    if is_in(label, start, BLOCK):
-        z = tl.where(column == label, -float("inf"), z)
+        sums += tl.sum(tl.where(column < row.classes, z, 0.0), 1)
+    if has_label(row, start, BLOCK):
+        z = tl.where(column == row.label, -float("inf"), z)
     larger = tl.maximum(tops, tl.max(z, 1))
     shift = finite(larger)
     totals *= power_of_2((tops - shift) * LOG2_E, ASSEMBLED)
@@ -136,12 +143,7 @@ def look_at(
 
 @triton.jit
 def others_of(
-    logits,
-    label,
-    classes,
-    width,
-    inner,
-    outer,
+    row,
     CURVE: tl.constexpr,  # noqa: N803
     SUM: tl.constexpr,  # noqa: N803
     ASSEMBLED: tl.constexpr,  # noqa: N803
@@ -153,58 +155,21 @@ def others_of(
     tops = tl.full([BLOCK // NEAR], -float("inf"), tl.float32)
     totals = tl.zeros([BLOCK // NEAR], tl.float32)
     sums = tl.zeros([BLOCK // NEAR], tl.float32)
-    whole = classes // BLOCK * BLOCK
+    whole = row.classes // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        tops, totals, sums = look_at(  # pyright: ignore[reportGeneralTypeIssues]
-            logits, start, label, tops, totals, sums, classes, width, inner, outer, CURVE, SUM, True, ASSEMBLED, BLOCK
-        )
-    if whole < classes:
-        tops, totals, sums = look_at(  # pyright: ignore[reportGeneralTypeIssues]
-            logits, whole, label, tops, totals, sums, classes, width, inner, outer, CURVE, SUM, False, ASSEMBLED, BLOCK
-        )
+        tops, totals, sums = look_at(row, start, tops, totals, sums, CURVE, SUM, True, ASSEMBLED, BLOCK)
+    if whole < row.classes:
+        tops, totals, sums = look_at(row, whole, tops, totals, sums, CURVE, SUM, False, ASSEMBLED, BLOCK)
     top = tl.max(tops, 0)
     totals *= power_of_2((tops - finite(top)) * LOG2_E, ASSEMBLED)
     return top, tl.sum(totals, 0), tl.sum(sums, 0)
 
 
 @triton.jit
-def slopes(
-    z,
-    top,
-    log2_total,
-    falling,
-    of_sum,
-    inner,
-    outer,
-    CURVE: tl.constexpr,  # noqa: N803
-    EVERY_TERM: tl.constexpr,  # noqa: N803
-    ASSEMBLED: tl.constexpr,  # noqa: N803
-):
-    """Return the gradient of the loss by logits with scores `z`, none of which is the label's."""
-    slope = power_of_2((z - top) * LOG2_E - log2_total, ASSEMBLED)
-    if EVERY_TERM:
-        slope = slope * falling - of_sum
-        slope *= derivative(z, inner, outer, CURVE)
-    else:
-        slope *= falling * derivative(z, inner, outer, CURVE)
-    return slope
-
-
-@triton.jit
 def slopes_of(
-    logits,
+    row,
+    slope,
     start,
-    label,
-    of_label,
-    top,
-    log2_total,
-    falling,
-    of_sum,
-    classes,
-    width,
-    inner,
-    outer,
-    is_dropped,
     CURVE: tl.constexpr,  # noqa: N803
     EVERY_TERM: tl.constexpr,  # noqa: N803
     WHOLE: tl.constexpr,  # noqa: N803
@@ -212,13 +177,18 @@ def slopes_of(
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """Return the classes of a block, and the gradients by their logits: 0 where there is no class."""
-    column, z = scores_of(logits, start, classes, width, inner, outer, CURVE, WHOLE, BLOCK)
-    slope = slopes(z, top, log2_total, falling, of_sum, inner, outer, CURVE, EVERY_TERM, ASSEMBLED)
-    if is_in(label, start, BLOCK):
-        slope = tl.where(column == label, of_label, slope)
+    column, z = scores_of(row, start, CURVE, WHOLE, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
+    found = power_of_2((z - slope.top) * LOG2_E - slope.log2_total, ASSEMBLED)
+    if EVERY_TERM:
+        found = found * slope.falling - slope.of_sum
+        found *= derivative(z, row, CURVE)
+    else:
+        found *= slope.falling * derivative(z, row, CURVE)
+    if has_label(row, start, BLOCK):
+        found = tl.where(column == row.label, slope.of_label, found)
     if not WHOLE:
-        slope = tl.where(column < classes, slope, 0.0)
-    return column, tl.where(is_dropped, 0.0, slope)
+        found = tl.where(column < row.classes, found, 0.0)
+    return column, tl.where(slope.is_dropped, 0.0, found)
 
 
 @triton.jit
@@ -233,22 +203,12 @@ def codes_of(x, ASSEMBLED: tl.constexpr):  # noqa: N803
 
 @triton.jit
 def write_block(
-    logits,
-    codes,
+    row,
+    slope,
     start,
-    label,
-    of_label,
-    top,
-    log2_total,
-    falling,
-    of_sum,
-    inverse,
-    classes,
-    width,
+    codes,
     code_width,
-    inner,
-    outer,
-    is_dropped,
+    inverse,
     GRADIENT: tl.constexpr,  # noqa: N803
     CURVE: tl.constexpr,  # noqa: N803
     EVERY_TERM: tl.constexpr,  # noqa: N803
@@ -256,32 +216,19 @@ def write_block(
     ASSEMBLED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Write the gradients of a block: to `logits` (GRADIENT), times `inverse` to `codes`, unless that is None."""
-    column, slope = slopes_of(
-        logits, start, label, of_label, top, log2_total, falling, of_sum, classes, width, inner, outer, is_dropped,
-        CURVE, EVERY_TERM, WHOLE, ASSEMBLED, BLOCK,
-    )  # fmt: skip
+    """Write the gradients of a block: over its logits (GRADIENT), times `inverse` to `codes`, unless that is None."""
+    column, found = slopes_of(row, slope, start, CURVE, EVERY_TERM, WHOLE, ASSEMBLED, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
     if codes is not None:
-        tl.store(codes + column, codes_of(slope * inverse, ASSEMBLED), mask=WHOLE | (column < code_width))
+        tl.store(codes + column, codes_of(found * inverse, ASSEMBLED), mask=WHOLE | (column < code_width))
     if GRADIENT:
-        tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=WHOLE | (column < width))
+        tl.store(row.logits + column, found.to(row.logits.dtype.element_ty), mask=WHOLE | (column < row.width))
 
 
 @triton.jit
 def amax_of(
-    logits,
-    label,
+    row,
+    slope,
     valid,
-    of_label,
-    top,
-    log2_total,
-    falling,
-    of_sum,
-    classes,
-    width,
-    inner,
-    outer,
-    is_dropped,
     CURVE: tl.constexpr,  # noqa: N803
     EVERY_TERM: tl.constexpr,  # noqa: N803
     ASSEMBLED: tl.constexpr,  # noqa: N803
@@ -290,15 +237,12 @@ def amax_of(
     """Return bits of the amax of a row's gradient: of one term without a cap, that of the label; else of all classes,
     read once more."""
     if not (CURVE == "capped" or EVERY_TERM):
-        amax = tl.where(valid, magnitude(of_label), 0)
+        amax = tl.where(valid, magnitude(slope.of_label), 0)
     else:
         largest = tl.zeros([BLOCK // NEAR, NEAR], tl.int32)
-        for start in range(0, classes, BLOCK):
-            _, slope = slopes_of(
-                logits, start, label, of_label, top, log2_total, falling, of_sum, classes, width, inner, outer,
-                is_dropped, CURVE, EVERY_TERM, False, ASSEMBLED, BLOCK,
-            )  # fmt: skip
-            largest = tl.maximum(largest, magnitude(slope))
+        for start in range(0, row.classes, BLOCK):
+            _, found = slopes_of(row, slope, start, CURVE, EVERY_TERM, False, ASSEMBLED, BLOCK)
+            largest = tl.maximum(largest, magnitude(found))
         amax = tl.max(tl.max(largest, 1), 0)
     return amax
 
@@ -326,67 +270,60 @@ def softmax_gradient(
 ):
     """Write a row's log-probability to `chosen` [rows] (EVERY_TERM: four terms [4, rows]), and its gradient to `logits`
     (GRADIENT) and, unless that is None, to `codes` [rows, code_width] and `scales` [rows]."""
-    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
-    logits += row * stride
-    label = tl.load(index + row)
+    label = tl.load(index + at)
+    row = Row(logits + at * stride, label, classes, width, inner, outer)
     valid = (label >= 0) & (label < classes)
-    is_dropped = label == NO_LABEL
     # read before the first reduction: those are barriers, and below other warps write over it
-    mine = scores(tl.load(logits + label, mask=valid, other=0.0).to(tl.float32), inner, outer, CURVE)
+    mine = scores(tl.load(row.logits + label, mask=valid, other=0.0), row, CURVE)
 
-    second, others, sum_of_scores = others_of(
-        logits, label, classes, width, inner, outer, CURVE, EVERY_TERM, ASSEMBLED, BLOCK
-    )
+    second, others, sum_of_scores = others_of(row, CURVE, EVERY_TERM, ASSEMBLED, BLOCK)
     top = tl.where(valid, tl.maximum(second, mine), second)
     others *= power_of_2((second - finite(top)) * LOG2_E, ASSEMBLED)
     own = tl.where(valid, power_of_2((mine - finite(top)) * LOG2_E, ASSEMBLED), 0.0)
-    log2_total = tl.log2(others + own)
+    total = others + own
+    log2_total = tl.log2(total)
     log_total = log2_total * LOG_2
-    tl.store(chosen + row, tl.where(valid, (mine - top) - log_total, float("nan")))
+    tl.store(chosen + at, tl.where(valid, (mine - top) - log_total, float("nan")))
 
     normaliser = tl.where(top == float("inf"), top, top + log_total)
     if EVERY_TERM:
-        tl.store(chosen + rows + row, sum_of_scores - classes * normaliser)
-        tl.store(chosen + 2 * rows + row, normaliser)
-        tl.store(chosen + 3 * rows + row, normaliser * normaliser)
+        tl.store(chosen + rows + at, sum_of_scores - classes * normaliser)
+        tl.store(chosen + 2 * rows + at, normaliser)
+        tl.store(chosen + 3 * rows + at, normaliser * normaliser)
 
     if GRADIENT or codes is not None:
         weight = 1.0
         if WEIGHTED:
-            weight = tl.load(weights + row)
+            weight = tl.load(weights + at)
         falling = weight
         of_sum = 0.0
         if EVERY_TERM:
-            of_sum = tl.load(weights + rows + row)
-            falling += classes * of_sum - tl.load(weights + 2 * rows + row)
-            falling -= 2 * tl.load(weights + 3 * rows + row) * normaliser
-        total = others + own
+            of_sum = tl.load(weights + rows + at)
+            falling += classes * of_sum - tl.load(weights + 2 * rows + at)
+            falling -= 2 * tl.load(weights + 3 * rows + at) * normaliser
         of_label = (own / total) * (falling - weight) - (others / total) * weight - of_sum
-        of_label *= derivative(mine, inner, outer, CURVE)
+        of_label *= derivative(mine, row, CURVE)
+        slope = Slope(top, log2_total, falling, of_sum, of_label, label == NO_LABEL)
 
         inverse = 1.0
         if codes is not None:
-            amax = amax_of(
-                logits, label, valid, of_label, top, log2_total, falling, of_sum, classes, width,
-                inner, outer, is_dropped, CURVE, EVERY_TERM, ASSEMBLED, BLOCK,
-            )  # fmt: skip
+            amax = amax_of(row, slope, valid, CURVE, EVERY_TERM, ASSEMBLED, BLOCK)
             scale = scale_of(amax, False, LARGEST)
             inverse = tl.div_rn(1.0, scale)
-            tl.store(scales + row, tl.where(amax == 0, 0.0, scale))
-            codes += row * code_width
+            tl.store(scales + at, tl.where(amax == 0, 0.0, scale))
+            codes += at * code_width
 
         whole = classes // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
             write_block(
-                logits, codes, start, label, of_label, top, log2_total, falling, of_sum, inverse, classes, width,
-                code_width, inner, outer, is_dropped, GRADIENT, CURVE, EVERY_TERM, True, ASSEMBLED, BLOCK,
-            )  # fmt: skip
+                row, slope, start, codes, code_width, inverse, GRADIENT, CURVE, EVERY_TERM, True, ASSEMBLED, BLOCK
+            )
         if whole < classes:
             write_block(
-                logits, codes, whole, label, of_label, top, log2_total, falling, of_sum, inverse, classes, width,
-                code_width, inner, outer, is_dropped, GRADIENT, CURVE, EVERY_TERM, False, ASSEMBLED, BLOCK,
-            )  # fmt: skip
+                row, slope, whole, codes, code_width, inverse, GRADIENT, CURVE, EVERY_TERM, False, ASSEMBLED, BLOCK
+            )
 
 
 def step(
