@@ -5,9 +5,10 @@ the gradient. A row of 128k BF16 logits is 256 KiB, which the second time comes 
 cast to FP8, its amax is that of the label, which is as large as all others together; several terms, and a cap, take a
 reading more. Meaning: `softmax_step.plain_step`.
 
-**Few instructions.** With some for each rule an element took 47, and the kernel twice as long as its reads and writes.
-So what belongs to a row is computed once for it; the label is looked at in its own block alone; only the last block
-knows that classes end. Eight neighbours share a maximum, so a sum is moved to another one once in eight elements.
+**Few instructions.** Written rule by rule, an element took 47 of them, and the kernel twice as long as its reads and
+writes. So what belongs to a row is computed once for it; only the block of the label compares with the label; only the
+last block knows that classes end. Eight neighbours share a maximum, so a sum is moved to another one once in eight
+elements, and an element takes 24.
 
 **The label's own gradient** is the sum of the other probabilities, from which the label's is left out: p − 1 would be
 all rounding where p is nearly 1.
