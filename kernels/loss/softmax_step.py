@@ -16,8 +16,9 @@ from fp8compile.kernels.reference import markers
 
 # of a row: log-probability of its label; Σ log-probabilities of all classes (label smoothing); log Σ exp z; its square
 TERMS = ("chosen", "sum", "normaliser", "square")
-# The label of a row that has none: its terms mean nothing, and its gradient is zero, whatever its logits. No user's.
-DROPPED = -(2**31)
+# The label of a row that has none: its terms mean nothing, and its gradient is zero, whatever its logits. A number that
+# no label is by mistake, as least numbers are.
+DROPPED = -1_592_586_253
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch import fx
 from fp8compile.errors import first_line
 from fp8compile.kernels.loss.softmax_step import Curve
 from fp8compile.passes.core import fusible
-from fp8compile.passes.core.aten_views import Gather, Sum
+from fp8compile.passes.core.aten_views import Gather, Slice, Sum
 from fp8compile.passes.core.compilation import aten, base, dependents, is_tensor, same_sizes, value
 from fp8compile.passes.core.fusible import CONVERSIONS
 from fp8compile.passes.core.matmul_node import MatmulNode
@@ -202,6 +202,8 @@ class _Search:
         if user.op == "output":
             return f"{what} returned"
         where = source_line(user)
+        if (cut := Slice.of(user)) and not all(isinstance(n, int) for n in value(cut.x).shape):
+            return f"{what} cut at sizes that change" + (f" ({where})" if where else "")
         return f"{what} read by {user.target}" + (f" ({where})" if where else "")
 
     # ---- what comes back -----------------------------------------------------------------------------------------

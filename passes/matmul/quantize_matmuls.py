@@ -96,6 +96,7 @@ def _rewrite(c: Compilation, matmul: MatmulNode, key: str) -> None:
     for dim, multiple, size, source in ((-1, n_rows, matmul.n, right), (-2, m_rows, matmul.m, left)):
         if multiple > 1:
             length = _length(c, size, source, dim, node)
+            _know_as_shorter(size, value(out).shape[dim])
             out = c.emit(aten.slice.Tensor, out, value(out).dim() + dim, 0, length, like=node)
     if matmul.bias is not None and bias is None:
         out = c.emit(aten.add.Tensor, out, matmul.bias, like=node)
@@ -120,6 +121,13 @@ def _know_as_equal(left: fx.Node, right: fx.Node) -> None:
         torch._check(a == b)
 
 
+def _know_as_shorter(size: Any, filled_up: Any) -> None:
+    """Let the sizes' environment know that a size which only the data knows is no larger than what it was filled up to:
+    a slice has that size then, and not the lesser of both."""
+    if isinstance(size, torch.SymInt) and not size.node.has_hint():
+        torch._check(size <= filled_up)
+
+
 def _multiples(matmul: MatmulNode) -> tuple[int, int, int]:
     """Return the numbers of which m, n and k must become multiples; 1 where nothing is to be filled up."""
     k_multiple = contracted_multiple(matmul)
@@ -135,8 +143,8 @@ def contracted_multiple(matmul: MatmulNode) -> int:
 
     FP8 units want 16. Where many tokens are contracted, rows of codes that begin within a cache line make the kernel up
     to 1.4 times as slow (4096 × 14336 over 8208 tokens, a scale for each row, on an H200: 1162 µs; filled up to 8320,
-    808), but for those that begin at its half. What is kept for backward is cast for the layer's own output, so that
-    stays as it is.
+    808), but for those that begin at its half. Features are filled up to 16 alone: their casts serve other matmuls too,
+    and may be what is kept of a tensor.
     """
     kinds = {parse_granularity(operand.granularity).kind for operand in matmul.casts}
     if matmul.role != "grad_weight" or not matmul.is_plain or not kinds <= {"tensor", "row"}:

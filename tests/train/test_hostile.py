@@ -347,6 +347,26 @@ def test_an_expert_without_tokens_and_rows_that_a_mask_chooses(executor: str) ->
                 assert torch.equal(got, wanted) or sqnr(wanted, got) > LEAST
 
 
+@pytest.mark.parametrize("recipe", ["mixed", "blockwise"])
+def test_chosen_rows_that_are_filled_up_are_as_many_again(recipe: str) -> None:
+    """Rows of a result in groups, or columns of it: only the data knows how many there are."""
+    runs: list[Any] = [lambda m, x: m.a(x[x[:, 0] > 0]), lambda m, x: m.a.weight @ x[x[:, 0] > 0].t()]
+    for run in runs:
+        torch.compiler.reset()
+        model, x = Holder(run, a=linear(48)), noise(90, 32)
+        found = []
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            for call in (compiled(model, recipe=recipe), model):
+                model.zero_grad()
+                out = call(x)
+                out.float().square().sum().backward()
+                found.append((out, model.a.weight.grad))
+        for got, wanted in zip(*found, strict=True):
+            assert got.shape == wanted.shape
+            assert sqnr(wanted, got) > LEAST
+        assert {m.decision for m in fp8compile.last_compile().matmuls} == {"fp8"}
+
+
 def test_optimizer_steps_and_models_without_matmuls_are_quiet() -> None:
     model = nn.Linear(32, 32)
     optimizer = torch.optim.AdamW(model.parameters())

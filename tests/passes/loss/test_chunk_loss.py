@@ -446,7 +446,7 @@ LOSSES_OF_LABELS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("label", [CLASSES, 10 * CLASSES, -1, -100, -(2**40)])
+@pytest.mark.parametrize("label", [CLASSES, 10 * CLASSES, -1, -100, -(2**31), -(2**40)])
 @pytest.mark.parametrize("name", LOSSES_OF_LABELS)
 def test_a_label_that_is_no_class_raises(name: str, label: int):
     """As torch's own losses do, before anything could be trained on."""
@@ -749,6 +749,14 @@ def test_fp64_is_left():
     plan = fp8compile.last_compile()
     assert plan is not None
     assert "torch.float64" in plan.losses[0].reason
+
+
+def test_logits_that_are_cut_at_sizes_that_change_are_whole() -> None:
+    model = Model(lambda z, y: F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten())).bfloat16()
+    options = {"executor": "eager", "strict": True, "chunk_loss": CHUNK}
+    x, labels = inputs()
+    torch.compile(model, backend="fp8", dynamic=True, options=options)(x.bfloat16().view(4, 24, -1), labels.view(4, 24))
+    assert "its logits are cut at sizes that change" in fp8compile.last_compile().losses[0].reason
 
 
 def test_small_logits_are_whole_by_default(monkeypatch: pytest.MonkeyPatch):
