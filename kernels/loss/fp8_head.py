@@ -46,10 +46,10 @@ def rows_at_once(k: int) -> int:
     return max(4 * k, LEAST_AT_ONCE)
 
 
-def waits_for_backward(m: Any, k: Any) -> bool:
+def waits_for_backward(m: int, k: int) -> bool:
     """Return True if backward computes the gradient of a weight [N, K], of the codes of all `m` rows: they take MN
     bytes, where a sum and the codes of a block take 4NK and `rows_at_once` · N."""
-    return isinstance(m, int) and isinstance(k, int) and 0 < m <= 4 * k + rows_at_once(k)
+    return 0 < m <= 4 * k + rows_at_once(k)
 
 
 def waiting(x: Tensor, width: int) -> list[Tensor]:
@@ -198,8 +198,10 @@ class Fp8Head:
             self.block = None
 
     def waiting(self) -> list[Tensor]:
-        """Return the operands of grad_weight (`waiting`), when all rows have been given."""
-        assert self.block is not None
+        """Return the operands of grad_weight (`waiting`), when all rows have been given; there may be none."""
+        if self.block is None:
+            codes, columns, of_columns = waiting(self.x, self.casts.weight[0].shape[0])
+            return [codes, columns, of_columns.fill_(1.0)]
         return [self.block.turned, *self._scaled_x(self.block)]
 
     def _block(self, part: slice) -> Block:

@@ -188,7 +188,7 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], ag
 def _waits(head: MatmulNode) -> bool:
     """Return True if backward computes the weight's gradient, of what the operator leaves for it."""
     of_weight = any(grad.role == "grad_weight" and grad.is_fp8 for grad in head.grads)
-    return of_weight and not why_not_in_fp8(head) and waits_for_backward(head.m, head.k)
+    return of_weight and not why_not_in_fp8(head) and waits_for_backward(count([head.m]), head.k)
 
 
 def _index(c: Compilation, found: Found) -> fx.Node:

@@ -182,6 +182,11 @@ def test_no_rows_have_no_gradients() -> None:
     terms, *got = ops.chunked_loss_in_fp8(*arguments(given | none, [True] * 3, weights=given["weights"][:0]))
     assert terms.numel() == 0
     assert not any(g.any() for g in got)
+    given |= none
+    *_, codes, columns, of_columns = ops.chunked_loss_in_fp8(
+        *arguments(given, [True] * 3, weights=given["weights"][:0], waits=True)
+    )
+    assert not weight_gradient([codes, columns, of_columns]).any()
 
 
 def test_a_label_that_is_no_class_raises() -> None:

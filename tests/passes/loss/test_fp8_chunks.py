@@ -165,6 +165,7 @@ def test_any_number_of_rows() -> None:
         x, labels = inputs(rows)
         assert_near(step(model, run, x.bfloat16(), labels), step(exact, exact, x.bfloat16().double(), labels))
     assert [row.chunk for row in fp8compile.last_compile().losses] == [WHOLE]
+    assert {s.dtype for s in fp8compile.last_compile().saved if s.path == "head"} == {"float8_e5m2"}  # codes that wait
 
 
 def test_inference_computes_losses_alone() -> None:
