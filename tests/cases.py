@@ -41,11 +41,13 @@ ALWAYS = (  # their branches say little of them
     "tests/torch_hooks/test_trainers.py::test_hugging_face_trainer",
     "tests/train/test_lengths_that_change.py::test_lengths_that_are_quotients[inferred features-eager]",
 )
-OF_SOURCES = (  # they read files: what they run says nothing of what they look at
+OF_SOURCES = (  # they read files and modules: what they run says nothing of what they look at
+    "tests/front_door/test_process_state.py",
     "tests/project/test_devices_of_launches.py",
     "tests/project/test_docstrings.py",
     "tests/project/test_imports.py",
     "tests/project/test_rooms.py",
+    "tests/torch_hooks/test_patches.py",
     "tests/torch_hooks/test_private_api.py",
 )
 OTHER_PROCESSES = re.compile(r"\branks\b|subprocess|multiprocessing|printed_by|import command")

@@ -197,6 +197,13 @@ TEMPORARY = (
         "one compilation",
     ),
     Patch(
+        "random_decompositions",
+        "the same setting, while it is looked up how operators of such a graph are decomposed",
+        "Inductor decomposes random operators into its own unless it is set",
+        "torch_hooks.inner_compiler:eager_decompositions",
+        "one look",
+    ),
+    Patch(
         "vector_width",
         "torch._inductor.config.cpp.simdlen = 256, on CPUs with AVX-512",
         "Inductor's C++ with vectors of 512 bits transposes tiles of BF16 wrongly (GCC 12, torch 2.11 and 2.13)",

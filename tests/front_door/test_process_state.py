@@ -9,7 +9,7 @@ import importlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fp8compile
-from fp8compile import delayed, process_state
+from fp8compile import delayed, frozen_weights, process_state
 from fp8compile.optimizer.shared_step import shared_step, template
 from fp8compile.optimizer.state_conversion import is_prepared
 from fp8compile.options import Options
@@ -113,6 +113,7 @@ def filled() -> dict[tuple[str, str], Any]:
     gc.collect()
     store._compiled.add([Plan()], None)
     plan_warnings._matched.add("skip head")
+    plan_warnings._layers["a.layer"] = True
     compiled_calls._given_up[filled_code] = ["a reason"]
     graph_runs.runs.graphs = 3
     late_host._looked.looks = 7
@@ -124,7 +125,9 @@ def filled() -> dict[tuple[str, str], Any]:
     kept_casts._values.keep(("key", ()), torch.zeros(2), (), ())
     parameter = torch.nn.Parameter(torch.zeros(2))
     delayed.scale(torch.ones(()), f"{delayed.namespace([parameter])}/a/output/left", "e4m3", 4, 0)
+    delayed._loaded.add("model9/a/output/left")
     cast_statistics.start("a name")
+    frozen_weights._fused_steps.count()
     fp8compile.adaptive.adaptive_graph._all.append(lambda: None)
     fp8compile.kernels.optimizer.update_launch._tables["key"] = "tables"
     return {"optimizer": optimizer, "parameter": parameter}
@@ -140,8 +143,15 @@ def sizes() -> dict[str, int]:
         if s.until in (Until.TORCH_RESET, Until.RESET):
             value = s.value()
             content = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, WEAK) else [value]
-            empty[f"{s.module}.{s.variable}"] = sum(x if isinstance(x, int) else len(x) for x in content)
+            empty[f"{s.module}.{s.variable}"] = sum(map(amount, content))
     return empty
+
+
+def amount(x: Any) -> int:
+    """How many `x` is, or holds; 1 of what holds nothing, and of nothing 0."""
+    if x is None or isinstance(x, int):
+        return x or 0
+    return len(x) if isinstance(x, Sized) else 1
 
 
 def test_reset_empties_all(filled):

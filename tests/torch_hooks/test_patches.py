@@ -29,6 +29,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import post_grad
 from torch.optim import SGD, AdamW
 
@@ -370,6 +371,12 @@ def test_random_numbers_is_needed():
     seed = torch.tensor(3)
     first, second = (torch.ops.prims.inductor_random.default([64], seed, "rand") for _ in range(2))
     still(not torch.equal(first, second))
+
+
+def test_random_decompositions_is_needed():
+    with inductor_config.patch(fallback_random=True):  # type: ignore[attr-defined]
+        as_asked = set(select_decomp_table())
+    still(set(select_decomp_table()) != as_asked)
 
 
 def test_vector_width_is_needed():
