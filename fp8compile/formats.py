@@ -82,7 +82,7 @@ class Granularity:
 
 
 ALIGNMENT = 16  # FP8 units read the contracted dimension, and write the last one, in pieces of 16
-LINE = 128  # bytes of a cache line: a matmul of codes whose rows do not begin at one takes up to 1.5 times as long
+LINE = 128  # bytes of a cache line: codes whose rows do not begin at one are contracted more slowly
 KINDS = ("tensor", "row", "group", "block")
 GRANULARITY_NAMES = ("tensor", "row", "group(16)", "group(32)", "group(64)", "group(128)", "block(128)")
 TENSOR = Granularity("tensor")

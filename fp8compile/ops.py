@@ -254,9 +254,8 @@ def _fake_chunked_loss_in_fp8(
     waits: bool = False,
     fast_accumulation: bool = False,
 ) -> list[Tensor]:
-    now = [wanted[0], wanted[1] and not waits, wanted[2]]
-    later = fp8_head.waiting(x, weight_data.shape[0]) if waits else []
-    return [*chunked.empty_results(x, classes, now, every_term), *later]
+    now = chunked.empty_results(x, classes, chunked.computed_now(wanted, waits), every_term)
+    return [*now, *(fp8_head.empty_waiting(x, weight_data.shape[0]) if waits else [])]
 
 
 _library.define(

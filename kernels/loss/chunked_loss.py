@@ -101,6 +101,11 @@ def empty_results(x: Tensor, classes: Any, wanted: Sequence[bool], every_term: b
     return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
+def computed_now(wanted: Sequence[bool], waits: bool) -> list[bool]:
+    """Return which gradients forward computes of those that are wanted: not the weight's where that waits."""
+    return [wanted[0], wanted[1] and not waits, wanted[2]]
+
+
 def run(
     x: Tensor,
     weight: Tensor,
@@ -138,7 +143,7 @@ def in_chunks(
     """Return the results of `run`, with the matmuls of `head`. `waits`: instead of the weight's gradient, behind all
     others, what backward computes it of."""
     _check_labels(index, classes)
-    now = [wanted[0], wanted[1] and not waits, wanted[2]]
+    now = computed_now(wanted, waits)
     terms, *gradients = empty_results(x, classes, now, every_term)
     following = iter(gradients)
     of_x, of_weight, of_bias = (next(following) if want else None for want in now)
@@ -197,7 +202,7 @@ def run_in_fp8(
     """Return the results of `run`, of matmuls in FP8: all, or but for grad_weight. `fast_accumulation`: of the logits.
 
     waits: instead of the weight's gradient, behind all others, three results that backward computes it of
-    (`fp8_head.waiting`).
+    (`fp8_head.empty_waiting`).
     data, scale, weight_data, weight_scale, turned_data, turned_scale: see `fp8_head.Casts`.
     """
     turned = None if turned_data is None or turned_scale is None else (turned_data, turned_scale)
@@ -226,6 +231,6 @@ def workspace(
     width = round_up(classes, LINE) if in_fp8 else width_of(classes)
     chunk = max((part.stop - part.start for part in chunks(m, rows)), default=0) * width * size
     if waits:
-        return chunk + 2 * m * k
+        return chunk + dtype.itemsize * m * k
     block = min(m, fp8_head.rows_at_once(k)) if in_fp8 else 0
-    return chunk + block * (width + 3 * k)
+    return chunk + block * (width + size * k)

@@ -52,7 +52,7 @@ def waits_for_backward(m: int, k: int) -> bool:
     return 0 < m <= 4 * k + rows_at_once(k)
 
 
-def waiting(x: Tensor, width: int) -> list[Tensor]:
+def empty_waiting(x: Tensor, width: int) -> list[Tensor]:
     """Return the operands of the matmul that waits, uninitialised: codes of `width` classes, E5M2[width, length], and x
     by columns, E4M3[K, length] and f32[K, 1]."""
     k, length = x.shape[1], round_up(x.shape[0], LINE)
@@ -198,9 +198,9 @@ class Fp8Head:
             self.block = None
 
     def waiting(self) -> list[Tensor]:
-        """Return the operands of grad_weight (`waiting`), when all rows have been given; there may be none."""
+        """Return the operands of grad_weight (`empty_waiting`), when all rows have been given; there may be none."""
         if self.block is None:
-            codes, columns, of_columns = waiting(self.x, self.casts.weight[0].shape[0])
+            codes, columns, of_columns = empty_waiting(self.x, self.casts.weight[0].shape[0])
             return [codes, columns, of_columns.fill_(1.0)]
         return [self.block.turned, *self._scaled_x(self.block)]
 

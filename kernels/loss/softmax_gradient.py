@@ -5,16 +5,8 @@ the gradient. A row of 128k BF16 logits is 256 KiB, which the second time comes 
 cast to FP8, its amax is that of the label, which is as large as all others together; several terms, and a cap, take a
 reading more. Meaning: `softmax_step.plain_step`.
 
-**Few instructions.** Written rule by rule, an element took 47 of them, and the kernel twice as long as its reads and
-writes. So what belongs to a row is computed once for it; only the block of the label compares with the label; only the
-last block knows that classes end. Eight neighbours share a maximum, so a sum is moved to another one once in eight
-elements, and an element takes 24.
-
 **The label's own gradient** is the sum of the other probabilities, from which the label's is left out: p − 1 would be
 all rounding where p is nearly 1.
-
-Rows are read and written up to `width`, a multiple of 16 where there is room between them, so that loads are as wide as
-they can be whatever the number of classes.
 """
 
 from __future__ import annotations
@@ -28,30 +20,28 @@ from torch import Tensor
 
 from fp8compile.formats import E5M2, round_up
 from fp8compile.kernels.casts.grouped_cast import TO_E5M2, code, magnitude, scale_of
+from fp8compile.kernels.loss.softmax_row import (
+    LOG2_E,
+    LOG_2,
+    NEAR,
+    Row,
+    derivative,
+    finite,
+    has_label,
+    others_of,
+    power_of_2,
+    scores,
+    scores_of,
+)
 from fp8compile.kernels.loss.softmax_step import DROPPED, TERMS, Codes, Curve
 
 BLOCK = 2048
 WARPS = 8
-NEAR: Any = tl.constexpr(8)  # neighbours that share a maximum: what a thread loads at once
 NO_LABEL, LARGEST = tl.constexpr(DROPPED), tl.constexpr(E5M2.max)  # as kernels read them
-LOG2_E: Any = tl.constexpr(1.4426950408889634)
-LOG_2: Any = tl.constexpr(0.6931471805599453)
-POWER_OF_2: Any = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")  # tl.exp2 takes three instructions more for subnormals
-
-
-class Row(NamedTuple):
-    """A row of logits: its label, its number of classes, how many numbers of it may be read, and `Curve`."""
-
-    logits: Any
-    label: Any
-    classes: Any
-    width: Any
-    inner: Any
-    outer: Any
 
 
 class Slope(NamedTuple):
-    """What the gradient by a score is computed of: `power · falling − of_sum`, and of the label `of_label`."""
+    """The numbers that make the gradients by a row's scores: `power · falling − of_sum`, of the label `of_label`."""
 
     top: Any
     log2_total: Any
@@ -59,111 +49,6 @@ class Slope(NamedTuple):
     of_sum: Any
     of_label: Any
     is_dropped: Any
-
-
-@triton.jit
-def power_of_2(x, ASSEMBLED: tl.constexpr):  # noqa: N803
-    """2 to the power of x."""
-    if ASSEMBLED:
-        found = tl.inline_asm_elementwise(POWER_OF_2, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        found = tl.exp2(x)
-    return found
-
-
-@triton.jit
-def finite(x):
-    """x, or 0 where that is minus infinity: what is subtracted from scores, of which none may be inf − inf."""
-    return tl.where(x == -float("inf"), 0.0, x)
-
-
-@triton.jit
-def scores(logits, row, CURVE: tl.constexpr):  # noqa: N803
-    """`Curve.scores`. CURVE: "none", "scaled", or "capped"."""
-    z = logits.to(tl.float32)
-    if CURVE != "none":
-        z *= row.inner
-    if CURVE == "capped":
-        z = row.outer * (2 * tl.sigmoid(2 * z) - 1)  # tanh, for which Triton has no operation of its own
-    return z
-
-
-@triton.jit
-def derivative(z, row, CURVE: tl.constexpr):  # noqa: N803
-    """Return that of scores by logits, where scores are z."""
-    found = row.inner
-    if CURVE == "capped":
-        found = row.inner * (row.outer - z * (z / row.outer))  # inner · outer · (1 − tanh²)
-    return found
-
-
-@triton.jit
-def scores_of(row, start, CURVE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-    """Return the classes of a block [BLOCK / NEAR, NEAR], and their scores: minus infinity where there is no class.
-    WHOLE: all are classes."""
-    column = start + NEAR * tl.arange(0, BLOCK // NEAR)[:, None] + tl.arange(0, NEAR)[None, :]
-    if WHOLE:
-        z = scores(tl.load(row.logits + column), row, CURVE)
-    else:
-        x = tl.load(row.logits + column, mask=column < row.width, other=0.0)
-        z = tl.where(column < row.classes, scores(x, row, CURVE), -float("inf"))
-    return column, z
-
-
-@triton.jit
-def has_label(row, start, BLOCK: tl.constexpr):  # noqa: N803
-    """True if the label is one of the classes of a block."""
-    return (row.label >= start) & (row.label < start + BLOCK)
-
-
-@triton.jit
-def look_at(
-    row,
-    start,
-    tops,
-    totals,
-    sums,
-    CURVE: tl.constexpr,  # noqa: N803
-    SUM: tl.constexpr,  # noqa: N803
-    WHOLE: tl.constexpr,  # noqa: N803
-    ASSEMBLED: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    """Return tops, totals and sums with those of a block."""
-    column, z = scores_of(row, start, CURVE, WHOLE, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
-    if SUM:
-        sums += tl.sum(tl.where(column < row.classes, z, 0.0), 1)
-    if has_label(row, start, BLOCK):
-        z = tl.where(column == row.label, -float("inf"), z)
-    larger = tl.maximum(tops, tl.max(z, 1))
-    shift = finite(larger)
-    totals *= power_of_2((tops - shift) * LOG2_E, ASSEMBLED)
-    totals += tl.sum(power_of_2((z - shift[:, None]) * LOG2_E, ASSEMBLED), 1)
-    return larger, totals, sums
-
-
-@triton.jit
-def others_of(
-    row,
-    CURVE: tl.constexpr,  # noqa: N803
-    SUM: tl.constexpr,  # noqa: N803
-    ASSEMBLED: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    """Return of all classes but the label the greatest score and the sum of powers below it; and the sum of all scores
-    (SUM; else 0). Lanes have a maximum and sums of their own: they meet once, at the end, without a barrier for every
-    block."""
-    tops = tl.full([BLOCK // NEAR], -float("inf"), tl.float32)
-    totals = tl.zeros([BLOCK // NEAR], tl.float32)
-    sums = tl.zeros([BLOCK // NEAR], tl.float32)
-    whole = row.classes // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
-        tops, totals, sums = look_at(row, start, tops, totals, sums, CURVE, SUM, True, ASSEMBLED, BLOCK)
-    if whole < row.classes:
-        tops, totals, sums = look_at(row, whole, tops, totals, sums, CURVE, SUM, False, ASSEMBLED, BLOCK)
-    top = tl.max(tops, 0)
-    totals *= power_of_2((tops - finite(top)) * LOG2_E, ASSEMBLED)
-    return top, tl.sum(totals, 0), tl.sum(sums, 0)
 
 
 @triton.jit

@@ -137,9 +137,10 @@ def _refuse(head: MatmulNode, rows: int, is_fp8: bool) -> None:
     if head.is_fp8 and not is_fp8:
         why = why_not_in_fp8(head)
         raise NotFoundError(f"its matmul runs in FP8, and chunks of it would not: {why}; chunk_loss=True computes them")
-    least, why = (4, "codes that wait") if is_fp8 else (2, "the weight's gradient")
+    small = "smaller ones would not fill matmul units"
+    least, why = (4, small) if is_fp8 else (2, "the weight's gradient would take as much")
     if count([head.m]) < least * rows:
-        raise NotFoundError(f"fewer than {least} chunks of {rows} rows: {why} would take as much")
+        raise NotFoundError(f"fewer than {least} chunks of {rows} rows: {why}")
 
 
 def _describe(c: Compilation, head: MatmulNode, size: int, chunk: int, reason: str) -> None:
@@ -172,16 +173,16 @@ def _rewrite(c: Compilation, found: Found, rows: int, backward: set[fx.Node], ag
         results = _call(c, found, rows, index, weights.values, wanted, place)
         said = f"logits are computed again in backward: {unknown}"
     _replace_ends(c, found, terms)
-    assert weights is not None or not found.gradients
+    number = None if weights is None else weights.number
     roles = [role for role in ROLES if role in found.gradients]
     if "grad_weight" in roles and _waits(found.head):
         roles.remove("grad_weight")
-        number = None if weights is None else weights.number
+        *results, codes, columns, of_columns = results
         old = found.gradients["grad_weight"]
-        _put(c, found, old, grad_weight(c, found.head, results[-3:], number, value(old).dtype, old))
-        results = results[:-3]
+        waiting = codes, columns, of_columns
+        _put(c, found, old, grad_weight(c, found.head, waiting, number, value(old).dtype, old))
     for role, gradient in zip(roles, results[1:], strict=True):
-        _replace_gradient(c, found, role, gradient, weights and weights.number)
+        _replace_gradient(c, found, role, gradient, number)
     return said
 
 

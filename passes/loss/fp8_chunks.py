@@ -51,9 +51,14 @@ def operands(c: Compilation, head: MatmulNode, is_turned: bool, like: fx.Node) -
 
 
 def grad_weight(
-    c: Compilation, head: MatmulNode, waiting: list[fx.Node], number: fx.Node | None, dtype: torch.dtype, like: fx.Node
+    c: Compilation,
+    head: MatmulNode,
+    waiting: tuple[fx.Node, fx.Node, fx.Node],
+    number: fx.Node | None,
+    dtype: torch.dtype,
+    like: fx.Node,
 ) -> fx.Node:
-    """Return the gradient of the weight, [N, K], of what waits for it (`fp8_head.waiting`), times `number`."""
+    """Return the gradient of the weight, [N, K], of what waits for it (`fp8_head.empty_waiting`), times `number`."""
     codes, data, scale = waiting
     if number is None:
         number = constant(c, [], 1.0, torch.float32, like)
