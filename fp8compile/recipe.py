@@ -51,9 +51,9 @@ LONGEST_HISTORY = 65536  # amaxes, which one kernel a cast reads each step
 WIDEST_MARGIN = 64  # powers of two; beyond, scales leave the range of FP32
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} is True or False, not {shown(value)}")
+def _flag(name: str, value: Any, or_none: bool = False) -> Any:
+    if not isinstance(value, bool) and not (or_none and value is None):
+        raise OptionError(f"{name} is True or False{', or None' if or_none else ''}, not {shown(value)}")
     return value
 
 
@@ -117,16 +117,18 @@ class Role:
     """The casts of one of the three matmuls.
 
     left × right: activation × weight (output), gradient × weight (grad_input), gradient × activation (grad_weight).
+    fast_accumulation: True lets a GPU sum in fewer bits, which is faster (docs/benchmarks.md has what it loses). None:
+    in output and grad_input of experts' grouped matmuls alone, which sum over weights.
     """
 
     left: Cast = Cast()
     right: Cast = Cast()
-    fast_accumulation: bool = False
+    fast_accumulation: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             _check_type(name, getattr(self, name), Cast)
-        _flag("fast_accumulation", self.fast_accumulation)
+        _flag("fast_accumulation", self.fast_accumulation, or_none=True)
         kinds = {self.left.granularity.kind, self.right.granularity.kind}
         fine = {self.left.granularity, self.right.granularity} <= {GROUP128, BLOCK128}
         if kinds <= {"tensor", "row"}:
@@ -219,7 +221,7 @@ def _changed_role(role: Role | None, change: Mapping[str, Any] | Role | None) ->
             with inside(name):
                 fields[name] = _changed_cast(getattr(role or Role(), name), value)
         elif name == "fast_accumulation":
-            fields[name] = _flag(name, value)
+            fields[name] = _flag(name, value, or_none=True)
         else:
             raise unknown_name("field of a role", name, ("left", "right", "fast_accumulation"))
     return dataclasses.replace(role or Role(), **fields)

@@ -50,7 +50,11 @@ class Mixture:
 
 TOKENS = 16384
 CAST_BYTES = 3  # of an element: BF16 in, E4M3 out
-MODELS = {"Mixtral 8x7B": Mixture(8, 2, 4096, 14336), "Qwen3 30B-A3B": Mixture(128, 8, 2048, 768)}
+MODELS = {
+    "Mixtral 8x7B": Mixture(8, 2, 4096, 14336),
+    "64 experts of Qwen3 30B-A3B": Mixture(64, 8, 2048, 768),
+    "Qwen3 30B-A3B": Mixture(128, 8, 2048, 768),
+}
 TINY, TINY_TOKENS = Mixture(4, 2, 64, 48), 48
 SYSTEMS = [f"{layer}: {role}, {how}" for layer in ("gate+up", "down") for role in ROLES for how in ("even", "skewed")]
 Call = Callable[[], object]

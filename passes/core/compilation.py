@@ -85,12 +85,14 @@ class Compilation(StageGraph):
         like: fx.Node,
         before: fx.Node | None = None,
         contiguous: bool = False,
+        **kwargs: Any,
     ) -> fx.Node:
         """Return a new call of `target` before `before` (default: `like`), with the origin of `like` and its own value.
 
-        `contiguous` passes memory_format=torch.contiguous_format, as a clone needs to be one.
+        `contiguous` passes memory_format=torch.contiguous_format, as a clone needs to be one; `kwargs` are the call's.
         """
-        kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format} if contiguous else {}
+        if contiguous:
+            kwargs["memory_format"] = torch.contiguous_format
         place = before or like
         assert not place._erased, f"cannot place a node before {place}, which is no longer in the graph"
         with self.graph.inserting_before(place):

@@ -71,7 +71,7 @@ def accumulates_fast(c: Compilation, head: MatmulNode) -> bool:
     """Return True if the recipe, or a plan, lets the logits be summed in less than FP32."""
     role = head.override.role if head.override is not None else None
     role = role or casts_of(head, c.options.recipe)
-    return role is not None and role.fast_accumulation
+    return role is not None and bool(role.fast_accumulation)
 
 
 def place(head: MatmulNode, why: str) -> None:

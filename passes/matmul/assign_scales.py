@@ -31,7 +31,7 @@ def run(c: Compilation) -> None:
         left, right = _operand(role.left, c.is_training), _operand(role.right, c.is_training)
         if matmul.weight_on_left and given is None:
             left, right = right, left  # a plan names the operands as they stand
-        matmul.left_cast, matmul.right_cast, matmul.fast_accumulation = left, right, role.fast_accumulation
+        matmul.left_cast, matmul.right_cast, matmul.fast_accumulation = left, right, bool(role.fast_accumulation)
         _take_gathered_weight(matmul)
 
 

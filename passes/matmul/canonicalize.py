@@ -11,6 +11,8 @@ Before                                               After
     %y  = baddbmm(%b, %x, %w)                            add(%b, bmm(%x, %w))
     %z  = _efficientzerotensor([64, 32])                 full([64, 32], 0)
     %g  = add(slice_scatter(%zeros, %a, …), …)           cat([%a, %b])                (`scattered_slices.py`)
+    %y  = where(%rows [T, 1], 0, cat([%a, %b], 1))       cat([where(%rows, 0, %a), …], 1)   (`row_masks.py`)
+    %g  = index_put(%zeros, [%inverse], %x, accumulate)  index(%x, [%order])                (`permutations.py`)
 
 Sound because two views of one base with equal sizes, strides and offset are the same tensor, a batch of one is a
 matrix, and a broadcast weight multiplies all batches alike (its gradient sums over them). Forward-mode differentiation
@@ -37,7 +39,7 @@ from fp8compile.passes.core.compilation import (
 )
 from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
-from fp8compile.passes.matmul import gathered_weights, scattered_slices
+from fp8compile.passes.matmul import gathered_weights, permutations, row_masks, scattered_slices
 
 
 def run(c: Compilation) -> None:
@@ -45,6 +47,8 @@ def run(c: Compilation) -> None:
     gathered_weights.normalize(c)
     _give_zeros_memory(c)
     scattered_slices.concatenate(c)
+    permutations.gather_back(c)
+    row_masks.mask_pieces(c)
     _merge_equal_views(c)
     for node in list(c.graph.nodes):
         if node.target is aten.baddbmm.default and not node.kwargs:

@@ -23,8 +23,6 @@ and `kernels/matmul/check_grouped.py` tries the kernel itself, once in a process
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fp8compile.devices import Device
 from fp8compile.formats import ROW
 from fp8compile.kernels.matmul.check_grouped import why_contractions_fail, why_it_fails
@@ -34,17 +32,24 @@ from fp8compile.plan.reasons import Reason, Why
 from fp8compile.recipe import Cast, Recipe, Role
 
 GROUPED = "grouped"  # the kind of such a matmul
+FAST = ("output", "grad_input")  # sum over weights, of both signs; grad_weight sums over tokens, which may have one
 LARGE, SMALL = 2048, 128  # two sizes of a group's matmul that are large, or one of its product's that is small
+LONG = 3400  # tokens of a group that are contracted at the full rate
 SHARE_OF_SMALL_TILES = 1 / 3
 MOST_GROUPS = 1023  # torch's kernel has one thread a group to prepare them
 
 
 def casts_of(matmul: MatmulNode, recipe: Recipe) -> Role | None:
-    """Return how `recipe` runs the matmul; None: in its own precision. A grouped one takes scales of rows."""
+    """Return how `recipe` runs the matmul; None: in its own precision.
+
+    A grouped one takes scales of rows. Where the recipe leaves it open and it sums over weights, it accumulates fast:
+    torch's kernel takes up to three times as long otherwise (`share_of_rate`), longer than in BF16.
+    """
     role = recipe.role(matmul.role) if matmul.role != "other" else None
     if role is None or matmul.kind != GROUPED:
         return role
-    return replace(role, left=_by_rows(role.left), right=_by_rows(role.right))
+    fast = matmul.role in FAST if role.fast_accumulation is None else role.fast_accumulation
+    return Role(_by_rows(role.left), _by_rows(role.right), fast)
 
 
 def _by_rows(cast: Cast) -> Cast:
@@ -63,13 +68,15 @@ def share_of_rate(matmul: MatmulNode, role: Role) -> float:
     m, n, k = (hint(size) for size in (matmul.m, matmul.n, matmul.k))
     groups = max(1, hint(matmul.groups))
     m, k = (m, k // groups) if matmul.contracts_groups else (m // groups, k)
-    is_large = sorted((m, n, k))[1] >= LARGE
-    return 1.0 if is_large or min(m, n) <= SMALL else SHARE_OF_SMALL_TILES
+    if sorted((m, n, k))[1] < LARGE and min(m, n) > SMALL:
+        return SHARE_OF_SMALL_TILES
+    return min(1.0, k / LONG) if matmul.contracts_groups else 1.0
 
 
 def takes_rows_alone(matmul: MatmulNode, recipe: Recipe) -> bool:
     """Return True if the casts of a matmul are not the recipe's own."""
-    return recipe.role(matmul.role) != casts_of(matmul, recipe)
+    own, taken = recipe.role(matmul.role), casts_of(matmul, recipe)
+    return own is not None and taken is not None and (own.left, own.right) != (taken.left, taken.right)
 
 
 def why_not_grouped(matmul: MatmulNode, role: Role | None, device: Device) -> Why | None:

@@ -35,6 +35,7 @@ from fp8compile.kernels.codegen.spec.region import ELEMENT, ROW_REDUCTIONS, Regi
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import is_tensor, remove_dead, value
 from fp8compile.passes.core.iteration import NoAccessError
+from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.origin import source_line
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.core.walk import users_of, walk
@@ -150,7 +151,7 @@ def _computed(
         if statistics_elsewhere and node.target not in ops.CASTS:
             continue  # who computes the statistics computes this as well
         stands_here = levels[node] == cluster.level or (node in drawn and _is_returned(node, builder.interior))
-        if stands_here and _is_needed(node, builder, others):
+        if stands_here and _is_needed(node, builder, others) and not _is_widened(node, builder):
             try:
                 builder.sinks.append(store_value(builder, node))
             except (RefusedError, NoAccessError):  # then it stays where it is, and Inductor computes it
@@ -221,6 +222,17 @@ def _is_needed(node: fx.Node, builder: Builder, sinks: set[fx.Node]) -> bool:
     if not is_tensor(node) or node.target in fusible.LAYOUTS or node in sinks:
         return False
     return _read_outside(node, builder.interior | sinks)
+
+
+def _is_widened(node: fx.Node, builder: Builder) -> bool:
+    """Return True if a node is what the region loads, in a wider dtype: who needs that reads what is loaded."""
+    if node.target not in fusible.CONVERSIONS:
+        return False
+    source = first_input(node)
+    is_wider = value(source).dtype.itemsize < value(node).dtype.itemsize
+    while source.target in fusible.LAYOUTS:
+        source = first_input(source)
+    return is_wider and source not in builder.interior
 
 
 def _read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:

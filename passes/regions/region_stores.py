@@ -9,7 +9,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.codegen.spec.region import Buffer, Store
 from fp8compile.passes.core import fusible
-from fp8compile.passes.core.compilation import value
+from fp8compile.passes.core.compilation import aten, value
 from fp8compile.passes.core.iteration import contiguous, divides, same
 from fp8compile.passes.core.marker_views import Quantize, is_amax_of_tensor
 from fp8compile.passes.core.node_views import first_input
@@ -100,7 +100,7 @@ def store_value(builder: Builder, node: fx.Node) -> Sink:
 def _statistic(builder: Builder, node: fx.Node) -> Sink:
     """Return the store of an amax or a scale, in the shape that its marker has."""
     marker = node
-    while marker.target is ops.scale:
+    while marker.target in (ops.scale, aten.maximum.default):  # one scale for all parts of a concatenation
         marker = marker.all_input_nodes[0]
     if value(node).dim() == 0:
         i = builder.evaluate(node, ())

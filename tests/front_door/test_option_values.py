@@ -168,7 +168,7 @@ def test_huge_and_empty_values_that_mean_something_train(given: dict[str, Any]):
     [
         ({"output": {"left": "e4m3"}}, "option 'recipe': output: left: an operand is a Cast or a mapping"),
         ({"output": {"lfet": {}}}, "unknown field of a role 'lfet'. Did you mean 'left'?"),
-        ({"output": {"fast_accumulation": 1}}, "output: fast_accumulation is True or False, not 1"),
+        ({"output": {"fast_accumulation": 1}}, "output: fast_accumulation is True or False, or None, not 1"),
         (
             {"output": {"left": {"format": ["e4m3"]}}},
             "output: left: unknown format ['e4m3']. Did you mean 'e4m3'?",

@@ -12,6 +12,7 @@ from torch._inductor.compile_fx import get_cpp_wrapper_config  # what torch sets
 from fp8compile.options import Options
 
 VECTOR_BITS = 256
+SHORT_SUM = 8  # rows that are added without a loop: those of a token's experts, which are gathered from anywhere
 # For a graph of an optimizer's step: the first of a process would wait for patterns of attention to be made.
 WITHOUT_JOINT_PASSES: dict[str, Any] = {"use_joint_graph_passes": False}
 
@@ -21,6 +22,7 @@ def inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str,
     settings = dict(list_mode_options(options.mode)) if options.mode else {}
     if of_optimizer:  # step counts and what is computed of them: one kernel, not one for each parameter
         settings |= {"combo_kernels": True, "combo_kernels_autotune": 0}
+    settings["unroll_reductions_threshold"] = SHORT_SUM + 1
     if options.dump:  # on a hit no pass runs, and there would be nothing to write
         settings["force_disable_caches"] = True
     if options.executor == "eager":  # Inductor's own random operators ignore their seed when run eagerly

@@ -161,7 +161,8 @@ def test_the_estimate_counts_padding_reads_and_a_product_for_each_expert(monkeyp
         work = 2e-9 * m * n
         casts = (m + n) * k * (matmul_costs.READS_OF_GROUPS * 2 + 1) / (device.casts * 1e9)
         launches = 2 * matmul_costs.READS_OF_GROUPS * device.launch * 1e-3
-        rate = device.fp8_row * device.filled(4)  # a tile for each expert
+        few = int(row.k) // 4 / grouped_matmuls.LONG  # tokens of an expert
+        rate = device.fp8_row * device.filled(4) * few  # a tile for each expert
         alone = work * int(row.k) / device.bf16
         assert row.milliseconds_bf16 == pytest.approx(2 * alone)  # a start is no longer than the matmul
         assert row.milliseconds_fp8 == pytest.approx(work * k / rate + alone + casts + launches)
@@ -206,9 +207,10 @@ def test_more_groups_than_the_kernel_takes_stay(groups: int) -> None:
     [
         ("grad_weight", (1536, 2048, 131072), 128, 1 / 3),  # a group has 1024 tokens: one large size
         ("grad_weight", (2048, 768, 131072), 128, 1 / 3),
-        ("grad_weight", (4096, 7168, 131072), 256, 1.0),  # two large sizes
-        ("grad_weight", (1536, 2048, 131072), 64, 1.0),
-        ("grad_weight", (128, 1536, 131072), 128, 1.0),  # small
+        ("grad_weight", (4096, 7168, 131072), 256, 512 / 3400),  # two large sizes, and few tokens
+        ("grad_weight", (1536, 2048, 131072), 64, 2048 / 3400),
+        ("grad_weight", (4096, 7168, 131072), 32, 1.0),
+        ("grad_weight", (128, 1536, 131072), 128, 1024 / 3400),  # small
         ("grad_input", (131072, 2048, 1536), 128, 1 / 3),
         ("grad_input", (32768, 4096, 28672), 8, 1.0),
         ("output", (131072, 1536, 2048), 128, 1.0),  # fast accumulation
@@ -216,13 +218,31 @@ def test_more_groups_than_the_kernel_takes_stay(groups: int) -> None:
 )
 def test_middling_groups_are_slow_without_fast_accumulation(role, sizes, groups, share) -> None:
     matmul = grouped(role, sizes, groups)
-    casts = grouped_matmuls.casts_of(matmul, Recipe.named("mixed"))
+    exactly = Recipe.named("mixed").override(grad_input={"fast_accumulation": False})
+    casts = grouped_matmuls.casts_of(matmul, exactly)
     assert casts is not None
     assert grouped_matmuls.share_of_rate(matmul, casts) == share
     fast = dataclasses.replace(casts, fast_accumulation=True)
     assert grouped_matmuls.share_of_rate(matmul, fast) == 1.0
     matmul.kind = "mm"
     assert grouped_matmuls.share_of_rate(matmul, casts) == 1.0
+
+
+@pytest.mark.parametrize("recipe", ["mixed", "rowwise", "blockwise"])
+def test_what_sums_over_weights_accumulates_fast_unless_a_recipe_says_no(recipe: str) -> None:
+    fast = {}
+    for role in ("output", "grad_input", "grad_weight"):
+        matmul = grouped(role, (4096, 2048, 1024), 8)
+        for how in (None, False, True):
+            given = Recipe.named(recipe).override(**{role: {"fast_accumulation": how}})
+            casts = grouped_matmuls.casts_of(matmul, given)
+            assert casts is not None
+            fast[role, how] = casts.fast_accumulation
+            plain = grouped(role, (4096, 2048, 1024), 8)
+            plain.kind = "mm"
+            assert grouped_matmuls.casts_of(plain, given) == given.role(role)
+    assert [fast[role, None] for role in ("output", "grad_input", "grad_weight")] == [True, True, False]
+    assert all(fast[role, how] is how for role, how in fast if how is not None)
 
 
 def test_an_input_that_grad_weight_alone_casts_is_read_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,6 +386,34 @@ def test_concatenated_payloads_of_either_layout(transpose: bool, dim: int) -> No
     assert [b.shape for b in region.buffers] == [wide if dim == 0 else narrow]
 
 
+def test_halves_of_a_row_have_one_scale_and_are_made_in_place() -> None:
+    """The gradients of a gated activation: as values and as codes, with the scale of whole rows."""
+
+    def run(g: Tensor, gate: Tensor, up: Tensor) -> Any:
+        halves = g * torch.cos(gate) * up, g * torch.sin(gate)
+        scale = ops.scale(torch.maximum(*(ops.amax(x, "row") for x in halves)), "e4m3")
+        codes = [ops.quantize(x, scale, "e4m3", "row") for x in halves]
+        return torch.cat(halves, 1), torch.cat(codes, 1), scale
+
+    formed = Formed(run, noise(R, C), noise(R, C, seed=3), noise(R, C, seed=4))
+    (region,) = formed.regions
+    assert sorted(b.shape for b in region.buffers) == [(R, 1), (R, 2 * C), (R, 2 * C)]
+    assert formed.left() == []
+    assert not formed.graph.find_nodes(op="call_function", target=aten.cat.default)
+
+
+@pytest.mark.parametrize(("computed", "stored"), [(False, []), (True, [(R, C)])])
+def test_what_is_loaded_is_not_stored_in_a_wider_dtype(computed: bool, stored: list[tuple[int, int]]) -> None:
+    """Who needs it reads what is loaded; what is computed is stored."""
+
+    def run(x: Tensor, rows: Tensor, other: Tensor) -> Any:
+        wide = torch.sin(x.float()) if computed else x.float()
+        return *cast(wide * rows), (wide * other).sum(1)
+
+    (region,) = Formed(run, noise(R, C).bfloat16(), noise(R, 1), noise(R, C, seed=3)).regions
+    assert [b.shape for b in region.buffers] == [(R, C), (R, 1), *stored]
+
+
 def test_a_part_that_somebody_else_reads_is_copied() -> None:
     def run(a: Tensor, b: Tensor) -> Any:
         qa, qb = cast(a)[0], cast(b)[0]

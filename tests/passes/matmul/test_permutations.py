@@ -1,0 +1,179 @@
+"""What is scattered by the indices of a sort is gathered: equal numbers, and nothing is added in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from joint import Joint, joint
+from torch import Tensor, nn
+
+from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.matmul import canonicalize
+
+TOKENS, TOP, WIDTH = 12, 3, 8
+PAIRS = TOKENS * TOP
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Routed(nn.Module):
+    """Tokens in the order of their experts, something done to each, and back by `how`."""
+
+    def __init__(self, how: Form) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(whole(WIDTH))
+
+    def forward(self, x: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+        order = torch.sort(experts, stable=True)[1]
+        return self.how(x, shares * self.weight[0], order) * self.weight
+
+
+def whole(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Whole numbers: their sums are exact, in any order."""
+    return torch.randint(-4, 5, shape, dtype=dtype)
+
+
+def sorted_back(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+    """As Transformers has it: by an inverse that is written."""
+    tokens = x[order // TOP] * shares[order][:, None]
+    inverse = order.new_empty(PAIRS).index_put((order,), torch.arange(PAIRS))
+    return tokens[inverse].view(TOKENS, TOP, WIDTH).sum(1)
+
+
+def sorted_twice(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+    tokens = x[order // TOP] * shares[order][:, None]
+    return tokens[order.argsort()].view(TOKENS, TOP, WIDTH).sum(1)
+
+
+def written_back(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+    """As torchtitan has it."""
+    back = x.new_zeros(PAIRS, WIDTH).index_put((order,), x[order // TOP])
+    return (shares.view(TOKENS, 1, TOP) @ back.view(TOKENS, TOP, WIDTH)).squeeze(1)
+
+
+def added_back(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+    """As torchtitan had it: rows are chosen, and added, element by element."""
+    rows = (order // TOP)[:, None].expand(-1, WIDTH)
+    tokens = x.gather(0, rows) * shares[order][:, None]
+    return torch.zeros_like(x).scatter_add(0, rows, tokens)
+
+
+def repeated(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+    """Each token k times, before they are sorted: what differentiation makes of a sum, too."""
+    tokens = x[:, None].expand(-1, TOP, -1).reshape(PAIRS, WIDTH)[order] * shares[order][:, None]
+    back = tokens.new_zeros(PAIRS, WIDTH).index_put((order.argsort(),), tokens, accumulate=True)
+    return back.view(TOKENS, TOP, WIDTH).sum(1)
+
+
+FORMS = [sorted_back, sorted_twice, written_back, added_back, repeated]
+
+
+def traced(how: Form, dtype: torch.dtype = torch.float32) -> Joint:
+    torch.manual_seed(0)
+    model = Routed(how).to(dtype)
+    x, shares = whole(TOKENS, WIDTH, dtype=dtype), whole(PAIRS, dtype=dtype)
+    return joint(model, x.requires_grad_(), shares.requires_grad_(), torch.randint(4, (PAIRS,)))
+
+
+def adds_in_memory(found: Joint) -> int:
+    graph = found.compilation.graph
+    puts = [n for n in graph.nodes if n.target is aten.index_put.default and n.args[3:] == (True,)]
+    return len(puts) + len(graph.find_nodes(op="call_function", target=aten.scatter_add.default))
+
+
+def compare(found: Joint, dtype: torch.dtype = torch.float32) -> None:
+    """Rewrite the graph, and check that it computes the same."""
+    gradient = whole(TOKENS, WIDTH, dtype=dtype)
+    expected = found.results(gradient)
+    canonicalize.run(found.compilation)
+    found.compilation.graph.lint()
+    for a, b in zip(found.results(gradient), expected, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", FORMS)
+def test_routing_gathers_both_ways(how: Form, dtype: torch.dtype) -> None:
+    found = traced(how, dtype)
+    assert adds_in_memory(found) > 0
+    compare(found, dtype)
+    assert adds_in_memory(found) == 0
+
+
+def test_rows_of_bf16_are_added_in_fp32() -> None:
+    found = traced(added_back, torch.bfloat16)
+    gradient = torch.randn(TOKENS, WIDTH).bfloat16()
+    canonicalize.run(found.compilation)
+    of_x = found.results(gradient)[2]
+    weight, _, shares = found.given[:3]
+    terms = (gradient * weight)[:, None] * (shares * weight[0]).view(TOKENS, TOP, 1)
+    torch.testing.assert_close(of_x, terms.float().sum(1).bfloat16(), rtol=0, atol=0)
+
+
+def test_what_is_repeated_is_not_made() -> None:
+    """The gradient of a sum over k pairs is gathered from the T rows that there are."""
+    found = traced(sorted_back)
+    canonicalize.run(found.compilation)
+    graph = found.compilation.graph
+    gathered = [
+        tuple(n.args[0].meta["val"].shape) for n in graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    ]
+    assert gathered.count((TOKENS, WIDTH)) == 2  # tokens, and the gradient of their sums
+    repeated = graph.find_nodes(op="call_function", target=aten.expand.default)
+    assert (TOKENS, TOP, WIDTH) not in [tuple(n.meta["val"].shape) for n in repeated]
+
+
+def test_rows_are_moved_before_they_are_made_wider() -> None:
+    def widened(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+        return sorted_back(x, shares.float(), order).to(x.dtype)
+
+    found = traced(widened, torch.bfloat16)
+    compare(found, torch.bfloat16)
+    gathers = found.compilation.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    of_rows = [n.meta["val"].dtype for n in gathers if n.args[0].meta["val"].shape == (TOKENS, WIDTH)]
+    assert of_rows == [torch.bfloat16, torch.bfloat16]
+
+
+def of_others(how: str) -> Form:
+    """Something scattered whose rows are not each met once."""
+
+    def back(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+        tokens = x[order // TOP] * shares[order][:, None]
+        index = {
+            "any indices": order * 5 % 7,
+            "values of a sort": torch.sort(order * 5 % PAIRS // 2)[0],
+            "a permutation of each row": torch.sort((order * 5 % 11).view(6, 6), 1)[1].reshape(-1),
+            "quotients of others": (order * 5 % 7) // TOP,
+            "quotients that are rounded up": -(-order // TOP) % TOKENS,
+        }[how]
+        return tokens.new_zeros(PAIRS, WIDTH).index_put((index,), tokens, accumulate=True)[:TOKENS]
+
+    return back
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["any indices", "values of a sort", "a permutation of each row", "quotients of others",
+     "quotients that are rounded up"],
+)  # fmt: skip
+def test_other_indices_stay(how: str) -> None:
+    found = traced(of_others(how))
+    compare(found)
+    assert adds_in_memory(found) >= 1
+
+
+def among(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+    """Added to something, more rows than there are pairs, and as many rows a token as there are not."""
+    tokens = x[order // TOP] * shares[order][:, None]
+    ones = torch.ones_like(x).index_put((order // TOP,), tokens, accumulate=True)
+    more = tokens.new_zeros(PAIRS + 1, WIDTH).index_put((order,), tokens, accumulate=True)
+    fewer = tokens.new_zeros(TOKENS, WIDTH).index_put((order // (2 * TOP),), tokens, accumulate=True)
+    return ones + more[:TOKENS] + fewer
+
+
+def test_what_is_not_made_of_these_rows_alone_stays() -> None:
+    found = traced(among)
+    compare(found)
+    assert adds_in_memory(found) == 3
