@@ -116,15 +116,15 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model; forward returns the mean cross-entropy in nats per byte, f32[]."""
+    """The whole model; forward returns the mean cross-entropy in nats per token, f32[]. Tokens are bytes by default."""
 
-    def __init__(self, config: LlamaConfig, max_seq: int) -> None:
+    def __init__(self, config: LlamaConfig, max_seq: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.embedding = nn.Embedding(vocabulary, config.dim)
         self.rotary = Rotary(config.head_dim, max_seq, config.rope_base)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim)
-        self.lm_head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(config.dim, vocabulary, bias=False)
         self._initialise(config.n_layers)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from there for `--steps` more: from the same weights and averages of AdamW, on t
 whole training.
 
 "output", "grad_input" and "grad_weight alone" have that matmul of each layer in FP8, "saved alone" what is kept for
-backward, "8-bit states" the averages of AdamW; O2 and O3 are as in `convergence.py`. "BF16 nudged" is BF16 from weights
-that are each changed by a ten-thousandth: what chaos does by itself.
+backward, "8-bit states" the averages of AdamW, "FP8 head alone" the head, of a large `--vocabulary`; O2 and O3 are as
+in `convergence.py`. "BF16 nudged" is BF16 from weights that are each changed by a ten-thousandth: what chaos does by
+itself.
 
     at first    mean, over the first quarter of a branch, of its loss / BF16's on the same batch - 1
     training    the same over its second half, when a nudge may have grown as large as what FP8 does
@@ -37,7 +38,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.training.convergence import SIZES, Settings, Trainer, check_folder, nudge
+from benchmarks.training.convergence import Settings, Trainer, add_settings, check_folder, nudge, settings_and_text
 from benchmarks.training.convergence_report import (
     IN_BF16,
     LAST,
@@ -51,7 +52,7 @@ from benchmarks.training.convergence_report import (
     without_nudge,
 )
 from benchmarks.training.intervals import Interval, student
-from corpus import Corpus, load_corpus
+from corpus import Corpus
 
 BASE = "BF16"
 BRANCHES = (BASE, NUDGED, *PARTS, STATES, *(name for name in OURS if name not in PARTS))
@@ -196,12 +197,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(report(given.out))
         return
     given.out.mkdir(parents=True, exist_ok=True)
-    device = "cuda" if torch.cuda.is_available() and not given.tiny else "cpu"
-    size = SIZES["tiny" if given.tiny else given.size]
-    corpus = load_corpus(given.text, size.seq).to(torch.device(device))
-    executor = "eager" if device == "cpu" else "inductor"
-    settings = Settings(size, device, given.select, "fp32", executor, corpus.source)
-    at, steps = round(given.at * size.steps), min(given.steps, size.steps - round(given.at * size.steps))
+    settings, corpus = settings_and_text(given, steps=None)
+    whole = settings.size.steps
+    at, steps = round(given.at * whole), min(given.steps, whole - round(given.at * whole))
     check_folder(given.out, {**asdict(settings), "at": at, "steps_of_a_branch": steps})
     torch.set_float32_matmul_precision("high")
     deadline = began + 60 * given.minutes
@@ -213,8 +211,8 @@ def main(arguments: list[str] | None = None) -> None:
             file = given.out / f"{name.replace(' ', '-')}-seed{seed}.json"
             if not file.exists() and time.monotonic() < deadline:
                 branch = branch_off(settings, corpus, name, seed, steps, state)
-                (whole := file.with_suffix(".part")).write_text(json.dumps(asdict(branch)) + "\n")
-                whole.rename(file)  # another process may be reading the folder
+                (part := file.with_suffix(".part")).write_text(json.dumps(asdict(branch)) + "\n")
+                part.rename(file)  # another process may be reading the folder
                 print(f"{name:<20} seed {seed}: {branch.held_out[LAST]:.5f}", flush=True)
     print(report(given.out))
 
@@ -230,12 +228,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so long")
     p.add_argument("--seeds", type=int, default=1)
     p.add_argument("--first", type=int, default=0, help="the first seed")
-    p.add_argument("--size", choices=["125m", "1b"], default="125m")
-    p.add_argument("--tiny", action="store_true", help="a very small model, on the CPU")
+    add_settings(p, select="profitable")
     p.add_argument("--at", type=float, default=0.7, help="the share of a training's steps after which branches begin")
     p.add_argument("--steps", type=int, default=400, help="of a branch")
-    p.add_argument("--text", type=Path, help="as for examples/train_lm.py")
-    p.add_argument("--select", choices=["all", "profitable"], default="profitable", help="which matmuls are in FP8")
     p.add_argument(
         "--branches", nargs="*", choices=[*BRANCHES, "combined"], help="none: only what they begin from is trained"
     )

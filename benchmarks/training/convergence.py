@@ -13,7 +13,7 @@ alone (its step is compiled), O2 in its matmuls, O3 in matmuls, saved activation
 first two; "output alone" in the outputs of matmuls, and so on; "first in BF16" leaves the matmuls of the first block,
 "ends in BF16" those of the last too; "two passes" computes every amax first, "FP8 head" converts the head too, "auto"
 is the automatic mode, "recipe auto" the recipe of that name. With `--parameters bf16` the parameters of ours are BF16,
-with the masters of their level.
+with the masters of their level. With `--vocabulary 32768` tokens are subwords, as a head in FP8 is about large ones.
 
 **Less noise.** Trainings are chaotic: two runs that differ in one rounding end apart by more than FP8 costs. So the
 weights of the last tenth of a run are averaged, and both they and the last weights are evaluated on 2 M held-out
@@ -66,8 +66,9 @@ from benchmarks.training.convergence_report import (
     report,
     without_nudge,
 )
+from benchmarks.training.subwords import in_subwords
 from corpus import Corpus, even_starts, load_corpus, random_starts, windows
-from llama import Llama, LlamaConfig
+from llama import VOCABULARY, Llama, LlamaConfig
 from training import MAX_GRADIENT_NORM, WEIGHT_DECAY, Size, lr_factor
 
 SIZES = {
@@ -92,6 +93,7 @@ class Settings:
     executor: str
     text: str
     deterministic: bool = False
+    vocabulary: int = VOCABULARY
 
 
 @torch.no_grad()
@@ -115,7 +117,7 @@ class Trainer:
         size = settings.size
         torch.manual_seed(run.seed)
         with torch.device(settings.device):
-            self.model = Llama(size.model, max_seq=size.seq)
+            self.model = Llama(size.model, size.seq, settings.vocabulary)
         name = without_nudge(run.name)
         if run.name != name:
             nudge(self.model, run.name, run.seed)
@@ -293,18 +295,43 @@ def main(arguments: list[str] | None = None) -> None:
     if given.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    device = "cuda" if torch.cuda.is_available() and not given.tiny else "cpu"
-    size = SIZES["tiny" if given.tiny else given.size]
-    size = size if given.steps is None else replace(size, steps=given.steps)
-    corpus = load_corpus(given.text, size.seq).to(torch.device(device))
-    executor = "eager" if device == "cpu" else "inductor"
-    settings = Settings(size, device, given.select, given.parameters, executor, corpus.source, given.deterministic)
+    settings, corpus = settings_and_text(given, given.steps, given.parameters, given.deterministic)
     check_folder(given.out, asdict(settings))
     torch.set_float32_matmul_precision("high")
     names = [name for name in given.configurations if _is_there(name)]
     left = _run_all(given, names, settings, corpus, began + 60 * given.minutes)
     print(f"{left} of {len(names) * given.seeds} runs left: the same command goes on" if left else "all runs done")
     print("\n" + report(given.out, asdict(settings)))
+
+
+def settings_and_text(
+    given: argparse.Namespace, steps: int | None, parameters: str = "fp32", deterministic: bool = False
+) -> tuple[Settings, Corpus]:
+    """Return what all runs of a folder share, by the arguments of `add_settings`, and their text on the device."""
+    device = "cuda" if torch.cuda.is_available() and not given.tiny else "cpu"
+    changed = {"steps": steps, "batch": given.batch, "seq": given.seq}
+    size = SIZES["tiny" if given.tiny else given.size]
+    size = replace(size, **{name: value for name, value in changed.items() if value is not None})
+    corpus = load_corpus(given.text, size.seq)
+    if given.vocabulary != VOCABULARY:
+        corpus = in_subwords(corpus, given.vocabulary, given.out / f"subwords-{given.vocabulary}.pt")
+    corpus = corpus.to(torch.device(device))
+    executor = "eager" if device == "cpu" else "inductor"
+    return (
+        Settings(size, device, given.select, parameters, executor, corpus.source, deterministic, given.vocabulary),
+        corpus,
+    )
+
+
+def add_settings(p: argparse.ArgumentParser, select: str) -> None:
+    """Add the arguments for what is trained on what; `select` is the default choice of matmuls."""
+    p.add_argument("--size", choices=["125m", "1b"], default="125m")
+    p.add_argument("--tiny", action="store_true", help="a very small model, on the CPU")
+    p.add_argument("--batch", type=int, help="sequences of a step")
+    p.add_argument("--seq", type=int, help="tokens of a sequence")
+    p.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens are so many subwords (default: bytes)")
+    p.add_argument("--text", type=Path, help="as for examples/train_lm.py")
+    p.add_argument("--select", choices=["all", "profitable"], default=select, help="which matmuls are in FP8")
 
 
 def _run_all(
@@ -351,7 +378,7 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     now = json.loads(json.dumps(settings))
     if not file.exists():
         file.write_text(json.dumps(now, indent=1) + "\n")
-    elif (before := json.loads(file.read_text())) != now:
+    elif (before := {"vocabulary": VOCABULARY, **json.loads(file.read_text())}) != now:
         changed = [name for name in now if before.get(name) != now[name]]
         raise SystemExit(f"{folder} holds runs of other settings ({', '.join(changed)}): take another --out")
 
@@ -373,11 +400,8 @@ def parser() -> argparse.ArgumentParser:
         "--first", type=int, default=0, help="the first seed: two GPUs can share a study, with a --scratch each"
     )
     p.add_argument("--untimed", action="store_true", help="other work shares the GPU: keep no times")
-    p.add_argument("--size", choices=["125m", "1b"], default="125m")
-    p.add_argument("--tiny", action="store_true", help="a very small model, on the CPU")
     p.add_argument("--steps", type=int)
-    p.add_argument("--text", type=Path, help="as for examples/train_lm.py")
-    p.add_argument("--select", choices=["all", "profitable"], default="all", help="which matmuls are in FP8")
+    add_settings(p, select="all")
     p.add_argument("--parameters", choices=["fp32", "bf16"], default="fp32", help="of O2 and O3")
     p.add_argument("--deterministic", action="store_true", help="torch's deterministic algorithms: slower ones")
     p.add_argument(

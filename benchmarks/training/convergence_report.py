@@ -44,6 +44,7 @@ OURS: dict[str, dict[str, Any]] = {
     "O3 first in BF16": {"level": "O3", "skip": ["*blocks.{first}.*"]},
     "O3 ends in BF16": {"level": "O3", "skip": ["*blocks.{first}.*", "*blocks.{last}.*"]},
     "O3 FP8 head": {"level": "O3", "lm_head": True},
+    "FP8 head alone": {"level": "O2", "lm_head": True, "skip": ["*blocks.*"], "save": "bf16"},
     "O3 auto": {"level": "O3", "adaptive": "auto"},
     "O3 recipe auto": {"level": "O3", "recipe": "auto"},
     **PARTS,

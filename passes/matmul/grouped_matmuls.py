@@ -34,7 +34,7 @@ from fp8compile.recipe import Cast, Recipe, Role
 GROUPED = "grouped"  # the kind of such a matmul
 FAST = ("output", "grad_input")  # sum over weights, of both signs; grad_weight sums over tokens, which may have one
 LARGE, SMALL = 2048, 128  # two sizes of a group's matmul that are large, or one of its product's that is small
-LONG = 3400  # tokens of a group that are contracted at the full rate
+LONG = 2700  # tokens of a group that are contracted at the full rate
 SHARE_OF_SMALL_TILES = 1 / 3
 MOST_GROUPS = 1023  # torch's kernel has one thread a group to prepare them
 
@@ -60,8 +60,9 @@ def share_of_rate(matmul: MatmulNode, role: Role) -> float:
     """Return the share of the device's rate for rows that a matmul has: all of it, but for grouped ones in small tiles.
 
     torch's kernel takes its tiles by the size of an average group (ScaledGroupMM.cu). In those for groups of middling
-    size it is slow without fast accumulation: an H100 does 180 to 340 TFLOP/s for Qwen3-30B-A3B's experts, in any role,
-    where it does 500 to 1160 with it, and 500 to 710 in BF16 (`benchmarks/micro/grouped_matmul.py`).
+    size it is slow without fast accumulation: an H200 does 190 to 370 TFLOP/s for Qwen3-30B-A3B's experts, in any role,
+    where it does 500 to 1170 with it, and 540 to 730 in BF16. Few tokens to contract keep it from its rate: 2048 of a
+    group 680 to 950 TFLOP/s (`benchmarks/micro/grouped_matmul.py`).
     """
     if matmul.kind != GROUPED or role.fast_accumulation:
         return 1.0

@@ -17,6 +17,7 @@ import fp8compile
 from benchmarks.training import branches as benchmark
 from benchmarks.training import convergence
 from benchmarks.training.convergence_report import IN_BF16, LAST, NUDGED, OURS, PARTS, PARTS_OF_O3, STATES, Run
+from corpus import load_corpus
 
 STEPS, AT = 6, 3
 GIVEN = ["--tiny", "--at", "0.5", "--select", "all", "--text", str(TEXT)]
@@ -38,7 +39,7 @@ def _small() -> Iterator[None]:
 def whole() -> tuple[list[float], dict[str, float]]:
     """Losses of a training in BF16 that nothing branches off, and those of its last weights."""
     size = convergence.SIZES["tiny"]
-    corpus = benchmark.load_corpus(TEXT, size.seq)
+    corpus = load_corpus(TEXT, size.seq)
     settings = convergence.Settings(size, "cpu", "all", "fp32", "eager", "")
     trainer = convergence.Trainer(settings, corpus, Run("BF16", 0, STEPS))
     losses, _ = trainer.train(STEPS)
@@ -66,7 +67,7 @@ def test_a_branch_in_bf16_is_the_rest_of_the_training(tmp_path: Path, capsys: py
 
 def test_a_nudge_changes_every_weight_a_little_and_nothing_else() -> None:
     size = convergence.SIZES["tiny"]
-    corpus = benchmark.load_corpus(TEXT, size.seq)
+    corpus = load_corpus(TEXT, size.seq)
     settings = convergence.Settings(size, "cpu", "all", "fp32", "eager", "")
     names = ("BF16", NUDGED, f"{NUDGED} 2")
     base, *all_nudged = (convergence.Trainer(settings, corpus, Run(name, 0, STEPS)) for name in names)

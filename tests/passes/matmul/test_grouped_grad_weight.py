@@ -207,10 +207,10 @@ def test_more_groups_than_the_kernel_takes_stay(groups: int) -> None:
     [
         ("grad_weight", (1536, 2048, 131072), 128, 1 / 3),  # a group has 1024 tokens: one large size
         ("grad_weight", (2048, 768, 131072), 128, 1 / 3),
-        ("grad_weight", (4096, 7168, 131072), 256, 512 / 3400),  # two large sizes, and few tokens
-        ("grad_weight", (1536, 2048, 131072), 64, 2048 / 3400),
+        ("grad_weight", (4096, 7168, 131072), 256, 512 / grouped_matmuls.LONG),  # two large sizes, and few tokens
+        ("grad_weight", (1536, 2048, 131072), 64, 2048 / grouped_matmuls.LONG),
         ("grad_weight", (4096, 7168, 131072), 32, 1.0),
-        ("grad_weight", (128, 1536, 131072), 128, 1024 / 3400),  # small
+        ("grad_weight", (128, 1536, 131072), 128, 1024 / grouped_matmuls.LONG),  # small
         ("grad_input", (131072, 2048, 1536), 128, 1 / 3),
         ("grad_input", (32768, 4096, 28672), 8, 1.0),
         ("output", (131072, 1536, 2048), 128, 1.0),  # fast accumulation
