@@ -20,6 +20,7 @@ and those of BF16 in FP32.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class Order:
     """A permutation of range(`size`): `inverse` is its inverse, where the graph has that."""
 
     node: fx.Node
-    size: int
+    size: Any
     inverse: fx.Node | None = None
 
 
@@ -68,11 +69,11 @@ def _find_orders(graph: fx.Graph) -> dict[fx.Node, Order]:
     orders: dict[fx.Node, Order] = {}
     for node in graph.nodes:
         part = Getitem.of(node)
-        if part is not None and part.source.target in SORTS and part.index == 1 and _length(node) is not None:
+        if part is not None and part.source.target in SORTS and part.index == 1 and value(node).dim() == 1:
             orders[node] = Order(node, value(node).shape[0])
     for node in graph.nodes:
         order = orders.get(_inverted(node))
-        if order is not None and order.inverse is None and _length(node) == order.size:
+        if order is not None and order.inverse is None and same_sizes(value(node).shape, [order.size]):
             _pair(orders, order, node)
     return orders
 
@@ -81,12 +82,6 @@ def _pair(orders: dict[fx.Node, Order], order: Order, inverse: fx.Node) -> None:
     """Note that a node is the inverse of a permutation, and that of it."""
     orders[order.node] = Order(order.node, order.size, inverse)
     orders[inverse] = Order(inverse, order.size, order.node)
-
-
-def _length(node: fx.Node) -> int | None:
-    """Return the size of a vector; None of what is none, or of a size that is not known."""
-    shape = value(node).shape
-    return shape[0] if len(shape) == 1 and isinstance(shape[0], int) else None
 
 
 def _inverted(node: fx.Node) -> Any:
@@ -131,8 +126,10 @@ def _gather(
     order, k = divided
     if not same_sizes(value(x).shape, (order.size, *rest)) or not same_sizes([value(node).shape[0] * k], [order.size]):
         return
+    if not all(isinstance(size, int) for size in rest):
+        return
     back = _rows(c, x, _inverse(c, order, orders, node), node)
-    rows = c.emit(aten.view.default, back, [order.size // k, k, *rest], like=node)
+    rows = c.emit(aten.view.default, back, [-1, k, *rest], like=node)
     replace_value(c, node, c.emit(aten.sum.dim_IntList, rows, [1], like=node))
 
 
@@ -141,16 +138,19 @@ def _divided(index: fx.Node, orders: dict[fx.Node, Order]) -> tuple[Order, int] 
     if index.target is not aten.div.Tensor_mode or argument(index, "rounding_mode") != FLOOR:
         return None
     order, k = orders.get(first_input(index)), argument(index, "other")
-    return (order, k) if order is not None and isinstance(k, int) and k > 0 and order.size % k == 0 else None
+    return (order, k) if order is not None and isinstance(k, int) and k > 0 else None
 
 
 def _inverse(c: Compilation, order: Order, orders: dict[fx.Node, Order], like: fx.Node) -> fx.Node:
     """Return the inverse of a permutation: the graph's, or a new one."""
     if order.inverse is not None:
         return order.inverse
-    given = {"dtype": torch.int64, "device": value(order.node).device}
-    numbers = c.emit(prims.iota.default, order.size, like=like, start=0, step=1, requires_grad=False, **given)
-    inverse = c.emit(aten.index_put.default, numbers, [order.node], numbers, like=like)
+    if isinstance(order.size, int):
+        given = {"dtype": torch.int64, "device": value(order.node).device}
+        numbers = c.emit(prims.iota.default, order.size, like=like, start=0, step=1, requires_grad=False, **given)
+        inverse = c.emit(aten.index_put.default, numbers, [order.node], numbers, like=like)
+    else:  # of a size that comes with the call: a second sort
+        inverse = c.emit(operator.getitem, c.emit(aten.sort.default, order.node, like=like), 1, like=like)
     _pair(orders, order, inverse)
     return inverse
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,3 +178,37 @@ def test_what_is_not_made_of_these_rows_alone_stays() -> None:
     found = traced(among)
     compare(found)
     assert adds_in_memory(found) == 3
+
+
+class Spread(nn.Module):
+    """Tokens that meet TOP experts each, which are chosen by what they are: any number of tokens."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.randn(WIDTH, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, experts = (x @ self.weight).topk(TOP)
+        order = experts.view(-1).argsort(stable=True)
+        tokens = x[order // TOP] * shares.view(-1)[order][:, None]
+        if self.how == "added":
+            return torch.zeros_like(x).index_add(0, order // TOP, tokens)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.numel())
+        return tokens[inverse].view(-1, TOP, WIDTH).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
+@pytest.mark.parametrize("how", ["sorted", "added"])
+def test_any_number_of_tokens(how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Spread(how)
+    options = {"executor": "eager", "strict": True, "skip": ["*"], "save": "bf16", "dump": str(tmp_path)}
+    run = torch.compile(model, backend="fp8", dynamic=True, options=options)
+    for tokens in (12, 7, 30):
+        x = torch.randn(tokens, WIDTH, requires_grad=True)
+        wanted, found = (torch.autograd.grad(f(x).square().sum(), [x, model.weight]) for f in (model, run))
+        torch.testing.assert_close(found, wanted)
+    (graph,) = tmp_path.glob("graph*/01_joint_canonicalize.py")
+    assert "True)" not in "".join(line for line in graph.read_text().splitlines() if "index_put" in line)
+    assert "scatter_add" not in graph.read_text()
