@@ -25,7 +25,8 @@ OPERATORS = ("delayed", "ops")
 ROOMS = (
     "front door", "insight", "cuda_graphs", "serving", "adaptive", "optimizer", "distributed", "torch_hooks", "passes",
     "passes.optimizer", "passes.collectives", "passes.loss", "passes.attention", "passes.lower", "passes.regions",
-    "passes.save", "passes.matmul", "passes.core", "plan", "options", "operators", "kernels.check", "kernels.optimizer",
+    "passes.save", "passes.canonical", "passes.matmul", "passes.core", "plan", "options", "operators", "kernels.check",
+    "kernels.optimizer",
     "kernels.loss", "kernels.casts", "kernels.matmul", "kernels.codegen", "kernels.codegen.emit", "kernels.reference",
     "kernels.codegen.schedule", "kernels.codegen.spec", "kernels.codegen.source", "basics",
 )  # fmt: skip

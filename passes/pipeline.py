@@ -5,6 +5,7 @@ its file. `passes/core/stages.py` says when each stage is, `RULES` what holds th
 from __future__ import annotations
 
 from fp8compile.passes.attention import attention_layout, attention_masks, attention_strides, grouped_heads
+from fp8compile.passes.canonical import canonicalize
 from fp8compile.passes.collectives import exchange_as_fp8, expose_matmuls, gather_as_fp8
 from fp8compile.passes.core import derivatives
 from fp8compile.passes.core.compilation import Compilation, attach_views, complete_values, has_markers, remove_dead
@@ -25,7 +26,6 @@ from fp8compile.passes.lower import (
 from fp8compile.passes.lower.verify_kernels import half_verifier
 from fp8compile.passes.matmul import (
     assign_scales,
-    canonicalize,
     convolutions,
     merge_matmuls,
     observe_casts,

@@ -19,11 +19,12 @@ import fp8compile
 from fp8compile import devices, ops
 from fp8compile.errors import VerificationError
 from fp8compile.options import Options
+from fp8compile.passes.canonical import canonicalize
 from fp8compile.passes.core import library_seconds
 from fp8compile.passes.core.compilation import Compilation, Input
 from fp8compile.passes.core.verify import verify
 from fp8compile.passes.lower.keep_strides import keep_strides
-from fp8compile.passes.matmul import canonicalize, find_matmuls, grouped_matmuls, quantize_matmuls, select_matmuls
+from fp8compile.passes.matmul import find_matmuls, grouped_matmuls, quantize_matmuls, select_matmuls
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import Matmul

@@ -9,10 +9,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import devices
 from fp8compile.options import Options
+from fp8compile.passes.canonical import canonicalize
 from fp8compile.passes.core import matmul_node
 from fp8compile.passes.core.compilation import Compilation, Input, aten
 from fp8compile.passes.core.replace import replace_value
-from fp8compile.passes.matmul import assign_scales, canonicalize, merge_matmuls, quantize_matmuls, select_matmuls
+from fp8compile.passes.matmul import assign_scales, merge_matmuls, quantize_matmuls, select_matmuls
 from fp8compile.passes.pipeline import PIPELINE, run_stage
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.rows import FP8

@@ -15,10 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import devices
 from fp8compile.options import Options
+from fp8compile.passes.canonical import canonicalize
 from fp8compile.passes.core.compilation import Compilation, Input
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.snapshot import copy_graph
-from fp8compile.passes.matmul import canonicalize, select_matmuls
+from fp8compile.passes.matmul import select_matmuls
 from fp8compile.passes.matmul.grouped_matmuls import casts_of
 from fp8compile.passes.matmul.matmul_costs import Costs
 from fp8compile.plan.plan import Plan

@@ -17,8 +17,9 @@ import fp8compile
 from fp8compile import devices, embedding_tables
 from fp8compile.errors import Fp8Warning
 from fp8compile.options import Options
+from fp8compile.passes.canonical import canonicalize
 from fp8compile.passes.core.compilation import Compilation, Input
-from fp8compile.passes.matmul import canonicalize, select_matmuls
+from fp8compile.passes.matmul import select_matmuls
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.rows import Matmul
 

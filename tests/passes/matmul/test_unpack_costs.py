@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile
 from fp8compile import devices
+from fp8compile.passes.canonical import canonicalize
 from fp8compile.passes.core.compilation import Compilation
 from fp8compile.passes.core.matmul_node import MatmulNode
-from fp8compile.passes.matmul import canonicalize, host_costs, matmul_costs, select_matmuls
+from fp8compile.passes.matmul import host_costs, matmul_costs, select_matmuls
 from fp8compile.passes.matmul.grouped_matmuls import casts_of
 from fp8compile.passes.matmul.roles import find_roles
 from fp8compile.passes.matmul.unpack_costs import Unpacked, find_unpacked

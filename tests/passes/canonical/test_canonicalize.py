@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp8compile
 from fp8compile.devices import Device
 from fp8compile.options import Options
+from fp8compile.passes.canonical import canonicalize
 from fp8compile.passes.core.compilation import Compilation, aten
-from fp8compile.passes.matmul import canonicalize
 from fp8compile.plan.plan import Plan
 
 EAGER = {"select": "all", "executor": "eager", "strict": True}

@@ -7,8 +7,8 @@ import torch
 from joint import joint
 from torch import Tensor, nn
 
+from fp8compile.passes.canonical import canonicalize
 from fp8compile.passes.core.compilation import aten
-from fp8compile.passes.matmul import canonicalize
 
 ROWS, WIDTH = 6, 8
 

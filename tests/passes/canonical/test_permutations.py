@@ -10,8 +10,8 @@ import torch
 from joint import Joint, joint
 from torch import Tensor, nn
 
+from fp8compile.passes.canonical import canonicalize
 from fp8compile.passes.core.compilation import aten
-from fp8compile.passes.matmul import canonicalize
 
 TOKENS, TOP, WIDTH = 12, 3, 8
 PAIRS = TOKENS * TOP

@@ -27,6 +27,7 @@ import math
 import torch
 from torch import fx
 
+from fp8compile.passes.canonical import permutations, row_masks, scattered_slices
 from fp8compile.passes.core.compilation import (
     VIEWS,
     Compilation,
@@ -39,7 +40,7 @@ from fp8compile.passes.core.compilation import (
 )
 from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
-from fp8compile.passes.matmul import gathered_weights, permutations, row_masks, scattered_slices
+from fp8compile.passes.matmul import gathered_weights
 
 
 def run(c: Compilation) -> None:
