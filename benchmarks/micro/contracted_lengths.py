@@ -3,9 +3,9 @@
     python -m benchmarks.micro.contracted_lengths --json FILE    one GPU with FP8, less than a minute
     python -m benchmarks.micro.contracted_lengths --tiny    tiny shapes by the reference, on a CPU: no times
 
-Codes of a row lie one after the other, so a length that is a multiple of 16, which is what FP8 units want, lets rows begin
-anywhere in a line of 128 bytes. Milliseconds of a [M, K] times b [N, K], transposed, both E4M3, BF16 results, medians:
-K as it is, and filled up to the next multiple of 32, 64 and 128; by one scale a tensor, and one a row.
+Rows of codes lie one after the other, so with a length that is a multiple of 16, which is what FP8 units want, a row
+begins anywhere in a line of 128 bytes. Milliseconds of a [M, K] times b [N, K], transposed, both E4M3, BF16 results,
+medians: K as it is, and filled up to the next multiple of 32, 64 and 128; by one scale a tensor, and one a row.
 
 `--help` and runs.py have the other options.
 """
@@ -79,6 +79,7 @@ BENCHMARK = Benchmark(
     measure,
     COLUMNS,
     AS_IT_IS,
+    axes=(("k", "contracted length"), ("row", "scales of rows, ms")),
     alone=False,
 )
 
