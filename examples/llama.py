@@ -7,6 +7,7 @@ runs the matmuls and the attention in BF16.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,10 @@ class LlamaConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    def built(self, max_seq: int, vocabulary: int = VOCABULARY) -> nn.Module:
+        """Return a model of these sizes, which gives the loss of (tokens, targets)."""
+        return Llama(self, max_seq, vocabulary)
 
 
 class RMSNorm(nn.Module):
@@ -118,11 +123,13 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The whole model; forward returns the mean cross-entropy in nats per token, f32[]. Tokens are bytes by default."""
 
+    block: Callable[..., nn.Module] = Block
+
     def __init__(self, config: LlamaConfig, max_seq: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, config.dim)
         self.rotary = Rotary(config.head_dim, max_seq, config.rope_base)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(type(self).block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, vocabulary, bias=False)
         self._initialise(config.n_layers)
@@ -131,12 +138,16 @@ class Llama(nn.Module):
         x = self.embedding(tokens).to(torch.bfloat16)
         for block in self.blocks:
             x = block(x, self.rotary)
+        return self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of what the blocks made."""
         logits = self.lm_head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _initialise(self, n_layers: int) -> None:
         """Normal(0, 0.02), with the layers that write to the residual stream shrunk by sqrt(2 n_layers) as in GPT-2."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                writes_residual = name.endswith(("out.weight", "down.weight"))
+            if parameter.dim() >= 2:
+                writes_residual = name.endswith(("out.weight", "down.weight", "down"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * n_layers) if writes_residual else 0.02)

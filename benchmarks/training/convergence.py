@@ -13,7 +13,8 @@ alone (its step is compiled), O2 in its matmuls, O3 in matmuls, saved activation
 first two; "output alone" in the outputs of matmuls, and so on; "first in BF16" leaves the matmuls of the first block,
 "ends in BF16" those of the last too; "two passes" computes every amax first, "FP8 head" converts the head too, "auto"
 is the automatic mode, "recipe auto" the recipe of that name. With `--parameters bf16` the parameters of ours are BF16,
-with the masters of their level. With `--vocabulary 32768` tokens are subwords, as a head in FP8 is about large ones.
+with the masters of their level. `--size mixture` has 107 M parameters, of which a token meets 31 M; the report says
+where tokens go. With `--vocabulary 32768` tokens are subwords, as a head in FP8 is about large ones.
 
 **Less noise.** Trainings are chaotic: two runs that differ in one rounding end apart by more than FP8 costs. So the
 weights of the last tenth of a run are averaged, and both they and the last weights are evaluated on 2 M held-out
@@ -66,14 +67,18 @@ from benchmarks.training.convergence_report import (
     report,
     without_nudge,
 )
+from benchmarks.training.routing import counted
 from benchmarks.training.subwords import in_subwords
 from corpus import Corpus, even_starts, load_corpus, random_starts, windows
-from llama import VOCABULARY, Llama, LlamaConfig
+from llama import VOCABULARY, LlamaConfig
+from mixture import MixtureConfig
 from training import MAX_GRADIENT_NORM, WEIGHT_DECAY, Size, lr_factor
 
 SIZES = {
     "tiny": Size(LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden=192), 8, 64, 60, 3e-3, 4),
     "125m": Size(LlamaConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, hidden=3584), 32, 1024, 2000, 6e-4, 8),
+    "mixture": Size(MixtureConfig(dim=512, n_layers=8, n_heads=8, n_kv_heads=4, hidden=1024), 32, 1024, 2000, 6e-4, 8),
+    "tiny mixture": Size(MixtureConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden=64), 8, 64, 60, 3e-3, 4),
     "1b": Size(LlamaConfig(dim=2048, n_layers=25, n_heads=32, n_kv_heads=4, hidden=5632), 16, 1024, 3000, 3e-4, 16),
 }
 EVALUATIONS = 40  # in a run
@@ -117,7 +122,7 @@ class Trainer:
         size = settings.size
         torch.manual_seed(run.seed)
         with torch.device(settings.device):
-            self.model = Llama(size.model, size.seq, settings.vocabulary)
+            self.model = size.model.built(size.seq, settings.vocabulary)
         name = without_nudge(run.name)
         if run.name != name:
             nudge(self.model, run.name, run.seed)
@@ -198,6 +203,14 @@ class Trainer:
         steps = {measure: self.step, measure + IN_BF16: self.model}
         return {name: self._held_out(batches, step) for name, step in steps.items()}
 
+    def routing(self) -> list[list[float]]:
+        """Return the shares of tokens that experts meet with the weights as they are, in eager BF16."""
+        if not isinstance(self.settings.size.model, MixtureConfig):
+            return []
+        with counted(self.model) as shares:
+            self._held_out(self.settings.size.held_out_batches, self.model)
+        return [list(layer) for layer in shares()]
+
     def fp8_matmuls(self) -> int:
         """Return how many matmuls the training graph has in FP8; call it before anything else is compiled."""
         return len(fp8compile.last_compile().converted) if without_nudge(self.run.name) in OURS else 0
@@ -271,6 +284,7 @@ def train(
         run.diverged = not all(map(math.isfinite, (*values, run.evaluations[-1][1])))
         if run.finished and not run.diverged:
             run.final = trainer.final()
+            run.routing = trainer.routing()
         if settings.device == "cuda" and trainer.averaged is None:
             run.peak_bytes = max(run.peak_bytes, torch.cuda.max_memory_allocated())
         file.write_text(json.dumps(asdict(run)))
@@ -310,7 +324,8 @@ def settings_and_text(
     """Return what all runs of a folder share, by the arguments of `add_settings`, and their text on the device."""
     device = "cuda" if torch.cuda.is_available() and not given.tiny else "cpu"
     changed = {"steps": steps, "batch": given.batch, "seq": given.seq}
-    size = SIZES["tiny" if given.tiny else given.size]
+    tiny = "tiny mixture" if given.size == "mixture" else "tiny"
+    size = SIZES[tiny if given.tiny else given.size]
     size = replace(size, **{name: value for name, value in changed.items() if value is not None})
     corpus = load_corpus(given.text, size.seq)
     if given.vocabulary != VOCABULARY:
@@ -325,7 +340,7 @@ def settings_and_text(
 
 def add_settings(p: argparse.ArgumentParser, select: str) -> None:
     """Add the arguments for what is trained on what; `select` is the default choice of matmuls."""
-    p.add_argument("--size", choices=["125m", "1b"], default="125m")
+    p.add_argument("--size", choices=["125m", "1b", "mixture"], default="125m")
     p.add_argument("--tiny", action="store_true", help="a very small model, on the CPU")
     p.add_argument("--batch", type=int, help="sequences of a step")
     p.add_argument("--seq", type=int, help="tokens of a sequence")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import curves
+from benchmarks.training import routing
 from benchmarks.training.intervals import CLAIM, Gap, Interval, gaps_of_groups
 
 RECIPES = ("mixed", "tensorwise", "blockwise")
@@ -88,6 +89,7 @@ class Run:
     diverged: bool = False
     norms: list[float] = field(default_factory=list)  # of gradients, as readings
     final: dict[str, float] = field(default_factory=dict)  # measure → held-out loss; older runs have none
+    routing: list[list[float]] = field(default_factory=list)  # of a mixture: shares of tokens, by layer and expert
 
     @property
     def finished(self) -> bool:
@@ -313,9 +315,14 @@ def report(folder: Path, settings: dict[str, Any]) -> str:
         (folder / "loss.svg").write_text(picture(runs))
     if norms := picture_of_norms(runs):
         (folder / "norms.svg").write_text(norms)
-    return "\n\n".join(
-        part for part in (table(rows), noise_table(rows), table_of_nudged_runs(runs), running_table(runs)) if part
-    )
+    tables = (
+        table(rows), noise_table(rows), table_of_nudged_runs(runs), routing.table(_routing(runs)), running_table(runs),
+    )  # fmt: skip
+    return "\n\n".join(filter(None, tables))
+
+
+def _routing(runs: Sequence[Run]) -> dict[tuple[str, int], list[list[float]]]:
+    return {(r.name, r.seed): r.routing for name, mine in _by_name(runs) for r in mine if r.routing}
 
 
 def read_runs(folder: Path) -> list[Run]:

@@ -31,6 +31,7 @@ from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import Compilation, aten, remove_dead, same_sizes, value
 from fp8compile.passes.core.node_views import Getitem, argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.core.walk import walk
 
 prims = torch.ops.prims
 SORTS = (aten.sort.default, aten.sort.stable)
@@ -58,7 +59,7 @@ def gather_back(c: Compilation) -> None:
             if not more and index is not None:
                 _gather(c, node, x, index, bool(argument(node, "accumulate")), orders)
         elif node.target is aten.scatter_add.default and argument(node, "dim") == 0:
-            index = _index_of_rows(node_argument(node, "index"))
+            index = _index_of_rows(node_argument(node, "index"), node_argument(node, "src"))
             if index is not None:
                 _gather(c, node, node_argument(node, "src"), index, True, orders)
     remove_dead(c.graph)
@@ -89,7 +90,7 @@ def _inverted(node: fx.Node) -> Any:
     order, or what is sorted."""
     part = Getitem.of(node)
     if part is not None and part.source.target in SORTS and part.index == 1:
-        return first_input(part.source)
+        return None if argument(part.source, "descending") else first_input(part.source)
     if node.target is not aten.index_put.default or argument(node, "accumulate"):
         return None
     (index, *more), numbers = argument(node, "indices"), node_argument(node, "values")
@@ -97,10 +98,14 @@ def _inverted(node: fx.Node) -> Any:
     return index if not more and counts_up and same_sizes(value(numbers).shape, value(node).shape) else None
 
 
-def _index_of_rows(index: fx.Node) -> fx.Node | None:
-    """Return the vector that an index [n, D] of scatter_add repeats along its rows; None if it is another."""
+def _index_of_rows(index: fx.Node, source: fx.Node) -> fx.Node | None:
+    """Return the vector that an index [n, D, …] of scatter_add repeats along its rows; None if it is another, or not of
+    all of `source`."""
     column = first_input(index) if index.target is aten.expand.default else None
-    if column is None or not same_sizes(value(column).shape, (value(index).shape[0], 1)):
+    if column is None or not same_sizes(value(index).shape, value(source).shape):
+        return None
+    count, *rest = value(index).shape
+    if not same_sizes(value(column).shape, (count, *(1 for _ in rest))):
         return None
     while column.target in fusible.RESHAPES:
         column = first_input(column)
@@ -121,7 +126,7 @@ def _gather(
             replace_value(c, node, _rows(c, x, _inverse(c, order, orders, node), node))
         return
     divided = _divided(index, orders) if accumulate else None
-    if divided is None:
+    if divided is None or not value(x).is_floating_point():  # sums of integers are of another dtype, of bools no sums
         return
     order, k = divided
     if not same_sizes(value(x).shape, (order.size, *rest)) or not same_sizes([value(node).shape[0] * k], [order.size]):
@@ -134,24 +139,27 @@ def _gather(
 
 
 def _divided(index: fx.Node, orders: dict[fx.Node, Order]) -> tuple[Order, int] | None:
-    """Return (permutation, k) of which `index` is the quotient, rounded down."""
-    if index.target is not aten.div.Tensor_mode or argument(index, "rounding_mode") != FLOOR:
+    """Return (permutation, k) of which `index` is the quotient, rounded down (or to zero, as nothing is negative)."""
+    if index.target is not aten.div.Tensor_mode or argument(index, "rounding_mode") is None:
         return None
     order, k = orders.get(first_input(index)), argument(index, "other")
     return (order, k) if order is not None and isinstance(k, int) and k > 0 else None
 
 
 def _inverse(c: Compilation, order: Order, orders: dict[fx.Node, Order], like: fx.Node) -> fx.Node:
-    """Return the inverse of a permutation: the graph's, or a new one."""
+    """Return the inverse of a permutation: the graph's, or a new one if that is made of `like`, which is to read it."""
     if order.inverse is not None:
-        return order.inverse
+        made_of = walk([order.inverse], lambda n: n.all_input_nodes, through=lambda n: n not in (like, order.node))
+        if like not in made_of:
+            return order.inverse
     if isinstance(order.size, int):
         given = {"dtype": torch.int64, "device": value(order.node).device}
         numbers = c.emit(prims.iota.default, order.size, like=like, start=0, step=1, requires_grad=False, **given)
         inverse = c.emit(aten.index_put.default, numbers, [order.node], numbers, like=like)
     else:  # of a size that comes with the call: a second sort
         inverse = c.emit(operator.getitem, c.emit(aten.sort.default, order.node, like=like), 1, like=like)
-    _pair(orders, order, inverse)
+    if order.inverse is None:
+        _pair(orders, order, inverse)
     return inverse
 
 

@@ -21,9 +21,19 @@ from collections.abc import Iterator
 from torch import fx
 
 from fp8compile.passes.core.aten_views import Concatenation
-from fp8compile.passes.core.compilation import Compilation, aten, getitems, is_tensor, remove_dead, same_sizes, value
+from fp8compile.passes.core.compilation import (
+    VIEWS,
+    Compilation,
+    aten,
+    getitems,
+    is_tensor,
+    remove_dead,
+    same_sizes,
+    value,
+)
 from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.core.walk import users_of, walk
 
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 PARTS = SPLITS | {aten.slice.Tensor}
@@ -80,6 +90,8 @@ def _split_first(c: Compilation, node: fx.Node, position: int) -> bool:
     readers = list(node.users)
     if not all(r.target in PARTS and not r.kwargs and not _varies(node, position, _dim(r)) for r in readers):
         return False
+    if _is_returned(node):
+        return False
     whole = node.args[position]
     for reader in readers:
         own = c.emit(reader.target, whole, *reader.args[1:], like=reader)  # type: ignore[arg-type]
@@ -87,6 +99,12 @@ def _split_first(c: Compilation, node: fx.Node, position: int) -> bool:
             source = own if index is None else c.emit(operator.getitem, own, index, like=part)
             replace_value(c, part, _masked(c, node, position, source, part))
     return True
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Return True if the graph returns a part of `node`: such parts share memory, and have its strides."""
+    views = walk([node], users_of, through=lambda n: n is node or n.target in VIEWS | {*SPLITS, operator.getitem})
+    return any(n.op == "output" for n in views)
 
 
 def _dim(reader: fx.Node) -> int:

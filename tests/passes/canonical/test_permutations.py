@@ -67,7 +67,39 @@ def repeated(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
     return back.view(TOKENS, TOP, WIDTH).sum(1)
 
 
-FORMS = [sorted_back, sorted_twice, written_back, added_back, repeated]
+def divided_otherwise(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+    tokens = x[order // TOP] * shares[order][:, None]
+    return torch.zeros_like(x).index_put((torch.div(order, TOP, rounding_mode="trunc"),), tokens, accumulate=True)
+
+
+def turned(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+    """Beside a permutation that looks like the inverse, and is not."""
+    tokens = x[order // TOP] * shares[order][:, None]
+    back = tokens.new_zeros(PAIRS, WIDTH).index_put((order,), tokens, accumulate=True)
+    return (back + tokens[order.argsort(descending=True)])[:TOKENS]
+
+
+def numbered(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+    """Beside other numbers that are written, or added, by the permutation, and the values that it sorts."""
+    tokens = x[order // TOP] * shares[order][:, None]
+    back = tokens.new_zeros(PAIRS, WIDTH).index_put((order,), tokens, accumulate=True)
+    from_one = order.new_empty(PAIRS).index_put((order,), torch.arange(1, PAIRS + 1)) - 1
+    added = order.new_ones(PAIRS).index_put((order,), torch.arange(PAIRS), accumulate=True) - 1
+    steps = order.new_empty(PAIRS).index_put((order,), torch.arange(0, 2 * PAIRS, 2)) // 2
+    return sum((tokens[i] for i in (from_one, added, steps, order.sort()[0])), back)[:TOKENS]
+
+
+def overwritten(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+    """The inverse is written over what was scattered by the same permutation."""
+    tokens = x[order // TOP] * shares[order][:, None]
+    first = order.new_empty(PAIRS).index_put((order,), order * 2)
+    inverse = first.index_put((order,), torch.arange(PAIRS))
+    return tokens[inverse].view(TOKENS, TOP, WIDTH).sum(1) * first.view(TOKENS, TOP).sum(1, keepdim=True)
+
+
+FORMS = [
+    sorted_back, sorted_twice, written_back, added_back, repeated, divided_otherwise, turned, overwritten,
+]  # fmt: skip
 
 
 def traced(how: Form, dtype: torch.dtype = torch.float32) -> Joint:
@@ -101,6 +133,10 @@ def test_routing_gathers_both_ways(how: Form, dtype: torch.dtype) -> None:
     assert adds_in_memory(found) > 0
     compare(found, dtype)
     assert adds_in_memory(found) == 0
+
+
+def test_other_numbers_are_no_inverse() -> None:
+    compare(traced(numbered))
 
 
 def test_rows_of_bf16_are_added_in_fp32() -> None:
@@ -138,31 +174,54 @@ def test_rows_are_moved_before_they_are_made_wider() -> None:
 
 
 def of_others(how: str) -> Form:
-    """Something scattered whose rows are not each met once."""
+    """Something scattered whose rows are not each met once, or not as they are taken for."""
 
     def back(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
         tokens = x[order // TOP] * shares[order][:, None]
-        index = {
-            "any indices": order * 5 % 7,
-            "values of a sort": torch.sort(order * 5 % PAIRS // 2)[0],
-            "a permutation of each row": torch.sort((order * 5 % 11).view(6, 6), 1)[1].reshape(-1),
-            "quotients of others": (order * 5 % 7) // TOP,
-            "quotients that are rounded up": -(-order // TOP) % TOKENS,
-        }[how]
-        return tokens.new_zeros(PAIRS, WIDTH).index_put((index,), tokens, accumulate=True)[:TOKENS]
+        zeros, columns = torch.zeros_like(x), torch.arange(WIDTH)
+        rows = (order // TOP)[:, None]
+        if how == "any indices":
+            return zeros.index_put((order * 5 % 7,), tokens, accumulate=True)
+        if how == "values of a sort":
+            whole_rows = tokens.new_zeros(PAIRS, WIDTH)
+            return whole_rows.index_put((torch.sort(order * 5 % 11)[0],), tokens, accumulate=True)[:TOKENS]
+        if how == "quotients of others":
+            return zeros.index_put(((order * 5 % 7) // TOP,), tokens, accumulate=True)
+        if how == "rows and columns":
+            return zeros.index_put((rows, columns[None]), tokens, accumulate=True)
+        if how == "columns":
+            return zeros.mT.scatter_add(1, rows.mT.expand(WIDTH, -1), tokens.mT).mT
+        if how == "some columns":
+            narrow = rows.expand(-1, WIDTH // 2)
+            return zeros.scatter_add(0, narrow, tokens.detach()) + zeros.scatter_add(0, narrow, tokens[:, : WIDTH // 2])
+        places = order[:, None].expand(PAIRS, PAIRS, WIDTH)  # a row's number varies along the second dimension
+        return (
+            tokens.new_zeros(PAIRS, PAIRS, WIDTH).scatter_add(0, places, tokens.expand(PAIRS, -1, -1)).sum(1)[:TOKENS]
+        )
 
     return back
 
 
 @pytest.mark.parametrize(
     "how",
-    ["any indices", "values of a sort", "a permutation of each row", "quotients of others",
-     "quotients that are rounded up"],
+    ["any indices", "values of a sort", "quotients of others", "rows and columns", "columns", "some columns",
+     "three dimensions"],
 )  # fmt: skip
 def test_other_indices_stay(how: str) -> None:
     found = traced(of_others(how))
     compare(found)
     assert adds_in_memory(found) >= 1
+
+
+def test_integers_keep_their_dtype() -> None:
+    def counted(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+        ones = torch.ones(PAIRS, dtype=torch.int32)
+        met = torch.zeros(TOKENS, dtype=torch.int32).index_put((order // TOP,), ones, accumulate=True)
+        any_of = torch.zeros(TOKENS, dtype=torch.bool).index_put((order // TOP,), ones > 0, accumulate=True)
+        return x * met[:, None] * any_of[:, None] * shares.sum()
+
+    found = traced(counted)
+    compare(found)
 
 
 def among(x: Tensor, shares: Tensor, order: Tensor) -> Tensor:

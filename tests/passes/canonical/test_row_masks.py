@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from joint import joint
@@ -97,3 +99,34 @@ def test_a_piece_of_another_dtype_is_not_masked_alone() -> None:
     expected = found.results()
     canonicalize.run(found.compilation)
     torch.testing.assert_close(found.results(), expected, rtol=0, atol=0)
+    assert whole_masks(found.compilation.graph)
+
+
+def shared(x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    left, right = torch.where(rows(mask), 0.0, x).chunk(2, 1)
+    return left, right, left[:4]
+
+
+def overlapping(x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    y = torch.where(rows(mask), 0.0, x)
+    return y[:, :10], y[:, 4:], y[:, ::2].detach()
+
+
+@pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")
+@pytest.mark.parametrize("how", [shared, overlapping])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_parts_that_are_returned_share_memory(how: Callable[..., tuple[Tensor, ...]], gradients: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 2 * WIDTH)
+
+    def run(x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        return how(layer(x), mask)
+
+    options = {"executor": "eager", "strict": True, "skip": ["*"], "save": "bf16"}
+    given = torch.randn(ROWS, 8), torch.arange(ROWS) % 3 == 0
+    with torch.set_grad_enabled(gradients):
+        wanted, found = run(*given), torch.compile(run, backend="fp8", options=options)(*given)
+        for a, b in zip(wanted, found, strict=True):
+            assert (a.shape, a.stride()) == (b.shape, b.stride())
+            torch.testing.assert_close(a, b)
+    assert len({x.untyped_storage().data_ptr() for x in found}) == len({x.untyped_storage().data_ptr() for x in wanted})
