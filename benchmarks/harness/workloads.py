@@ -6,6 +6,7 @@ forward, loss and backward.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -98,8 +99,20 @@ def vit(width: int, inner: int, layers: int, heads: int, **more: Any) -> Sizes:
 TIED = {"tie_word_embeddings": True}
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
 MIXTRAL = decoder(2048, 7168, 8, 32, 8, 32000, **EXPERTS)
+QWEN3_MOE = decoder(2048, 6144, 6, 32, 4, 32000, num_experts=64, moe_intermediate_size=768, num_experts_per_tok=8,
+                    experts_implementation="grouped_mm")  # fmt: skip
+DEEPSEEK_V3 = decoder(2048, 6144, 6, 16, 16, 32000, n_routed_experts=32, moe_intermediate_size=1024,
+                      num_experts_per_tok=4, n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=768,
+                      kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+                      experts_implementation="grouped_mm")  # fmt: skip
 GEMMA = decoder(2048, 16384, 8, 8, 1, 256000, head_dim=256, **TIED)
 TINY_DECODER = decoder(64, 128, 2, 4, 2, 256)
+TINY_QWEN3_MOE = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}
+TINY_DEEPSEEK_V3 = {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
 TINY_GPT2 = gpt2(64, 2, 4, vocab_size=256)
 TINY_BERT = bert(64, 128, 2, 4, vocab_size=256)
 TINY_VIT = vit(64, 128, 2, 4, image_size=32, patch_size=8, num_labels=16)
@@ -116,6 +129,10 @@ WORKLOADS = (
     Workload("ViT-L", "ViTConfig", 64, 0, vit(1024, 4096, 24, 16, num_labels=1000), TINY_VIT, IMAGES),
     Workload("ViT-H", "ViTConfig", 64, 0, vit(1280, 5120, 32, 16, patch_size=14, num_labels=1000), TINY_VIT, IMAGES),
     Workload("Mixtral (8 layers)", "MixtralConfig", 8, 2048, MIXTRAL, TINY_DECODER),
+    Workload("Qwen3-MoE (6 layers)", "Qwen3MoeConfig", 8, 2048, QWEN3_MOE, {**TINY_DECODER, **TINY_QWEN3_MOE}),
+    Workload("DeepSeek-V3 (6 layers)", "DeepseekV3Config", 8, 2048, DEEPSEEK_V3, {**TINY_DECODER, **TINY_DEEPSEEK_V3}),
 )
-FAMILIES = dict.fromkeys(w.config.lower().removesuffix("config") for w in WORKLOADS)
+FAMILIES = dict.fromkeys(  # as transformers names their modules: Qwen3Moe is qwen3_moe, ViT is vit
+    re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z0-9])", "_", w.config.removesuffix("Config")).lower() for w in WORKLOADS
+)
 MODULES = tuple(f"{LIBRARY}.models.{family}.modeling_{family}" for family in FAMILIES)  # imported when they are needed
