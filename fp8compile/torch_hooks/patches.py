@@ -204,6 +204,13 @@ TEMPORARY = (
         "one look",
     ),
     Patch(
+        "short_sums",
+        "torch._inductor.config.unroll_reductions_threshold = 9, if it is less",
+        "Inductor adds the rows of a token's 8 experts in a loop, which takes longer to gather them",
+        "torch_hooks.inductor.inductor_settings:inductor_settings",
+        "one compilation",
+    ),
+    Patch(
         "vector_width",
         "torch._inductor.config.cpp.simdlen = 256, on CPUs with AVX-512",
         "Inductor's C++ with vectors of 512 bits transposes tiles of BF16 wrongly (GCC 12, torch 2.11 and 2.13)",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from functools import partial
 
 from torch import fx
 
@@ -43,14 +44,14 @@ def mask_pieces(c: Compilation) -> None:
     """Move masks that do not vary along a concatenation in front of it, and those along a split behind it."""
     for node in list(c.graph.nodes):
         if node.target is aten.where.self and not node.kwargs:
-            for whole in (1, 2):
-                if _is_whole(node, whole) and (_mask_before_cat(c, node, whole) or _split_first(c, node, whole)):
+            for position in filter(partial(_is_whole, node), (1, 2)):
+                if _mask_before_cat(c, node, position) or _split_first(c, node, position):
                     break
     remove_dead(c.graph)
 
 
 def _is_whole(node: fx.Node, position: int) -> bool:
-    """Return True if this branch of a `where` has its shape and dtype, and no other tensor is a part of it."""
+    """Return True if the argument of a `where` at this position has the shape and dtype of the result."""
     whole = node.args[position]
     return (
         isinstance(whole, fx.Node)
@@ -68,6 +69,7 @@ def _varies(node: fx.Node, position: int, dim: int) -> bool:
 
 
 def _masked(c: Compilation, node: fx.Node, position: int, piece: fx.Node, like: fx.Node) -> fx.Node:
+    """Return a new `where` like `node`, with a piece for the argument at this position."""
     args = [*node.args]
     args[position] = piece
     return c.emit(aten.where.self, *args, like=like)

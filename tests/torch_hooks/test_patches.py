@@ -39,6 +39,7 @@ from fp8compile.errors import Fp8Warning, OptionError
 from fp8compile.passes.lower import known_accesses
 from fp8compile.passes.lower.launch_nodes import LAUNCH
 from fp8compile.torch_hooks import patches
+from fp8compile.torch_hooks.inductor.inductor_settings import SHORT_SUM
 from fp8compile.torch_hooks.inductor.output_strides import VISIBLE
 from fp8compile.torch_hooks.patches import PERMANENT, TEMPORARY
 
@@ -377,6 +378,11 @@ def test_random_decompositions_is_needed():
     with inductor_config.patch(fallback_random=True):  # type: ignore[attr-defined]
         as_asked = set(select_decomp_table())
     still(set(select_decomp_table()) != as_asked)
+
+
+def test_short_sums_is_needed():
+    """A look at the setting alone: a CPU adds rows as fast in a loop."""
+    still(inductor_config.unroll_reductions_threshold <= SHORT_SUM)
 
 
 def test_vector_width_is_needed():

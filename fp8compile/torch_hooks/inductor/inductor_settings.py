@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor_config  # whether a user has chosen the width of a CPU's vectors
+from torch._inductor import config as inductor_config  # what a user has chosen: vectors of a CPU, sums without a loop
 from torch._inductor import list_mode_options  # `mode` reaches a backend untranslated
 from torch._inductor.compile_fx import get_cpp_wrapper_config  # what torch sets beside cpp_wrapper
 
@@ -22,7 +22,7 @@ def inductor_settings(options: Options, of_optimizer: bool = False) -> dict[str,
     settings = dict(list_mode_options(options.mode)) if options.mode else {}
     if of_optimizer:  # step counts and what is computed of them: one kernel, not one for each parameter
         settings |= {"combo_kernels": True, "combo_kernels_autotune": 0}
-    settings["unroll_reductions_threshold"] = SHORT_SUM + 1
+    settings["unroll_reductions_threshold"] = max(inductor_config.unroll_reductions_threshold, SHORT_SUM + 1)
     if options.dump:  # on a hit no pass runs, and there would be nothing to write
         settings["force_disable_caches"] = True
     if options.executor == "eager":  # Inductor's own random operators ignore their seed when run eagerly
