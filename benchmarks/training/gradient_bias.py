@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.training.convergence import SIZES, Settings, Trainer
+from benchmarks.training.convergence import Settings, Trainer, add_settings, settings_and_text
 from benchmarks.training.convergence_report import KNOWN, Run
-from corpus import load_corpus
+from corpus import Corpus
 
 DEFAULT = ("O2 mixed", "O3 mixed", "O3 two passes", "O3 E5M2 gradients", "O3 rowwise")
 ALL = "all"
@@ -85,10 +85,10 @@ def _row(mean: Sequence[float], each: Sequence[float]) -> dict[str, float]:
             "beside": bias / math.sqrt(each[1])}  # fmt: skip
 
 
-def measure(settings: Settings, name: str, state: Path | None, batches: int) -> dict[str, dict[str, float]]:
+def measure(
+    settings: Settings, corpus: Corpus, name: str, state: Path | None, batches: int
+) -> dict[str, dict[str, float]]:
     """Return the rows of a configuration, from the weights in `state`, on batches that a training would go on with."""
-    device = torch.device(settings.device)
-    corpus = load_corpus(None, settings.size.seq).to(device)
     trainer = Trainer(settings, corpus, Run(name, 0, settings.size.steps))
     if state is not None:
         saved = torch.load(state, map_location="cpu", weights_only=False, mmap=True)
@@ -121,14 +121,12 @@ def table(rows: dict[str, dict[str, dict[str, float]]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     given = parser().parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() and not given.tiny else "cpu"
-    size = SIZES["tiny" if given.tiny else given.size]
-    executor = "eager" if device == "cpu" else "inductor"
-    settings = Settings(size, device, given.select, "fp32", executor, "")
+    given.out.mkdir(parents=True, exist_ok=True)
+    settings, corpus = settings_and_text(given, steps=None)
     torch.set_float32_matmul_precision("high")
     rows = {}
     for name in given.configurations:
-        rows[name] = measure(settings, name, given.state, given.batches)
+        rows[name] = measure(settings, corpus, name, given.state, given.batches)
         print(table({name: rows[name]}), flush=True)
         if given.json is not None:
             given.json.write_text(json.dumps({"batches": given.batches, "rows": rows}, indent=1) + "\n")
@@ -136,11 +134,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--size", choices=["125m", "1b"], default="125m")
-    p.add_argument("--tiny", action="store_true", help="a very small model, on the CPU")
+    add_settings(p, select="profitable")
+    p.add_argument("--out", type=Path, default=Path("runs/branches"), help="the folder that keeps a text's subwords")
     p.add_argument("--state", type=Path, help="of `branches.py`; default: the first weights")
     p.add_argument("--batches", type=int, default=32)
-    p.add_argument("--select", choices=["all", "profitable"], default="profitable", help="which matmuls are in FP8")
     p.add_argument("--configurations", nargs="+", choices=KNOWN, default=DEFAULT)
     p.add_argument("--json", type=Path)
     return p

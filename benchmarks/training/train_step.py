@@ -35,8 +35,10 @@ from benchmarks.harness.workloads import MODULES, WORKLOADS, Workload
 
 EIGHT_BIT = ours("8-bit states", eight_bit=True)
 MASKS_MADE = ours("8-bit states, masks made", eight_bit=True, fold_masks=False)
+FAST_RECIPE = {"base": "mixed", "grad_input": {"fast_accumulation": True}}
+FAST_GRAD_INPUT = ours("8-bit states, fast grad_input", eight_bit=True, recipe=FAST_RECIPE)
 FP8_HEAD = ours("8-bit states, FP8 head", eight_bit=True, lm_head=True, chunk_loss=True)
-SYSTEMS = (BASELINE, EAGER, MASKS_FOLDED, ours(), EIGHT_BIT, MASKS_MADE, FP8_HEAD, *TORCHAO)
+SYSTEMS = (BASELINE, EAGER, MASKS_FOLDED, ours(), EIGHT_BIT, MASKS_MADE, FAST_GRAD_INPUT, FP8_HEAD, *TORCHAO)
 WARMUP, STEPS, TINY_STEPS = 4, 20, 2
 COLUMNS = (
     figure("ms", "ms"),
