@@ -53,7 +53,7 @@ class Experts(nn.Module):
         gate, up = self._each(tokens[order // self.top_k], self.gate_up, ends).chunk(2, -1)
         found = self._each(F.silu(gate) * up, self.down, ends)[inverse]
         weighted = found.unflatten(0, (-1, self.top_k)) * shares[..., None].to(x.dtype)
-        return weighted.sum(1).view_as(x), balance
+        return weighted.sum(1).to(x.dtype).view_as(x), balance  # autocast sums in FP32 on CUDA
 
     def _each(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(x, weight.to(x.dtype).mT, offs=ends)

@@ -86,6 +86,8 @@ class Arg:
             return torch.full((), 4.0, device=device)
         if self.dtype == torch.float8_e4m3fn:
             return torch.randn(self.shape, device=device).mul_(100).clamp_(-448, 448).to(self.dtype)
+        if self.dtype == torch.bool:
+            return torch.rand(self.shape, device=device) < 0.25
         if self.dtype == torch.float32:
             return torch.rand(self.shape, device=device) + 0.5
         return torch.randn(self.shape, dtype=self.dtype, device=device)
@@ -290,6 +292,26 @@ def swiglu_backward(fp8: Casts, gu: GateUp, dh: Tensor, amax_h: Tensor) -> list[
     return swiglu_backward_cast(fp8, gu, dh, torch.maximum(*amaxes), amax_h)
 
 
+def behind(s: Shapes) -> Arg:
+    """Return which rows are of no expert: their values count as zeros, whatever they are."""
+    return Arg((s.rows, 1), torch.bool)
+
+
+def experts_forward(fp8: Casts, gu: Tensor, behind: Tensor) -> list[Tensor]:
+    """Return the operand of experts' second matmul, and gate and up as they are kept for backward."""
+    gate, up = (torch.where(behind, 0.0, half) for half in halves(gu))
+    saved = [result for half in (gate, up) for result in cast(fp8, "group(128)", False, of=half)]
+    return [*cast(fp8, "row", False, of=swiglu((gate, up))), *saved]
+
+
+def experts_backward(fp8: Casts, gu: GateUp, dh: Tensor, behind: Tensor) -> list[Tensor]:
+    """Return the gradients of gate and up side by side: as they are, for grad_weight, and with a scale a row."""
+    gradients = [torch.where(behind, 0.0, d) for d in swiglu_gradients(gu, dh)]
+    scale = fp8.scale(torch.maximum(*[fp8.amax(d, "row") for d in gradients]), E4M3)
+    payloads = [fp8.quantize(d, scale, E4M3, "row", False) for d in gradients]
+    return [torch.cat(gradients, 1), torch.cat(payloads, 1), scale]
+
+
 def gelu_backward(fp8: Casts, dy: Tensor, x: Tensor) -> list[Tensor]:
     """In both layouts, with the gradient of a bias."""
     dx = torch.ops.aten.gelu_backward(dy, x)
@@ -458,6 +480,13 @@ ROWS = (
         from_saved(swiglu_backward),
         lambda s: [*saved_gate_up(s), wide(s), AMAX],
         2,
+    ),
+    Row("experts_forward", experts_forward, lambda s: [gate_up(s), behind(s)], 1),
+    Row(
+        "experts_backward",
+        from_saved(experts_backward),
+        lambda s: [*saved_gate_up(s), wide(s), behind(s)],
+        1,
     ),
     Row("gelu_backward", gelu_backward, lambda s: [wide(s), wide(s)], 3, in_one_pass=True),
     Row("gelu_backward_two_passes", gelu_backward, lambda s: [wide(s), wide(s)], 3),

@@ -11,11 +11,11 @@ the others differ in what their name says: "nudged" ones in their first weights,
 how far two trainings come apart by themselves ("nudged 2" is another nudge); `8-bit states` in those of the optimizer
 alone (its step is compiled), O2 in its matmuls, O3 in matmuls, saved activations and states, "O3 FP32 states" in the
 first two; "output alone" in the outputs of matmuls, and so on; "first in BF16" leaves the matmuls of the first block,
-"ends in BF16" those of the last too; "two passes" computes every amax first, "fast"
-matmuls accumulate fast, "FP8 head" converts the head too, "auto"
-is the automatic mode, "recipe auto" the recipe of that name. With `--parameters bf16` the parameters of ours are BF16,
-with the masters of their level. `--size mixture` has 107 M parameters, of which a token meets 31 M; the report says
-where tokens go. With `--vocabulary 32768` tokens are subwords, as a head in FP8 is about large ones.
+"ends in BF16" those of the last too; "two passes" computes every amax first, matmuls named "fast" accumulate fast, "FP8
+head" converts the head too, "auto" is the automatic mode, "recipe auto" the recipe of that name. With `--parameters
+bf16` the parameters of ours are BF16, with the masters of their level. `--size mixture` has 107 M parameters, of which
+a token meets 31 M; the report says where tokens go. With `--vocabulary 32768` tokens are subwords, as a head in FP8 is
+about large ones.
 
 **Less noise.** Trainings are chaotic: two runs that differ in one rounding end apart by more than FP8 costs. So the
 weights of the last tenth of a run are averaged, and both they and the last weights are evaluated on 2 M held-out

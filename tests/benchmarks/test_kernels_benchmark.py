@@ -6,10 +6,22 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import interpreter
 import pytest
 import torch
 
 from benchmarks.micro import kernels as benchmark
+from fp8compile.kernels.check import check_kernel
+from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule.tiling import Schedule
+from fp8compile.kernels.codegen.spec.region import Region
+
+
+def experts(name: str, rows: int, wide: int) -> tuple[Region, Schedule]:
+    """Return the kernel that `name`, which is one of experts', becomes for so many tokens and inner features."""
+    (row,) = benchmark.selected(name)
+    (node,) = benchmark.form(row, replace(benchmark.FULL, rows=rows, wide=wide), "cpu").regions
+    return generated.parse(node.args[2], node.args[3])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("row", benchmark.ROWS, ids=lambda row: row.name)
@@ -81,3 +93,40 @@ def test_table_with_times():
 def test_a_name_that_no_row_has():
     with pytest.raises(SystemExit, match="no row is called 'cast_col'; there are: cast_row, "):
         benchmark.main(["--fake", "--only", "cast_row,cast_col"])
+
+
+@pytest.mark.parametrize(
+    ("name", "wide", "held", "tile", "warps"),
+    [
+        ("experts_backward", 768, True, 256, 1),
+        ("experts_backward", 1408, True, 512, 2),
+        ("experts_backward", 2048, False, 2048, 2),
+        ("experts_backward", 5632, True, 2048, 4),
+        ("experts_backward", 7168, True, 1024, 8),
+        ("experts_backward", 8192, False, 8192, 16),
+        ("experts_backward", 14336, True, 2048, 4),
+        ("experts_forward", 1408, True, 512, 1),
+        ("experts_forward", 2816, True, 1024, 2),
+        ("experts_forward", 7168, False, 8192, 8),
+        ("experts_forward", 8960, True, 2048, 4),
+        ("experts_forward", 14336, False, 16384, 16),
+    ],
+)
+def test_rows_of_experts_have_the_tiles_that_were_fastest(name, wide, held, tile, warps):
+    """On an H200, of 20 to 40 that were tried for each width."""
+    _, schedule = experts(name, 32768, wide)
+    (tiling,) = schedule.tilings
+    assert (tiling.held, tiling.block_cols, schedule.warps) == (held, tile, warps)
+    assert tiling.row_programs == 32768 // tiling.block_rows  # none walks
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("name", ["experts_forward", "experts_backward"])
+@pytest.mark.parametrize("wide", [384, 768, 1024])
+def test_kernels_of_experts_have_the_bits_of_the_reference(name, wide):
+    interpreter.prepare()
+    region, schedule = experts(name, 5, wide)
+    assert schedule.tilings[0].held == (wide != 1024)
+    kernel = generated.kernel_of(region, schedule, "interpreter")
+    inputs = check_kernel.random_inputs(region, [], 4, "cpu")
+    assert check_kernel.check(kernel, region, schedule, inputs, []) == []

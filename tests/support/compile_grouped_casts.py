@@ -24,29 +24,30 @@ from fp8compile.kernels.casts import grouped_cast
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {"offs": "*i32", "data": "*fp8e4nv", "scales": "*fp32", "ends": "*i32", "amaxes": "*i32"}
-TILE = {"TOKENS": grouped_cast.TOKENS, "COLUMNS": grouped_cast.COLUMNS}
+
 ALIGNED = ("columns", "width", "length")  # multiples of 16, as pointers are of bytes
 INSTRUCTIONS = r"[ls][td]\.(?:global|shared)[\w.]*|bar\.sync|cvt\.rn\.satfinite|div\.rn"
 
 
 def forms() -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """(kernel, dtype, compile-time values) of what is launched."""
+    """(kernel, dtype, compile-time values and warps) of what is launched."""
     piece = {"PIECE": grouped_cast.PIECE}
-    yield grouped_cast.find_amaxes, "*bf16", TILE | piece | {"GROUPS": 1024}
+    yield grouped_cast.find_amaxes, "*bf16", grouped_cast.FIND | piece | {"GROUPS": 1024}
     for dtype, exact, groups in (("*bf16", False, 16), ("*fp32", True, 1024)):
         values = piece | {"POWER_OF_TWO": exact, "ASSEMBLED": True, "GROUPS": groups}
-        yield grouped_cast.cast_pieces, dtype, TILE | values
+        yield grouped_cast.cast_pieces, dtype, grouped_cast.CAST | values
 
 
 def main(verbose: bool) -> None:
     compiled = total = 0
     for kernel, dtype, values in forms():
         total += 1
+        warps = {"num_warps": values.pop("num_warps")}
         types = {n: dtype if n == "x" else TYPES.get(n, "i32") for n in kernel.arg_names if n not in values}
         aligned = [n for n, kind in types.items() if kind.startswith("*") or n in ALIGNED]
         attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
         source = ASTSource(kernel, types | dict.fromkeys(values, "constexpr"), values, attributes)
-        asm = triton.compile(source, target=HOPPER, options={"num_warps": grouped_cast.WARPS}).asm
+        asm = triton.compile(source, target=HOPPER, options=warps).asm
         compiled += len(asm["cubin"]) > 0
         if verbose:
             print(kernel.__name__, dtype, dict(Counter(re.findall(INSTRUCTIONS, str(asm["ptx"])))))

@@ -11,7 +11,16 @@ from math import gcd
 from fp8compile.formats import ceil_div
 from fp8compile.kernels.codegen.schedule import one_pass, packed_transpose
 from fp8compile.kernels.codegen.schedule.tiling import Schedule, Tiling, extent, in_bands, power_of_two
-from fp8compile.kernels.codegen.spec.region import COLUMN, ELEMENT, PARTIALS, ROW_REDUCTIONS, Input, Part, Region
+from fp8compile.kernels.codegen.spec.region import (
+    COLUMN,
+    ELEMENT,
+    GROUP_REDUCTIONS,
+    PARTIALS,
+    ROW_REDUCTIONS,
+    Input,
+    Part,
+    Region,
+)
 
 MAX_ROW = 65536  # elements of the rows of all inputs that one program can hold in registers
 WALKED = ("col_sum", "col_amax")  # what is cheaper with few programs that walk
@@ -72,12 +81,11 @@ def _whole_rows(part: Part) -> Schedule:
 
     Where an input lies across the rows, a tile has as many of them as share lines of memory, if that fits.
     Programs walk if they accumulate column sums, which few programs do best; or where each of several reductions would
-    wait for the one before with nothing to load meanwhile; or where one takes so many registers that no other runs
-    beside it. An amax next to a row reduction is no reason: it is reduced once more by a kernel of its own, which costs
-    less.
+    wait for the one before with nothing to load meanwhile. An amax next to a row reduction is no reason: it is reduced
+    once more by a kernel of its own, which costs less.
     """
     ops = {v.op for v in part.values}
-    payloads = sum(v.op == "quantize" for v in part.values)
+    payloads = _payloads(part)
     min_rows, min_cols = _least(part)
     cols = power_of_two(extent(part)[1])
     wide = sum(i.extent == ELEMENT for i in part.inputs) * cols
@@ -98,18 +106,38 @@ def _whole_rows(part: Part) -> Schedule:
             part, block_rows, block_cols, _warps(elements, per_thread), PROCESSORS * (2 if elements <= 4096 else 1)
         )
     tile = max(_held_tile(extent(part)[1]), min_cols)
-    gains = ceil_div(extent(part)[1], tile) * tile <= block_cols * 7 // 8
-    if gains and block_cols >= 512 and (payloads < 2 or wide > MAX_ROW // 2):
-        return _tiled(part, max(min_rows, 1), tile, _warps(tile, 8), held=True)
+    if block_cols >= 512 and 8 * ceil_div(extent(part)[1], tile) * tile <= _most_held(part, wide) * block_cols:
+        return _tiled(part, max(min_rows, 1), tile, _warps(tile, _held_elements(part, tile)), held=True)
     block_rows = max(min_rows, min(16, 1024 // block_cols), 1)
     elements = block_rows * block_cols
-    if payloads > 1 and wide > MAX_ROW // 4 and 2 * _read_ahead(part, elements) <= SHARED_MEMORY:
-        full = 8 * part.cols >= 7 * block_cols
-        return _walking(part, block_rows, block_cols, _warps(elements, 32 if full else 64), PROCESSORS)
+    if payloads > 1 and wide > MAX_ROW // 4:
+        return _tiled(part, block_rows, block_cols, _warps(elements, 32 if block_cols > 8192 else 16))
     if max(part.levels) > 2 and 2048 < wide <= 4096:
         return _walking(part, block_rows, block_cols, _warps(elements, 32), 4 * PROCESSORS)
     padded = 8 * part.cols < 7 * block_cols and sum(i.extent == ELEMENT for i in part.inputs) == 1
     return _tiled(part, block_rows, block_cols, _warps(elements, 64 if padded else 32))
+
+
+def _most_held(part: Part, wide: int) -> int:
+    """Return how many eighths of the power of two above a row the tiles of a held row may have together, to be faster
+    than one tile of that power: fewer where several payloads come with amaxes of groups."""
+    return 6 if _payloads(part) > 1 and _is_grouped(part) and wide <= MAX_ROW // 2 else 7
+
+
+def _held_elements(part: Part, tile: int) -> int:
+    """Return how many elements a thread has of each tile of this width of a row that is held."""
+    if _payloads(part) < 2:
+        return 8
+    return 16 if _is_grouped(part) else {1024: 4, 2048: 16, 4096: 16}.get(tile, 8)
+
+
+def _payloads(part: Part) -> int:
+    return sum(v.op == "quantize" for v in part.values)
+
+
+def _is_grouped(part: Part) -> bool:
+    """Return True if `part` computes amaxes of groups of elements."""
+    return any(v.op in GROUP_REDUCTIONS for v in part.values)
 
 
 def _held_by_threads(part: Part) -> int:
