@@ -7,9 +7,9 @@ Where groups end only the device knows. So programs look it up, buffers have the
 nobody waits for anything: the host launches the same for every step, as CUDA graphs want it. Padding is written as
 zeros, whatever lay there; what lies behind the last group in x is not read, and in data not written.
 
-A program has some columns of a piece of a group. A first kernel finds the amaxes, a second casts: both read x, and
-together reach 2.1 to 2.4 TB/s on an H100 (`benchmarks/micro/grouped_matmul.py`). One kernel for both, whose programs
-have all tokens of a group, would keep most of the GPU waiting where one expert has most of them.
+A program has some columns of a piece of a group. A first kernel finds the amaxes, a second casts: both read x
+(`benchmarks/micro/grouped_matmul.py` times them). One kernel for both, whose programs have all tokens of a group, would
+keep most of the GPU waiting where one expert has most of them.
 
 Codes of four tokens make a word, and words are transposed, as in `kernels/codegen/schedule/packed_transpose.py`.
 """
