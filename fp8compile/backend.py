@@ -69,7 +69,7 @@ def fp8(
         namespace = delayed.namespace(example_inputs, trains)
     embedding_tables.note_tables(gm.graph, example_inputs)
     known = tuple(_inputs(gm, example_inputs, parsed.frozen and opt is None, names))
-    if any(x.is_freed for x in known):
+    if any(x.freed for x in known):
         example_inputs = [frozen_weights.as_it_lay(x) for x in example_inputs]
     if parsed.adaptive is not None and opt is None:
         compile_again = functools.partial(compile_graph, known=known, namespace=namespace)
@@ -130,13 +130,13 @@ def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], frozen: bool, nam
         is_buffer = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
         for x in tree_leaves(given):
             is_frozen = frozen and type(x) is torch.nn.Parameter and not x.requires_grad and not _is_gathered(node)
-            freed = isinstance(x, torch.nn.Parameter) and frozen_weights.is_freed(x)
+            is_parameter, is_table = isinstance(x, torch.nn.Parameter), embedding_tables.is_table(x)
+            freed = frozen_weights.name_of(x) if is_parameter and frozen_weights.is_freed(x) else ""
             if freed and not is_frozen:
                 raise FreedWeightError(
-                    f"{node.name} was freed (fp8compile.free_weights), and this graph needs it as it was: for "
+                    f"{freed} was freed (fp8compile.free_weights), and this graph needs it as it was: for "
                     "gradients, or in a model that is not frozen"
                 )
-            is_parameter, is_table = isinstance(x, torch.nn.Parameter), embedding_tables.is_table(x)
             name = names.get(node.name, node.name)
             inputs.append(Input(is_parameter, is_buffer, name, is_frozen, freed, is_table))
     return inputs

@@ -21,7 +21,7 @@ from fp8compile.plan.plan import Plan
 from fp8compile.plan.rows import FP8
 from fp8compile.serving.layouts import Layout
 from fp8compile.serving.stacked_experts import stacked_experts
-from fp8compile.serving.tensors import WRAPPERS, names_by_tensor
+from fp8compile.serving.tensors import WRAPPERS, names_by_tensor, within
 
 T = TypeVar("T")
 # Servers make one matmul of these, with one format (vLLM's packed_modules_mapping).
@@ -52,6 +52,8 @@ def choose(
     """
     linear, called = _linear_layers(model)
     called |= {name: [name] for name in experts}
+    if not called:
+        raise CheckpointError(f"no layer of this {type(model).__name__} can be exported in FP8: it has no nn.Linear")
     for given, what in ((layers, "layers"), (skip, "skip")):
         valid = [name for names in called.values() for name in names]
         if unknown := [p for p in given or () if not any(matching([p], name) for name in valid)]:
@@ -72,7 +74,7 @@ def choose(
     _keep_fused_together(choice)
     if not choice.quantized and not choice.experts:
         counts = Counter(choice.kept.values()).most_common(3)
-        why = "; ".join(f"{n}× {reason}" for reason, n in counts) or "it has no nn.Linear"
+        why = "; ".join(f"{n}× {reason}" for reason, n in counts)
         raise CheckpointError(f"no layer of this {type(model).__name__} can be exported in FP8: {why}")
     return choice
 
@@ -184,8 +186,13 @@ def _reason(name: str, module: nn.Module, names: Mapping[int, Sequence[str]], la
         return "its weight is computed from other parameters"
     if type(module) is not nn.Linear and type(module).forward is not nn.Linear.forward:
         return f"a {type(module).__name__} does not compute what an nn.Linear does"
-    shared = [n for n in (WRAPPERS.sub("", n) for n in names[id(weight)]) if n != f"{name}.weight"]
-    return f"its weight is {shared[0]} as well" if shared else layout.refusal(weight.shape)
+    shared = [n for n in (WRAPPERS.sub("", n) for n in names[id(weight)]) if n != within(name, "weight")]
+    if shared:
+        return f"its weight is {shared[0]} as well"
+    taken = next((n for n in (layout.scale, layout.input_scale) if n in module.state_dict(keep_vars=True)), "")
+    if taken:
+        return f"it has a tensor of its own that is called {taken}, as its scale would be"
+    return layout.refusal(weight.shape)
 
 
 def _keep_fused_together(choice: Choice) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fp8compile.errors import CheckpointError
 from fp8compile.formats import E4M3
 from fp8compile.serving.layouts import COMPRESSED, FINE_GRAINED, LAYOUTS, Layout
-from fp8compile.serving.tensors import NAMES, Revert, refuse_meta, tied_names, unwrapped
+from fp8compile.serving.tensors import NAMES, Revert, layer_of, refuse_meta, tied_names, unwrapped, within
 from fp8compile.serving.write_folder import CONFIG, INDEX, reverting
 
 
@@ -57,9 +57,14 @@ class Folder:
             return x
         return self.layout.dequantized(x, self.files[name].get_tensor(self.scale_of(name)), dtype)
 
+    def is_finite(self, name: str) -> bool:
+        """Return True if no code of an FP8 payload is NaN."""
+        codes: Tensor = self.files[name].get_tensor(name)
+        return not bool(codes.float().isnan().any())
+
     def scale_of(self, name: str) -> str:
         """Return the name of the scale of an FP8 layer's weight."""
-        return f"{name.removesuffix('.weight')}.{self.layout.scale}"
+        return within(layer_of(name), self.layout.scale)
 
 
 def load(model: nn.Module, folder: str | PathLike[str]) -> None:
@@ -70,8 +75,8 @@ def load(model: nn.Module, folder: str | PathLike[str]) -> None:
     there.
 
     Raises `CheckpointError` before anything is changed: for a tensor that is missing, not expected, of another shape,
-    or without its scale; for a scale that is not finite and above zero; for a model on the meta device; for a file that
-    was not written to its end; for a format that is none of `export`'s.
+    or without its scale; for a payload that is not finite, or a scale that is not finite and above zero; for a model on
+    the meta device; for a file that was not written to its end; for a format that is none of `export`'s.
     """
     model = unwrapped(model)
     refuse_meta(model, "nothing was loaded")
@@ -119,13 +124,14 @@ def _read(found: Folder, name: str, x: Tensor, keys: Sequence[str], revert: Reve
 def _check(found: Folder, wanted: dict[str, Tensor], known: set[str]) -> None:
     """Raise `CheckpointError` unless all tensors are there, in their shapes, with their scales, and no others."""
     scales = {found.scale_of(name) for name in found.files if found.is_fp8(name)}
-    inputs = {name for name in found.files if name.endswith(f".{found.layout.input_scale}")}
+    inputs = {name for name in found.files if f".{name}".endswith(f".{found.layout.input_scale}")}
     problems = {
         "it lacks": [name for name in wanted if name not in found.files],
         "of another shape are": list(_misshapen(found, wanted)),
         "it lacks the scale": sorted(scales - found.files.keys()),
         "of another kind of numbers are": [n for n, x in wanted.items() if _is_of_another_kind(found, n, x)],
         "no finite numbers above zero are": [n for n in sorted(scales & found.files.keys()) if not _is_scale(found, n)],
+        "not finite are": [n for n in wanted if n in found.files and found.is_fp8(n) and not found.is_finite(n)],
         "it has, and the model has not": sorted(found.files.keys() - known - scales - inputs),
     }
     for what, names in problems.items():
@@ -177,11 +183,12 @@ def _layout(folder: Path) -> Layout:
     block, is_float = given.get("weight_block_size"), given.get("scale_fmt", "float") == "float"
     if method == FINE_GRAINED and block == [128, 128] and is_float:
         return LAYOUTS["block"]
-    groups = list((given.get("config_groups") or {}).values())
-    if method == COMPRESSED and given.get("format") == "float-quantized" and len(groups) == 1:
-        strategy = (groups[0].get("weights") or {}).get("strategy")
-        if strategy in LAYOUTS and LAYOUTS[strategy].method == COMPRESSED:
-            return LAYOUTS[strategy]
+    groups = given.get("config_groups")
+    only = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
+    strategy = _found_in(_found_in(only, "weights"), "strategy")
+    layout = LAYOUTS.get(strategy) if isinstance(strategy, str) else None
+    if method == COMPRESSED and given.get("format") == "float-quantized" and layout and layout.method == COMPRESSED:
+        return layout
     raise CheckpointError(
         f"{path}: quant_method {method!r} with these settings is none of the formats that are read: "
         "fp8 with blocks of 128×128, compressed-tensors with FP8 weights a channel or a tensor"
@@ -193,9 +200,19 @@ def _files(folder: Path) -> dict[str, set[str]]:
     if not (folder / INDEX).is_file():
         return {"model.safetensors": set()}
     files: dict[str, set[str]] = {}
-    for name, file in _json(folder / INDEX).get("weight_map", {}).items():
+    given = _json(folder / INDEX).get("weight_map")
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map, which says where each tensor is")
+    for name, file in given.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{folder / INDEX} says that {name} is in {file!r}, which is no file of this folder")
         files.setdefault(file, set()).add(name)
     return files
+
+
+def _found_in(given: Any, key: str) -> Any:
+    """Return what a JSON value has under `key`, or None."""
+    return given.get(key) if isinstance(given, dict) else None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -70,23 +70,23 @@ def written(
     if other := [name for name, x in state.items() if not isinstance(x, Tensor)]:
         kind = type(state[other[0]]).__name__
         raise CheckpointError(f"{other[0]} of the state_dict is a {kind}, which safetensors cannot hold")
-    if lost := [layer for layer in quantized if f"{layer}.weight" not in state]:
-        raise CheckpointError(f"the state_dict has no {lost[0]}.weight")
+    if lost := [layer for layer in quantized if within(layer, "weight") not in state]:
+        raise CheckpointError(f"the state_dict has no {within(lost[0], 'weight')}")
     bad = []
     for i, (name, x) in enumerate(state.items()):
         full = x.full_tensor() if isinstance(x, DTensor) else x
         if i % ranks.world != ranks.rank:
             continue
-        layer, module = name.removesuffix(".weight"), name.rpartition(".")[0]
-        is_layer = layer != name and layer in quantized
+        module, _, last = name.rpartition(".")
+        is_layer = last == "weight" and module in quantized
         if (is_layer or module in experts) and not bool(full.isfinite().all()):
             bad.append(name)
         elif is_layer:
-            for key, part in _layer(layer, full, layout, input_scales.get(layer)):
+            for key, part in _layer(module, full, layout, input_scales.get(module)):
                 yield from revert({key: part}).items()
         elif module in experts:
             for key, weight in revert({name: full}).items():
-                yield from _layer(key.removesuffix(".weight"), weight, layout, None)
+                yield from _layer(layer_of(key), weight, layout, None)
         else:
             yield from revert({name: _own(full)}).items()
     if bad:
@@ -95,10 +95,21 @@ def written(
 
 def _layer(name: str, weight: Tensor, layout: Layout, input_scale: Tensor | None) -> Iterator[tuple[str, Tensor]]:
     payload, scale = layout.quantized(weight.detach())
-    yield f"{name}.weight", _own(payload)
-    yield f"{name}.{layout.scale}", _own(scale)
+    yield within(name, "weight"), _own(payload)
+    yield within(name, layout.scale), _own(scale)
     if input_scale is not None:
-        yield f"{name}.{layout.input_scale}", _own(input_scale.reshape(1).float())
+        yield within(name, layout.input_scale), _own(input_scale.reshape(1).float())
+
+
+def within(layer: str, tensor: str) -> str:
+    """Return the name of a tensor of `layer`, which is "" for the model itself."""
+    return f"{layer}.{tensor}" if layer else tensor
+
+
+def layer_of(name: str) -> str:
+    """Return the layer whose weight is called `name`; another tensor counts as a layer."""
+    layer, _, last = name.rpartition(".")
+    return layer if last == "weight" else name
 
 
 def _own(x: Tensor) -> Tensor:

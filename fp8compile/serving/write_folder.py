@@ -113,11 +113,15 @@ class _Files:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self.waiting: dict[str, Tensor] = {}
+        self.names: set[str] = set()
         self.bytes = 0
         self.written: list[tuple[str, list[str], int]] = []
 
     def add(self, name: str, x: Tensor) -> None:
         """Take a tensor; write what waits before it would be too much."""
+        if name in self.names:
+            raise CheckpointError(f"two tensors would be called {name}")
+        self.names.add(name)
         size = x.numel() * x.itemsize
         if self.waiting and self.bytes + size > LARGEST:
             self.flush()

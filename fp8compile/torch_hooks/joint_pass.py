@@ -90,8 +90,8 @@ class JointPass(CustomGraphPass):
         for node, i in indices.items():
             if self.inputs[i].is_frozen:
                 node.meta[FROZEN] = True
-            if self.inputs[i].is_freed:
-                node.meta[FREED] = self.inputs[i].name
+            if self.inputs[i].freed:
+                node.meta[FREED] = self.inputs[i].freed
         return {node.name: self.inputs[i] for node, i in indices.items()}
 
     def uuid(self) -> str:

@@ -10,6 +10,7 @@ Before                                               After
     %g  = sum(bmm(%xᵀ [8, 32, 64], %dy [8, 64, 16]), 0)  mm(view(x)ᵀ, view(dy))
     %y  = baddbmm(%b, %x, %w)                            add(%b, bmm(%x, %w))
     %z  = _efficientzerotensor([64, 32])                 full([64, 32], 0)
+    %y  = mm(%x [0, 32], %w [32, 16])                    full([0, 16], 0)                   in inference
     %g  = add(slice_scatter(%zeros, %a, …), …)           cat([%a, %b])                (`scattered_slices.py`)
     %y  = where(%rows [T, 1], 0, cat([%a, %b], 1))       cat([where(%rows, 0, %a), …], 1)   (`row_masks.py`)
     %g  = index_put(%zeros, [%inverse], %x, accumulate)  index(%x, [%order])                (`permutations.py`)
@@ -42,6 +43,8 @@ from fp8compile.passes.core.node_views import argument, first_input, node_argume
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.matmul import gathered_weights
 
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
 
 def run(c: Compilation) -> None:
     """Bring the graph into the form above."""
@@ -51,6 +54,7 @@ def run(c: Compilation) -> None:
     permutations.gather_back(c)
     row_masks.mask_pieces(c)
     _merge_equal_views(c)
+    _multiply_nothing(c)
     for node in list(c.graph.nodes):
         if node.target is aten.baddbmm.default and not node.kwargs:
             _split_baddbmm(c, node)
@@ -71,6 +75,17 @@ def _give_zeros_memory(c: Compilation) -> None:
         if node.target is aten._efficientzerotensor.default:
             node.target, node.args = aten.full.default, (node.args[0], 0)
         update_value(node)
+
+
+def _multiply_nothing(c: Compilation) -> None:
+    """Let matmuls of empty batches read no weight, which inference would otherwise be known to need as it is."""
+    for node in [] if c.is_training else list(c.graph.nodes):
+        if node.target in MATMULS and 0 in value(node).shape:
+            v = value(node)
+            empty = c.emit(
+                aten.full.default, [*v.shape], 0, like=node, dtype=v.dtype, device=v.device, pin_memory=False
+            )
+            replace_value(c, node, empty)
 
 
 def _geometry(node: fx.Node) -> tuple[object, ...]:

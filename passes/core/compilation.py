@@ -49,16 +49,16 @@ AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the 
 class Input:
     """A graph input in the user's terms: a parameter, a buffer, or neither (it comes with the batch).
 
-    is_frozen: nobody is said to write it, so that its casts can be kept from one run to the next. is_freed: they have
-    to be, as its memory was freed; passes do the same as before. is_table: a graph looks up rows in it, as in an
-    embedding.
+    is_frozen: nobody is said to write it, so that its casts can be kept from one run to the next. freed: its name in
+    its model if they have to be, as its memory was freed; passes do the same as before. is_table: a graph looks up rows
+    in it, as in an embedding.
     """
 
     is_parameter: bool
     is_buffer: bool = False
     name: str = ""
     is_frozen: bool = False
-    is_freed: bool = field(default=False, repr=False)
+    freed: str = field(default="", repr=False)
     is_table: bool = False
 
 

@@ -102,10 +102,7 @@ def _assign_backward_role(
     plain = right if gradients[0] else left
     matched = _matching(matmul, plain, forward)
     if matched is None:
-        if plain in weights and not matmul.why_other:
-            matmul.role, matmul.weight_on_left = "grad_input", not gradients[0]
-        else:
-            matmul.why_other = matmul.why_other or NO_FORWARD
+        matmul.why_other = matmul.why_other or NO_FORWARD
         return
     matmul.forward = matched
     if matmul.why_other or matched.role != "output":

@@ -320,6 +320,51 @@ def test_a_layer_with_two_names(tmp_path: Path) -> None:
         fp8compile.export(model, tmp_path / "none", "channel", layers=["c"])
 
 
+@pytest.mark.parametrize(
+    ("format", "name", "shape"),
+    [("channel", "weight_scale", (256, 1)), ("block", "weight_scale_inv", (2, 2)), ("tensor", "input_scale", (1,))],
+)
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_layer_with_a_tensor_that_is_called_as_a_scale(
+    format: str, name: str, shape: tuple[int, ...], persistent: bool, tmp_path: Path
+) -> None:
+    """It would be written over the scale. One that the state_dict leaves out is in nobody's way."""
+
+    def model() -> nn.Module:
+        layers = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+        layers[0].register_buffer(name, torch.full(shape, 5.0), persistent)
+        return layers
+
+    trained, again = model(), model()
+    exported = fp8compile.export(trained, tmp_path / "out", format, layers=["*"])
+    assert ("0" in exported.kept) == persistent
+    assert all(f"a tensor of its own that is called {name}" in reason for reason in exported.kept.values())
+    fp8compile.load(again, tmp_path / "out")
+    for key, x in trained.state_dict().items():
+        assert sqnr(x, again.state_dict()[key]) > LEAST, key
+
+
+def test_no_tensor_is_written_over_another(tmp_path: Path) -> None:
+    files = write_folder._Files(tmp_path, 0)
+    files.add("a", torch.ones(1))
+    with pytest.raises(CheckpointError, match="two tensors would be called a"):
+        files.add("a", torch.ones(1))
+
+
+@pytest.mark.parametrize("layers", [None, ["*"]])
+@pytest.mark.parametrize("format", ["block", "channel", "tensor"])
+def test_a_model_that_is_a_layer(format: str, layers: list[str] | None, tmp_path: Path) -> None:
+    model, again = nn.Linear(256, 128), nn.Linear(256, 128)
+    torch.compile(model, backend="fp8", options=EAGER)(torch.randn(16, 256)).sum().backward()
+    assert fp8compile.export(model, tmp_path / "out", format, layers=layers).quantized == ("",)
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert names == {"weight", LAYOUTS[format].scale, "bias"}
+    fp8compile.load(again, tmp_path / "out")
+    assert sqnr(model.weight, again.weight) > LEAST
+    assert not torch.equal(model.weight, again.weight)
+    assert torch.equal(model.bias, again.bias)
+
+
 def test_wrapped_models(tmp_path: Path) -> None:
     """Activation checkpointing's and torch.compile's wrappers leave no trace in names."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))).bfloat16()
@@ -427,8 +472,9 @@ def test_models_without_linear_layers_and_plans_of_others(tmp_path: Path) -> Non
         fp8compile.export(case.model, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"not of this Sequential: they name model\.layers\.0"):
         fp8compile.export(nn.Sequential(nn.Linear(8, 8)), tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"it has no nn\.Linear"):
-        fp8compile.export(nn.Conv1d(2, 2, 2), tmp_path / "out", layers=[])
+    for layers in ([], ["*"], None):
+        with pytest.raises(CheckpointError, match=r"it has no nn\.Linear"):
+            fp8compile.export(nn.Conv1d(2, 2, 2), tmp_path / "out", layers=layers)
 
 
 def test_the_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

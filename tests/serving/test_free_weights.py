@@ -114,9 +114,39 @@ def test_a_new_kind_of_call_that_needs_casts_raises() -> None:
     model = frozen(Either())
     model(numbers())
     fp8compile.free_weights(model)
-    with pytest.raises(FreedWeightError, match=r"a_parameters_weight.*once before fp8compile.free_weights"):
+    with pytest.raises(FreedWeightError, match=r"^a\.weight: .*once before fp8compile.free_weights"):
         model(numbers(4))
     assert model(numbers()).isfinite().all()
+
+
+def two_layers() -> Any:
+    return frozen(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)))
+
+
+def ones(rows: int) -> Tensor:
+    return torch.ones(rows, 64, dtype=torch.bfloat16)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [0, 16])
+def test_an_empty_batch_reads_no_weight(first: int) -> None:
+    """Whether it comes before weights are freed or after."""
+    model = two_layers()
+    model(ones(first))
+    expected = model(ones(16))
+    assert fp8compile.free_weights(model) == 2 * (64 * 64 + 64 * 32)
+    assert model(ones(0)).shape == (0, 32)
+    assert torch.equal(model(ones(16)), expected)
+
+
+def test_errors_call_a_freed_weight_by_its_name() -> None:
+    model = two_layers()
+    with torch.no_grad():
+        model(ones(16))
+        fp8compile.free_weights(model)
+    model.requires_grad_(True)
+    with pytest.raises(FreedWeightError, match=r"^0\.weight was freed"):
+        model(ones(16))
 
 
 @torch.no_grad()
@@ -546,7 +576,7 @@ def test_who_needs_the_weight_otherwise_raises() -> None:
     with torch.no_grad():
         model(numbers())
         fp8compile.free_weights(model)
-        with pytest.raises(FreedWeightError, match="weight_ was freed"):
+        with pytest.raises(FreedWeightError, match=r"^up\.weight was freed"):
             torch.compile(other, backend="fp8", options=EAGER)(numbers())
     model.up.weight.requires_grad_(True)
     with pytest.raises(FreedWeightError, match="for gradients"):

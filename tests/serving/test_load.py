@@ -72,8 +72,19 @@ def without_quantization(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def indexed(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": "model.safetensors"}}))
+def indexed(index: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return damage
+
+
+def compressed(groups: Any) -> Callable[[Path], None]:
+    return changed_config(quant_method="compressed-tensors", format="float-quantized", config_groups=groups)
+
+
+def not_a_number(tensors: dict[str, Any]) -> None:
+    tensors[f"{UP}.weight"].view(torch.uint8)[3, 4] = 0x7F
 
 
 @pytest.mark.parametrize(
@@ -84,7 +95,16 @@ def indexed(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").unlink(), "cannot be read"),
         (without_quantization, "this checkpoint is not in FP8"),
         (cut, "was it written to its end"),
-        (indexed, "has no a.weight"),
+        (indexed({"weight_map": {"a.weight": "model.safetensors"}}), "has no a.weight"),
+        (indexed({"weight_map": ["a"]}), "has no weight_map"),
+        (indexed({"metadata": {}}), "has no weight_map"),
+        (indexed({"weight_map": {"a.weight": 3}}), "a.weight is in 3, which is no file of this folder"),
+        (indexed({"weight_map": {"a.weight": "../x.safetensors"}}), "which is no file of this folder"),
+        *(
+            (compressed(groups), "none of the formats that are read")
+            for groups in (None, [1], {"a": 5}, {"a": {"weights": 3}}, {"a": {"weights": {"strategy": [1]}}}, {})
+        ),
+        (changed_tensors(not_a_number), f"not finite are {UP}.weight"),
         (changed_config(quant_method="gptq"), "quant_method 'gptq'"),
         (changed_config(weight_block_size=[64, 64]), "none of the formats that are read"),
         (changed_config(scale_fmt="ue8m0"), "none of the formats that are read"),

@@ -240,6 +240,26 @@ def test_different_views_stay_two(call):
     assert sum(t in views for t in targets(after)) == sum(t in views for t in targets(before))
 
 
+@pytest.mark.parametrize(
+    ("call", "shapes"),
+    [
+        (lambda x, w: x @ w, ((0, 32), (32, 16))),
+        (lambda x, w: x @ w, ((32, 16), (16, 0))),
+        (lambda x, w: torch.addmm(w[0], x, w), ((0, 16), (16, 16))),
+        (torch.bmm, ((0, 8, 32), (0, 32, 16))),
+        (lambda x, w: torch.baddbmm(x @ w, x, w), ((2, 0, 32), (2, 32, 16))),
+    ],
+)
+def test_a_matmul_whose_result_is_empty_reads_nothing(call, shapes):
+    made = targets(canonical(call, *shapes))
+    assert "full" in made
+    assert not {"mm", "bmm", "addmm", "baddbmm"} & set(made)
+
+
+def test_a_matmul_over_nothing_stays():
+    assert targets(canonical(lambda x, w: x @ w, (32, 0), (0, 16))) == ["mm"]  # zeros, of a size
+
+
 def test_bmm_of_one_batch_becomes_mm():
     graph = canonical(torch.bmm, (1, 16, 32), (1, 32, 48))
     assert "mm" in targets(graph)

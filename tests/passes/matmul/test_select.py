@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -89,6 +90,18 @@ def test_a_gradient_without_a_matmul_in_forward():
     model = module(lambda self, x, y: StrangeGradient.apply(self.fc(x), y), fc=nn.Linear(32, 32))
     plan = step(model, torch.randn(16, 32), torch.randn(32, 32))
     assert reasons(plan, role="other") == {"no matmul of the forward half has these operands"}
+
+
+def test_matmuls_of_the_backward_of_a_decomposition_stay():
+    """They multiply by eigenvectors, which are made of a weight, and are no layer's."""
+
+    def forward(self, x):
+        values, vectors = torch.linalg.eigh(self.w + self.w.t())
+        return x @ (vectors * values.exp()) @ vectors.t()
+
+    plan = step(module(forward, w=nn.Parameter(torch.randn(32, 32) / 8)), torch.randn(64, 32))
+    assert reasons(plan, role="other") == {"no matmul of the forward half has these operands"}
+    assert Counter(m.role for m in plan.converted) == {"output": 2, "grad_input": 1, "grad_weight": 2}
 
 
 def test_addmm_that_scales_its_terms():
