@@ -57,6 +57,9 @@ EAGER = System("BF16 eager", None)
 BASELINE = System("BF16 compile")
 NO_FP8 = {"skip": ["*"], "save": "bf16", "chunk_loss": False}  # leaves what is done for attention alone
 MASKS_FOLDED = System("BF16, masks folded", {"backend": "fp8", "options": NO_FP8})
+_FAST = {"fast_accumulation": True}
+FAST_GRAD_INPUT = {"base": "mixed", "grad_input": _FAST}  # recipes; `mixed` accumulates fast in output alone
+FAST_GRADIENTS = {**FAST_GRAD_INPUT, "grad_weight": _FAST}
 TORCHAO = tuple(torchao(recipe) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"))
 
 

@@ -30,13 +30,11 @@ import fp8compile
 from benchmarks.harness import peers, runs
 from benchmarks.harness.columns import Row, figure, ratio
 from benchmarks.harness.measuring import GIB, intervals
-from benchmarks.harness.peers import BASELINE, EAGER, TORCHAO, ours
+from benchmarks.harness.peers import BASELINE, EAGER, FAST_GRADIENTS, TORCHAO, ours
 from benchmarks.harness.processes import Case
 from benchmarks.harness.runs import Benchmark
 from benchmarks.training import blocks
 
-FAST = {"fast_accumulation": True}
-FAST_GRADIENTS = {"base": "mixed", "grad_input": FAST, "grad_weight": FAST}
 OURS = (ours(), ours("BF16 saved", save="bf16"), ours("fast gradients", recipe=FAST_GRADIENTS))
 SYSTEMS = (BASELINE, EAGER, *OURS, *TORCHAO)
 WARMUP, STEPS, TINY_STEPS = 3, 20, 2

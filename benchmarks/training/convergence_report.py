@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import curves
+from benchmarks.harness.peers import FAST_GRAD_INPUT, FAST_GRADIENTS
 from benchmarks.training import routing
 from benchmarks.training.intervals import CLAIM, Gap, Interval, gaps_of_groups
 
@@ -23,7 +24,6 @@ IN_FP8_ALONE: dict[str, dict[str, Any]] = {
     role: {"base": "mixed", **dict.fromkeys(other for other in ROLES if other != role)} for role in ROLES
 }
 E5M2_GRADIENT = {"left": {"format": "e5m2"}}  # of a gradient in E4M3 small elements become zero
-FAST = {"fast_accumulation": True}  # the recipe has it in output alone
 PARTS: dict[str, dict[str, Any]] = {  # one part of FP8 each, for `branches.py`
     **{f"{role} alone": {"level": "O2", "recipe": recipe} for role, recipe in IN_FP8_ALONE.items()},
     "saved alone": {"level": "O2", "save": "fp8", "recipe": {"base": "mixed", **dict.fromkeys(ROLES)}},
@@ -42,8 +42,8 @@ OURS: dict[str, dict[str, Any]] = {
     "O3 FP32 states": {"level": "O2", "recipe": "mixed", "save": "auto"},
     "O3 rowwise": {"level": "O3", "recipe": "rowwise"},
     "O3 E5M2 gradients": {"level": "O3", "recipe": {"base": "mixed", **dict.fromkeys(ROLES[1:], E5M2_GRADIENT)}},
-    "O3 fast grad_input": {"level": "O3", "recipe": {"base": "mixed", "grad_input": FAST}},
-    "O3 fast gradients": {"level": "O3", "recipe": {"base": "mixed", **dict.fromkeys(ROLES[1:], FAST)}},
+    "O3 fast grad_input": {"level": "O3", "recipe": FAST_GRAD_INPUT},
+    "O3 fast gradients": {"level": "O3", "recipe": FAST_GRADIENTS},
     "O3 two passes": {"level": "O3", "one_pass_casts": False},
     "O3 first in BF16": {"level": "O3", "skip": ["*blocks.{first}.*"]},
     "O3 ends in BF16": {"level": "O3", "skip": ["*blocks.{first}.*", "*blocks.{last}.*"]},

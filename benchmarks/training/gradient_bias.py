@@ -121,7 +121,6 @@ def table(rows: dict[str, dict[str, dict[str, float]]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     given = parser().parse_args(arguments)
-    given.out.mkdir(parents=True, exist_ok=True)
     settings, corpus = settings_and_text(given, steps=None)
     torch.set_float32_matmul_precision("high")
     rows = {}

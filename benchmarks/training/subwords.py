@@ -22,6 +22,7 @@ def in_subwords(corpus: Corpus, vocabulary: int, cache: Path) -> Corpus:
     cache: a file that keeps the tokens, which take half a minute to make; it is read if it is there.
     """
     if not cache.exists():
+        cache.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = learned(corpus.train, vocabulary)
         made = [encoded(tokenizer, text) for text in (corpus.train, corpus.held_out)]
         part = cache.with_suffix(f".{os.getpid()}")

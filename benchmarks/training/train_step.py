@@ -28,17 +28,16 @@ from torch._dynamo.utils import counters  # graph breaks would make several grap
 from benchmarks.harness import peers, runs
 from benchmarks.harness.columns import Row, figure, ratio
 from benchmarks.harness.measuring import bytes_of, intervals, peak_gib
-from benchmarks.harness.peers import BASELINE, EAGER, MASKS_FOLDED, TORCHAO, ours
+from benchmarks.harness.peers import BASELINE, EAGER, FAST_GRAD_INPUT, MASKS_FOLDED, TORCHAO, ours
 from benchmarks.harness.processes import Case
 from benchmarks.harness.runs import Benchmark
 from benchmarks.harness.workloads import MODULES, WORKLOADS, Workload
 
 EIGHT_BIT = ours("8-bit states", eight_bit=True)
 MASKS_MADE = ours("8-bit states, masks made", eight_bit=True, fold_masks=False)
-FAST_RECIPE = {"base": "mixed", "grad_input": {"fast_accumulation": True}}
-FAST_GRAD_INPUT = ours("8-bit states, fast grad_input", eight_bit=True, recipe=FAST_RECIPE)
+FAST = ours("8-bit states, fast grad_input", eight_bit=True, recipe=FAST_GRAD_INPUT)
 FP8_HEAD = ours("8-bit states, FP8 head", eight_bit=True, lm_head=True, chunk_loss=True)
-SYSTEMS = (BASELINE, EAGER, MASKS_FOLDED, ours(), EIGHT_BIT, MASKS_MADE, FAST_GRAD_INPUT, FP8_HEAD, *TORCHAO)
+SYSTEMS = (BASELINE, EAGER, MASKS_FOLDED, ours(), EIGHT_BIT, MASKS_MADE, FAST, FP8_HEAD, *TORCHAO)
 WARMUP, STEPS, TINY_STEPS = 4, 20, 2
 COLUMNS = (
     figure("ms", "ms"),

@@ -59,8 +59,7 @@ class Folder:
 
     def is_finite(self, name: str) -> bool:
         """Return True if no code of an FP8 payload is NaN."""
-        codes: Tensor = self.files[name].get_tensor(name)
-        return not bool(codes.float().isnan().any())
+        return not bool(self.files[name].get_tensor(name).isnan().any())
 
     def scale_of(self, name: str) -> str:
         """Return the name of the scale of an FP8 layer's weight."""

@@ -79,13 +79,17 @@ def _give_zeros_memory(c: Compilation) -> None:
 
 def _multiply_nothing(c: Compilation) -> None:
     """Let matmuls of empty batches read no weight, which inference would otherwise be known to need as it is."""
-    for node in [] if c.is_training else list(c.graph.nodes):
-        if node.target in MATMULS and 0 in value(node).shape:
-            v = value(node)
-            empty = c.emit(
-                aten.full.default, [*v.shape], 0, like=node, dtype=v.dtype, device=v.device, pin_memory=False
-            )
-            replace_value(c, node, empty)
+    if c.is_training:
+        return
+    for node in list(c.graph.nodes):
+        if node.target in MATMULS and _is_empty(v := value(node)):
+            how = {"dtype": v.dtype, "device": v.device, "pin_memory": False}
+            replace_value(c, node, c.emit(aten.full.default, [*v.shape], 0, like=node, **how))
+
+
+def _is_empty(x: torch.Tensor) -> bool:
+    """Return True if `x` is known to have no elements. Of sizes that only the data knows nothing may be asked."""
+    return all(isinstance(size, int) for size in x.shape) and 0 in x.shape
 
 
 def _geometry(node: fx.Node) -> tuple[object, ...]:

@@ -47,7 +47,7 @@ def find_roles(c: Compilation) -> list[MatmulNode]:
     for node in c.graph.nodes:
         for matmul in matmuls_of(node):
             if node in backward:
-                _assign_backward_role(matmul, forward, backward, weights)
+                _assign_backward_role(matmul, forward, backward)
             else:
                 _assign_forward_role(matmul, weights, is_fed)
                 for owner in {base(x) for x in (matmul.left, matmul.right) if x is not None}:
@@ -89,9 +89,7 @@ def _assign_forward_role(matmul: MatmulNode, weights: set[fx.Node], is_fed: bool
         matmul.role, matmul.weight_on_left = "output", left
 
 
-def _assign_backward_role(
-    matmul: MatmulNode, forward: dict[fx.Node, list[MatmulNode]], backward: set[fx.Node], weights: set[fx.Node]
-) -> None:
+def _assign_backward_role(matmul: MatmulNode, forward: dict[fx.Node, list[MatmulNode]], backward: set[fx.Node]) -> None:
     left, right, _ = matmul.operands
     if left is None or right is None:
         return

@@ -24,7 +24,6 @@ from fp8compile.kernels.casts import grouped_cast
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {"offs": "*i32", "data": "*fp8e4nv", "scales": "*fp32", "ends": "*i32", "amaxes": "*i32"}
-
 ALIGNED = ("columns", "width", "length")  # multiples of 16, as pointers are of bytes
 INSTRUCTIONS = r"[ls][td]\.(?:global|shared)[\w.]*|bar\.sync|cvt\.rn\.satfinite|div\.rn"
 

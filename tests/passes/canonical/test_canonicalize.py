@@ -256,6 +256,25 @@ def test_a_matmul_whose_result_is_empty_reads_nothing(call, shapes):
     assert not {"mm", "bmm", "addmm", "baddbmm"} & set(made)
 
 
+def test_nothing_is_asked_of_sizes_that_only_the_data_knows():
+    """A guard on one is an error."""
+
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(32, 32)
+
+        def forward(self, x):
+            at = (x[:, 0] > 0).nonzero().squeeze(-1)
+            return x.index_add(0, at, self.fc(x[at]))
+
+    model, x = Chosen(), torch.randn(16, 32)
+    options = {"executor": "eager", "select": "all", "strict": True}
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(model, backend="fp8", options=options, fullgraph=True)
+        assert sqnr(model(x), run(x)) > 25
+
+
 def test_a_matmul_over_nothing_stays():
     assert targets(canonical(lambda x, w: x @ w, (32, 0), (0, 16))) == ["mm"]  # zeros, of a size
 
