@@ -29,18 +29,10 @@ import torch
 from torch import fx
 
 from fp8compile.passes.canonical import permutations, row_masks, scattered_slices
-from fp8compile.passes.core.compilation import (
-    VIEWS,
-    Compilation,
-    aten,
-    base,
-    same_sizes,
-    sort_topologically,
-    update_value,
-    value,
-)
+from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, base, sort_topologically, update_value, value
 from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.matmul import gathered_weights
 
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)

@@ -28,9 +28,10 @@ import torch
 from torch import fx
 
 from fp8compile.passes.core import fusible
-from fp8compile.passes.core.compilation import Compilation, aten, remove_dead, same_sizes, value
+from fp8compile.passes.core.compilation import Compilation, aten, remove_dead, value
 from fp8compile.passes.core.node_views import Getitem, argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.core.walk import walk
 
 prims = torch.ops.prims

@@ -22,18 +22,10 @@ from functools import partial
 from torch import fx
 
 from fp8compile.passes.core.aten_views import Concatenation
-from fp8compile.passes.core.compilation import (
-    VIEWS,
-    Compilation,
-    aten,
-    getitems,
-    is_tensor,
-    remove_dead,
-    same_sizes,
-    value,
-)
+from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, getitems, is_tensor, remove_dead, value
 from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.core.walk import users_of, walk
 
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}

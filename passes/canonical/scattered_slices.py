@@ -20,9 +20,10 @@ from itertools import pairwise
 from torch import fx
 
 from fp8compile.passes.core import fusible
-from fp8compile.passes.core.compilation import Compilation, aten, remove_dead, same_sizes, value
+from fp8compile.passes.core.compilation import Compilation, aten, remove_dead, value
 from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.core.sizes import same_sizes
 
 
 @dataclass(frozen=True)

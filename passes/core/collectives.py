@@ -18,8 +18,9 @@ import torch
 from torch import fx
 
 from fp8compile.passes.core.aten_views import Concatenation, Permutation
-from fp8compile.passes.core.compilation import Compilation, aten, getitems, same_sizes, value
+from fp8compile.passes.core.compilation import Compilation, aten, getitems, value
 from fp8compile.passes.core.node_views import argument, call_of, first_input
+from fp8compile.passes.core.sizes import same_sizes
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config  # whether unused random numbers must be drawn all the same
 from torch._subclasses.fake_tensor import FakeTensor  # no public name; nodes carry these as their value metadata
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
@@ -21,6 +19,7 @@ from fp8compile.devices import Device
 from fp8compile.passes.core.aten_views import Permutation
 from fp8compile.passes.core.matmul_node import Matmuls
 from fp8compile.passes.core.node_views import Getitem, first_input
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.core.stages import Stage, StageGraph
 from fp8compile.passes.core.walk import walk
 from fp8compile.plan.plan import Plan
@@ -219,37 +218,6 @@ def complete_values(graph: fx.Graph) -> None:
         complete(node)
 
 
-def same_sizes(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    """Return True if two tuples of sizes or strides are known to be equal, however written, without adding guards."""
-    a, b = tuple(a), tuple(b)
-    return len(a) == len(b) and all(map(_same, a, b))
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return str(a) == str(b) or statically_known_true(a == b) or _is_guarded(a == b)
-
-
-def _is_guarded(known: Any) -> bool:
-    """Return True if a guard says this of sizes in so many words, which torch does not always see."""
-    return isinstance(known, torch.SymBool) and any(
-        guard.expr == known.node.expr for guard in known.node.shape_env.guards
-    )
-
-
-def hint(size: Any, unknown: int = 4096) -> int:
-    """Return a size as it was when the graph was traced; `unknown` for one that only the data knows."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.has_hint() else unknown
-    return int(size)
-
-
-def count(shape: Iterable[Any]) -> int:
-    """Return the number of elements of this shape; symbolic sizes are those that were seen when it was traced."""
-    return math.prod(map(hint, shape))
-
-
 def is_tangent(node: fx.Node) -> bool:
     """Return True if a node is an incoming gradient."""
     return node.op == "placeholder" and "tangents" in str(node.target)
@@ -328,16 +296,6 @@ def remove_dead(graph: fx.Graph) -> None:
 def getitems(node: fx.Node) -> dict[int, fx.Node]:
     """Return the nodes that take single results out of a tuple `node`, by index."""
     return {part.index: part.node for user in node.users if (part := Getitem.of(user)) is not None}
-
-
-def divides(multiple: int, size: Any) -> bool:
-    """Return True if `size` is known to be a multiple of `multiple`, without adding a guard."""
-    if isinstance(size, int):
-        return size % multiple == 0
-    if statically_known_true(size % multiple == 0):
-        return True
-    seen = hint(size, unknown=1)  # a number in other words: 4 · (32 · s // s)
-    return seen % multiple == 0 and _same(size, seen)
 
 
 def reshape(c: Compilation, node: fx.Node, shape: Sequence[Any], like: fx.Node) -> fx.Node:

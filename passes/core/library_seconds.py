@@ -12,9 +12,10 @@ from torch.utils.flop_counter import flop_registry
 from fp8compile import ops
 from fp8compile.devices import TABLE, Device
 from fp8compile.passes.core import operators
-from fp8compile.passes.core.compilation import aten, count, hint, is_tensor, value
+from fp8compile.passes.core.compilation import aten, is_tensor, value
 from fp8compile.passes.core.marker_views import ScaledMM
 from fp8compile.passes.core.matmul_views import GroupedMM
+from fp8compile.passes.core.sizes import count, hint
 
 IN_FP8 = (ops.scaled_mm, aten._scaled_mm.default)
 

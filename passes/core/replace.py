@@ -14,16 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8compile.passes.core.compilation import (
-    VIEWS,
-    Compilation,
-    aten,
-    hint,
-    is_tensor,
-    same_sizes,
-    update_value,
-    value,
-)
+from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, is_tensor, update_value, value
+from fp8compile.passes.core.sizes import hint, same_sizes
 from fp8compile.passes.core.stride_demands import EXACT, demanded, is_met
 from fp8compile.passes.core.walk import users_of, walk
 

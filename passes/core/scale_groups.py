@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import divides, hint, value
+from fp8compile.passes.core.compilation import value
+from fp8compile.passes.core.sizes import divides, hint
 
 GROUPS = (128, 64, 32, 16)
 

@@ -23,7 +23,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path  # no public name
 
 from fp8compile.errors import VerificationError
 from fp8compile.passes.core import operators
-from fp8compile.passes.core.compilation import VIEWS, divides, is_tensor, same_sizes, value
+from fp8compile.passes.core.compilation import VIEWS, is_tensor, value
+from fp8compile.passes.core.sizes import divides, same_sizes
 
 RECORDED = "fp8_strides"  # in a node's metadata: the demand on each input, and its strides when that was recorded
 ROWS, ALIGNED, EXACT = "rows", "aligned", "exact"

@@ -33,11 +33,12 @@ from fp8compile import ops
 from fp8compile.errors import VerificationError
 from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
 from fp8compile.passes.core.collectives import AS_BYTES, CARRIERS
-from fp8compile.passes.core.compilation import VIEWS, aten, divides, is_detached, same_sizes, value
+from fp8compile.passes.core.compilation import VIEWS, aten, is_detached, value
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.core.marker_views import Dequantize, Quantize, ScaledMM
 from fp8compile.passes.core.node_views import call_of, first_input
 from fp8compile.passes.core.run_passes import Check
+from fp8compile.passes.core.sizes import divides, same_sizes
 from fp8compile.passes.core.stages import StageGraph
 from fp8compile.passes.core.stride_demands import Broken, check_strides
 from fp8compile.passes.core.verify_grouped import contracts_groups, wrong_groups

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from fp8compile.formats import ALIGNMENT, FP8_DTYPES
-from fp8compile.passes.core.compilation import divides, same_sizes, value
+from fp8compile.passes.core.compilation import value
 from fp8compile.passes.core.marker_views import GroupedPart, ScaledMM
+from fp8compile.passes.core.sizes import divides, same_sizes
 
 
 def contracts_groups(mm: ScaledMM) -> bool:

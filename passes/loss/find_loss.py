@@ -28,11 +28,12 @@ from fp8compile.errors import first_line
 from fp8compile.kernels.loss.softmax_step import Curve
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.aten_views import Gather, Slice, Sum
-from fp8compile.passes.core.compilation import aten, base, dependents, is_tensor, same_sizes, value
+from fp8compile.passes.core.compilation import aten, base, dependents, is_tensor, value
 from fp8compile.passes.core.fusible import CONVERSIONS
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.node_views import node_argument
 from fp8compile.passes.core.origin import source_line
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.loss.dropped_rows import find_cut, undoes
 from fp8compile.passes.loss.loss_equivalence import (
     REDUCTIONS,

@@ -10,8 +10,8 @@ from torch import fx
 from fp8compile.kernels.codegen import generated
 from fp8compile.kernels.codegen.schedule.one_pass import Launch, launches
 from fp8compile.kernels.codegen.spec.region import Part, Region
-from fp8compile.passes.core.compilation import hint
 from fp8compile.passes.core.marker_views import RegionCall
+from fp8compile.passes.core.sizes import hint
 from fp8compile.passes.regions.region_graph import regions_of, spec_of
 from fp8compile.plan.rows import Kernel
 

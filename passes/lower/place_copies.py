@@ -19,9 +19,10 @@ from torch import fx
 
 from fp8compile import host_copies
 from fp8compile.devices import Device, describe
-from fp8compile.passes.core.compilation import count, device_of, shows_memory, value
+from fp8compile.passes.core.compilation import device_of, shows_memory, value
 from fp8compile.passes.core.fusible import is_library_kernel
 from fp8compile.passes.core.library_seconds import library_seconds
+from fp8compile.passes.core.sizes import count
 from fp8compile.passes.core.stages import HalfGraph
 
 COPIES = (host_copies.to_host, host_copies.to_device, host_copies.copied)

@@ -24,10 +24,11 @@ from fp8compile import ops
 from fp8compile.errors import VerificationError
 from fp8compile.kernels.check.coverage import unwritten
 from fp8compile.kernels.codegen.spec.region import Input, Part, Region, number_of
-from fp8compile.passes.core.compilation import VIEWS, aten, hint, is_tensor, value
+from fp8compile.passes.core.compilation import VIEWS, aten, is_tensor, value
 from fp8compile.passes.core.marker_views import RegionCall
 from fp8compile.passes.core.node_views import Copy, Getitem
 from fp8compile.passes.core.run_passes import Check
+from fp8compile.passes.core.sizes import hint
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.core.stride_demands import Broken, broken_strides
 from fp8compile.passes.core.verify import excerpt, verify

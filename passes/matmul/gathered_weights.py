@@ -21,18 +21,10 @@ from torch import fx
 
 from fp8compile import ops
 from fp8compile.formats import ALIGNMENT, FP8_DTYPES, parse_granularity
-from fp8compile.passes.core.compilation import (
-    VIEWS,
-    Compilation,
-    aten,
-    base,
-    divides,
-    is_transpose_of,
-    same_sizes,
-    value,
-)
+from fp8compile.passes.core.compilation import VIEWS, Compilation, aten, base, is_transpose_of, value
 from fp8compile.passes.core.marker_views import Dequantize
 from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.core.sizes import divides, same_sizes
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from __future__ import annotations
 from fp8compile.devices import Device
 from fp8compile.formats import ROW
 from fp8compile.kernels.matmul.check_grouped import why_contractions_fail, why_it_fails
-from fp8compile.passes.core.compilation import hint, value
+from fp8compile.passes.core.compilation import value
 from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.passes.core.sizes import hint
 from fp8compile.plan.reasons import Reason, Why
 from fp8compile.recipe import Cast, Recipe, Role
 

@@ -35,9 +35,10 @@ from torch.utils import _pytree as pytree
 
 from fp8compile.devices import Device
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import VIEWS, Compilation, base, hint, is_tangent, is_tensor, value
+from fp8compile.passes.core.compilation import VIEWS, Compilation, base, is_tangent, is_tensor, value
 from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode
 from fp8compile.passes.core.node_views import Getitem, argument
+from fp8compile.passes.core.sizes import hint
 from fp8compile.passes.matmul.matmul_costs import Costs, Timed, alone_in_bf16, merged_as
 
 # microseconds of a host: a launch of each kind, a gradient that autograd takes, and what FP8 adds for a matmul

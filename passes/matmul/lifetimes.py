@@ -17,9 +17,10 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from fp8compile.passes.core import fusible
-from fp8compile.passes.core.compilation import base, count, value
+from fp8compile.passes.core.compilation import base, value
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.node_views import Getitem
+from fp8compile.passes.core.sizes import count
 from fp8compile.passes.core.walk import users_of, walk
 
 Order = Mapping[fx.Node, int]

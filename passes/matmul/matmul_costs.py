@@ -51,8 +51,9 @@ from fp8compile.kernels.codegen.spec.region import MOST_BESIDE
 from fp8compile.kernels.reference.grouped_reference import padded_tokens
 from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.aten_views import Concatenation
-from fp8compile.passes.core.compilation import VIEWS, base, hint, same_sizes, value
+from fp8compile.passes.core.compilation import VIEWS, base, value
 from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode
+from fp8compile.passes.core.sizes import hint, same_sizes
 from fp8compile.passes.core.walk import users_of, walk
 from fp8compile.passes.matmul.grouped_matmuls import GROUPED, share_of_rate
 from fp8compile.passes.matmul.unpack_costs import Unpacked

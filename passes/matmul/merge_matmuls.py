@@ -38,13 +38,13 @@ from fp8compile.passes.core.compilation import (
     aten,
     depends_on,
     is_transpose_of,
-    same_sizes,
     sort_topologically,
     value,
 )
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.node_views import argument, first_input, node_argument
 from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.matmul.lifetimes import split_by_lifetime
 
 

@@ -32,17 +32,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8compile import ops
 from fp8compile.formats import ALIGNMENT, LINE, Granularity, parse_granularity
 from fp8compile.passes.core.aten_views import Concatenation, Permutation
-from fp8compile.passes.core.compilation import (
-    Compilation,
-    aten,
-    divides,
-    is_transpose_of,
-    same_sizes,
-    sort_topologically,
-    value,
-)
+from fp8compile.passes.core.compilation import Compilation, aten, is_transpose_of, sort_topologically, value
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.core.sizes import divides, same_sizes
 from fp8compile.passes.matmul.gathered_weights import Gathered, gathered
 from fp8compile.plan.rows import Operand
 

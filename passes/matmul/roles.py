@@ -23,9 +23,10 @@ from itertools import permutations
 
 from torch import fx
 
-from fp8compile.passes.core.compilation import Compilation, base, dependents, is_tangent, is_tensor, same_sizes
+from fp8compile.passes.core.compilation import Compilation, base, dependents, is_tangent, is_tensor
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.origin import module_path, source_line
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.matmul.find_matmuls import matmuls_of
 from fp8compile.passes.matmul.weights import is_weight, weight_nodes
 from fp8compile.plan.reasons import Reason, Why

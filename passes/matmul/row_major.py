@@ -22,9 +22,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8compile.formats import parse_granularity
 from fp8compile.passes.core import fusible
-from fp8compile.passes.core.compilation import STANDS_ALONE, VIEWS, Compilation, aten, hint, is_tensor, value
+from fp8compile.passes.core.compilation import STANDS_ALONE, VIEWS, Compilation, aten, is_tensor, value
 from fp8compile.passes.core.iteration import same
 from fp8compile.passes.core.replace import restride
+from fp8compile.passes.core.sizes import hint
 from fp8compile.passes.core.walk import walk
 
 LONG = 128  # elements of rows of which a tile holds few

@@ -16,9 +16,10 @@ from torch import fx
 
 from fp8compile.errors import OptionError
 from fp8compile.formats import ALIGNMENT
-from fp8compile.passes.core.compilation import Compilation, hint, value
+from fp8compile.passes.core.compilation import Compilation, value
 from fp8compile.passes.core.derivatives import is_differentiated
 from fp8compile.passes.core.matmul_node import CONVOLUTION, MatmulNode, Matmuls
+from fp8compile.passes.core.sizes import hint
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.matmul import alternative_costs, host_costs
 from fp8compile.passes.matmul.gathered_weights import gathered

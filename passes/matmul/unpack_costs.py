@@ -22,7 +22,6 @@ from fp8compile.passes.core import fusible, operators
 from fp8compile.passes.core.compilation import (
     Compilation,
     base,
-    count,
     dependents,
     in_recomputed_region,
     is_tangent,
@@ -32,6 +31,7 @@ from fp8compile.passes.core.compilation import (
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.origin import module_path
 from fp8compile.passes.core.scale_groups import group_of
+from fp8compile.passes.core.sizes import count
 from fp8compile.passes.matmul.weights import weight_nodes
 from fp8compile.recipe import Role
 

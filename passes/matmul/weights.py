@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8compile.passes.core.compilation import FROZEN, Compilation, aten, is_tensor, same_sizes, value
+from fp8compile.passes.core.compilation import FROZEN, Compilation, aten, is_tensor, value
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.matmul.find_matmuls import MATMULS
 

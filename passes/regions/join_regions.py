@@ -18,7 +18,8 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.kernels.codegen.schedule import choose_schedule
 from fp8compile.kernels.codegen.spec.region import Buffer, Part, Region
-from fp8compile.passes.core.compilation import count, depends_on, getitems, value
+from fp8compile.passes.core.compilation import depends_on, getitems, value
+from fp8compile.passes.core.sizes import count
 from fp8compile.passes.regions.region_graph import GraphEditor, sizes_of, spec_of, tensors_of
 
 MAX_PARTS = 16

@@ -30,9 +30,10 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.formats import E4M3
 from fp8compile.passes.core.aten_views import Permutation
-from fp8compile.passes.core.compilation import Compilation, aten, is_tensor, same_sizes, update_value, value
+from fp8compile.passes.core.compilation import Compilation, aten, is_tensor, update_value, value
 from fp8compile.passes.core.replace import copied, restride
 from fp8compile.passes.core.scale_groups import dense_order
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.core.stride_demands import is_demanded
 from fp8compile.passes.core.walk import inputs_of, walk

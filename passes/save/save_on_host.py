@@ -20,11 +20,12 @@ from torch import fx
 
 from fp8compile import host_copies
 from fp8compile.devices import Device
-from fp8compile.passes.core.compilation import VIEWS, aten, count, is_tensor, update_value, value
+from fp8compile.passes.core.compilation import VIEWS, aten, is_tensor, update_value, value
 from fp8compile.passes.core.fusible import is_library_kernel
 from fp8compile.passes.core.library_seconds import library_seconds
 from fp8compile.passes.core.node_views import first_input
 from fp8compile.passes.core.scale_groups import dense_order
+from fp8compile.passes.core.sizes import count
 from fp8compile.passes.save.min_cut import Halves
 from fp8compile.passes.save.saved_forms import bytes_of, memory_of
 

@@ -19,11 +19,12 @@ from fp8compile import ops
 from fp8compile.formats import E4M3, parse_granularity
 from fp8compile.options import Options
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import aten, base, count, is_tensor, value
+from fp8compile.passes.core.compilation import aten, base, is_tensor, value
 from fp8compile.passes.core.marker_views import Quantize
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.origin import module_path
 from fp8compile.passes.core.scale_groups import GROUPS, dense_order, group_of, group_of_tensor
+from fp8compile.passes.core.sizes import count
 from fp8compile.passes.save.rounding_hazards import Hazards
 from fp8compile.plan.reasons import Reason, Why
 

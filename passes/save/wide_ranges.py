@@ -14,7 +14,8 @@ from collections.abc import Callable
 from torch import fx
 
 from fp8compile.passes.core import fusible, operators
-from fp8compile.passes.core.compilation import aten, is_tensor, same_sizes, value
+from fp8compile.passes.core.compilation import aten, is_tensor, value
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.save.signs import DIVISIONS, copied, square_of
 
 EXPONENTIALS = {

@@ -12,7 +12,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fp8compile.passes.core.compilation import aten, same_sizes, update_value
+from fp8compile.passes.core.compilation import aten, update_value
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.regions.part_values import RefusedError
 from fp8compile.passes.regions.region_graph import GraphEditor
 

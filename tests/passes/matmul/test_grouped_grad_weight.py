@@ -18,9 +18,9 @@ import fp8compile
 from fp8compile import devices, ops
 from fp8compile.errors import VerificationError
 from fp8compile.kernels.reference.grouped_reference import padded_tokens
-from fp8compile.passes.core.compilation import same_sizes
 from fp8compile.passes.core.marker_views import GroupedCast, ScaledMM
 from fp8compile.passes.core.matmul_node import MatmulNode
+from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.core.verify import verify
 from fp8compile.passes.core.verify_grouped import contracts_groups
 from fp8compile.passes.core.verify_halves import verify_halves

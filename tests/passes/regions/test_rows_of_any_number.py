@@ -15,7 +15,8 @@ from torch import Tensor
 from fp8compile import ops
 from fp8compile.kernels.check import check_kernel
 from fp8compile.kernels.codegen import generated
-from fp8compile.passes.core.compilation import aten, hint
+from fp8compile.passes.core.compilation import aten
+from fp8compile.passes.core.sizes import hint
 from fp8compile.passes.regions.region_graph import regions_of, sizes_of, spec_of
 
 ROWS, COLS = 40, 64
