@@ -19,8 +19,8 @@ With a warm cache no pass runs, so no operator may be born at compile time.
 
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
 maximised over merged operands or reduced over ranks, a scale can be shared by two layouts, and no node has a tuple.
-grouped_cast is all of it in one: the scale of a group's column serves nothing else, and a kernel that has just found it
-has the tokens at hand.
+grouped_cast makes scales and data: scales of a group's columns serve nothing else. With `amax`, of each token, it has
+one scale a group.
 `transpose` means: of xᵀ. `row_multiple` and `col_multiple` append zeros: padding needs no symbolic sizes in graphs.
 
 Their meaning is `kernels/reference/markers.py` and `grouped_reference.py`; on CUDA, `scaled_mm` is
@@ -56,8 +56,8 @@ SCHEMAS = {
     "dequantize": "(Tensor data, Tensor scale, str granularity, ScalarType dtype) -> Tensor",
     "scaled_mm": "(Tensor a, Tensor scale_a, str granularity_a, Tensor b, Tensor scale_b, str granularity_b, "
     "Tensor? bias, ScalarType out_dtype, bool fast_accumulation=False, Tensor? offs=None) -> Tensor",
-    "grouped_cast": "(Tensor x, Tensor offs, str format, bool power_of_two=False, int row_multiple=1) "
-    "-> (Tensor, Tensor, Tensor)",
+    "grouped_cast": "(Tensor x, Tensor offs, str format, bool power_of_two=False, int row_multiple=1, "
+    "Tensor? amax=None) -> (Tensor, Tensor, Tensor)",
     "delayed_scale": "(Tensor amax, str key, str format, int history, int margin, bool power_of_two=False) -> Tensor",
     "observe": "(Tensor scale, Tensor[] tensors, str cast, bool transpose, str name, str key) -> Tensor",
     "probe": "(Tensor x, bool transpose, str name, str key) -> Tensor",
@@ -117,7 +117,12 @@ def _fake_scaled_mm(
 
 
 def _fake_grouped_cast(
-    x: Tensor, offs: Tensor, format: str, power_of_two: bool = False, row_multiple: int = 1
+    x: Tensor,
+    offs: Tensor,
+    format: str,
+    power_of_two: bool = False,
+    row_multiple: int = 1,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     width, length = round_up(x.shape[1], row_multiple), grouped_reference.padded_tokens(x.shape[0], offs.shape[0])
     data = new_empty(x, [width, length], FORMATS[format].dtype)

@@ -7,8 +7,9 @@ Where groups end only the device knows. So programs look it up, buffers have the
 nobody waits for anything: the host launches the same for every step, as CUDA graphs want it. Padding is written as
 zeros, whatever lay there; what lies behind the last group in x is not read, and in data not written.
 
-A program has some columns of a piece of a group. A first kernel finds the amaxes, a second casts: both read x
-(`benchmarks/micro/grouped_matmul.py` times them). One kernel for both, whose programs have all tokens of a group, would
+A program has some columns of a piece of a group. Two kernels: the first finds the amaxes, the second casts. With a
+scale a column both read x; with one a group the first reads the amaxes of tokens alone, which others have found
+(`benchmarks/micro/grouped_matmul.py` times both). One kernel for all, whose programs have all tokens of a group, would
 keep most of the GPU waiting where one expert has most of them.
 
 Codes of four tokens make a word, and words are transposed, as in `kernels/codegen/schedule/packed_transpose.py`.
@@ -195,6 +196,22 @@ def find_amaxes(
 
 
 @triton.jit
+def join_amaxes(
+    amax,
+    offs,
+    amaxes,
+    groups,
+    GROUPS: tl.constexpr,  # noqa: N803
+    PIECE: tl.constexpr,  # noqa: N803
+):
+    """Of some tokens of a group: the largest amax into amaxes [E], which hold zeros at first."""
+    mine, first, end, _, _, _ = look_up_piece(offs, groups, tl.program_id(0), GROUPS, PIECE)  # pyright: ignore[reportGeneralTypeIssues]
+    token = first + tl.arange(0, PIECE)
+    found = tl.max(magnitude(tl.load(amax + token, mask=(token < end) & (mine < groups), other=0.0)), 0)
+    tl.atomic_max(amaxes + mine, found, mask=mine < groups, sem="relaxed")
+
+
+@triton.jit
 def cast_pieces(
     x,
     offs,
@@ -206,6 +223,7 @@ def cast_pieces(
     columns,
     width,
     length,
+    ONE_SCALE: tl.constexpr,  # noqa: N803
     POWER_OF_TWO: tl.constexpr,  # noqa: N803
     ASSEMBLED: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
@@ -213,13 +231,16 @@ def cast_pieces(
     TOKENS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """Some tokens of a group, some columns: data; of the group's first, scales and where it ends."""
+    """Some tokens of a group, some columns: data; of the group's first, scales and where it ends.
+
+    amaxes: [E] with ONE_SCALE for all columns of a group, else [E, width]."""
     blocks = tl.cdiv(width, COLUMNS)
     block, piece = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     mine, first, end, place, room, is_first = look_up_piece(offs, groups, piece, GROUPS, PIECE)
     if mine < groups:
-        scale = scale_of(tl.load(amaxes + mine * width + column, mask=column < width, other=0), POWER_OF_TWO, 448.0)
+        amax = amaxes + mine + 0 * column if ONE_SCALE else amaxes + mine * width + column
+        scale = scale_of(tl.load(amax, mask=column < width, other=0), POWER_OF_TWO, 448.0)
         inverse = tl.div_rn(1.0, scale)
         tl.store(scales + mine * width + column, scale, mask=is_first & (column < width))
         tl.store(ends + mine, place + room, mask=is_first & (block == 0))
@@ -231,7 +252,12 @@ def cast_pieces(
 
 
 def grouped_cast(
-    x: Tensor, offs: Tensor, format: str, power_of_two: bool = False, row_multiple: int = 1
+    x: Tensor,
+    offs: Tensor,
+    format: str,
+    power_of_two: bool = False,
+    row_multiple: int = 1,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `grouped_reference.grouped_cast` does; data behind the last group, where nothing reads, is left."""
     if format != E4M3.name:
@@ -241,7 +267,8 @@ def grouped_cast(
     data = x.new_empty(width, length, dtype=E4M3.dtype)
     scales = x.new_empty(groups, width, 1, dtype=torch.float32)
     ends = torch.empty_like(offs)
-    launch(x.contiguous(), offs.contiguous(), data, scales, ends, power_of_two)
+    amax = None if amax is None else amax.contiguous()
+    launch(x.contiguous(), offs.contiguous(), data, scales, ends, power_of_two, amax)
     return data, scales, ends
 
 
@@ -255,19 +282,25 @@ def cast_columns(x: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return data, scales[0]
 
 
-def launch(x: Tensor, offs: Tensor, data: Tensor, scales: Tensor, ends: Tensor, power_of_two: bool) -> None:
-    """Fill data, scales and ends, by programs for as many pieces as there may be."""
+def launch(
+    x: Tensor, offs: Tensor, data: Tensor, scales: Tensor, ends: Tensor, power_of_two: bool, amax: Tensor | None = None
+) -> None:
+    """Fill data, scales and ends, by programs for as many pieces as there may be; amax: of each token, or None."""
     (tokens, columns), groups, (width, length) = x.shape, offs.shape[0], data.shape
-    amaxes = x.new_zeros(groups, width, dtype=torch.int32)
+    amaxes = x.new_zeros([groups] if amax is not None else [groups, width], dtype=torch.int32)
     pieces = tokens // PIECE + groups
     how = {"GROUPS": _lanes(groups), "PIECE": PIECE}
     find: Any = find_amaxes
+    join: Any = join_amaxes
     cast: Any = cast_pieces
     with torch.cuda.device_of(x):
-        find[(pieces * ceil_div(columns, FIND["COLUMNS"]),)](x, offs, amaxes, groups, columns, width, **how, **FIND)
+        if amax is not None:
+            join[(pieces,)](amax, offs, amaxes, groups, **how)
+        else:
+            find[(pieces * ceil_div(columns, FIND["COLUMNS"]),)](x, offs, amaxes, groups, columns, width, **how, **FIND)
         cast[(pieces * ceil_div(width, CAST["COLUMNS"]),)](
             x, offs, amaxes, data, scales, ends, groups, columns, width, length,
-            POWER_OF_TWO=power_of_two, ASSEMBLED=x.is_cuda, **how, **CAST,
+            ONE_SCALE=amax is not None, POWER_OF_TWO=power_of_two, ASSEMBLED=x.is_cuda, **how, **CAST,
         )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     x [T, C]      tokens in E groups that end at offs [E]; behind the last one anything
     data [C, P]   their codes, tokens side by side: group e ends at ends[e], begins at a multiple of 16, and is filled
                   up with zeros to one; 16 zeros of a group that has no tokens
-    scale [E, C, 1]   of each group's column, `markers.scale` of its amax
+    scale [E, C, 1]   of each group's column, `markers.scale` of its amax; or of all columns of a group, the same
 
 P suffices whatever the groups: a group takes a piece of 16 tokens more than it fills, at most. Matmul units read what
 they contract in such pieces, and torch's kernel takes no empty group (`kernels/matmul/scaled_mm.py`).
@@ -34,21 +34,29 @@ def padded_ends(offs: Tensor) -> Tensor:
 
 
 def grouped_cast(
-    x: Tensor, offs: Tensor, format: str, power_of_two: bool = False, row_multiple: int = 1
+    x: Tensor,
+    offs: Tensor,
+    format: str,
+    power_of_two: bool = False,
+    row_multiple: int = 1,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (data, scale, ends) of x [T, C], whose groups end at offs [E]; zeros behind the last group too.
 
     row_multiple: zeros are appended until C is a multiple of it. A group of which a column is not finite has a scale
     that is not, and zeros for padding even so.
+    amax [T, 1]: the largest magnitude of each token. Where it is given, a group has one scale for all columns, that of
+    the largest of its tokens' amaxes.
     """
-    (tokens, columns), width = x.shape, round_up(x.shape[1], row_multiple)
+    tokens, width = x.shape[0], round_up(x.shape[1], row_multiple)
     data = x.new_zeros(width, padded_tokens(tokens, offs.shape[0]), dtype=FORMATS[format].dtype)
     scale = x.new_ones(offs.shape[0], width, 1, dtype=torch.float32)
     ends = padded_ends(offs)
-    groups = zip(pairwise([0, *offs.tolist()]), [0, *ends.tolist()], scale[:, :columns], strict=False)
+    groups = zip(pairwise([0, *offs.tolist()]), [0, *ends.tolist()], scale, strict=False)
     for (start, end), place, own in groups:
         if end > start:
             part = x[start:end]
-            own.copy_(markers.scale(markers.amax(part, "row", True), format, power_of_two))
-            data[:columns, place : place + end - start] = markers.quantize(part, own, format, "row", True)
+            largest = markers.amax(part, "row", True, row_multiple) if amax is None else amax[start:end].amax()
+            own.copy_(markers.scale(largest, format, power_of_two))
+            data[:, place : place + end - start] = markers.quantize(part, own, format, "row", True, row_multiple)
     return data, scale, ends

@@ -195,6 +195,11 @@ class GroupedCast(NodeView):
         """The format of the codes."""
         return self._text("format")
 
+    @property
+    def amax(self) -> fx.Node | None:
+        """The amaxes of rows, of which a group has one scale; or None: a scale a column."""
+        return self._optional("amax")
+
 
 class GroupedPart(NodeView):
     """A result of `fp8::grouped_cast`: codes, scales, or the columns at which groups of codes end."""

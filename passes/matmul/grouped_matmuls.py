@@ -8,23 +8,28 @@ Which of them FP8 units can do, and with which scales. They are rewritten like o
 (`passes/matmul/quantize_matmuls.py`).
 
 Rows. torch's kernel takes E4M3 with a scale a token and one a column of each expert's weight, and nothing else, so that
-is what every recipe means here. It is also what is sound: nobody writes the rows behind the last group (where tokens of
-other ranks' experts end up), and a scale of the whole tensor would be made of whatever lies there.
+is what every recipe means in output and grad_input. It is also what is sound: nobody writes the rows behind the last
+group (where tokens of other ranks' experts end up), and a scale of the whole tensor would be made of whatever lies
+there.
 
 grad_weight contracts tokens, which FP8 units read in pieces of 16: each group has to begin at a multiple of 16, and
 none may be empty, or the kernel stops the program. Only the data knows where groups end. So its casts write every group
 from such a place on, with zeros behind it, into buffers that suffice whatever the groups (`fp8::grouped_cast`); rows
-are then columns of a group of tokens, each with a scale of its own. These are casts of their own: a matmul that reads
-the same tensor by rows of tokens casts it once more. Those of gate and up share that of their input, and backward may
-be given it in place of the input, in half the bytes (`passes/save/min_cut.py`).
+are then columns of a group of tokens. Where the recipe has scales of rows, groups or blocks, each such column has one
+of its own, and all tokens are read for their amaxes first. Where it has one of a tensor, all columns of a group have
+one: the largest of the amaxes of tokens, which output and grad_input have found. These are casts of their own: a matmul
+that reads the same tensor by rows of tokens casts it once more. Those of gate and up share that of their input, and
+backward may be given it in place of the input, in half the bytes (`passes/save/min_cut.py`).
 (All this is what torch's source says, aten/src/ATen/native/cuda/GroupMMCommon.cuh; tests/gpu/test_grouped.py tries it,
 and `kernels/matmul/check_grouped.py` tries the kernel itself, once in a process, before a plan relies on it.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from fp8compile.devices import Device
-from fp8compile.formats import ROW
+from fp8compile.formats import E4M3, ROW, TENSOR, Granularity
 from fp8compile.kernels.matmul.check_grouped import why_contractions_fail, why_it_fails
 from fp8compile.passes.core.compilation import value
 from fp8compile.passes.core.matmul_node import MatmulNode
@@ -33,6 +38,7 @@ from fp8compile.plan.reasons import Reason, Why
 from fp8compile.recipe import Cast, Recipe, Role
 
 GROUPED = "grouped"  # the kind of such a matmul
+CONTRACTED = (ROW, TENSOR)  # what scales of groups that are contracted belong to: a column of a group, or all of it
 FAST = ("output", "grad_input")  # sum over weights, of both signs; grad_weight sums over tokens, which may have one
 LARGE, SMALL = 2048, 128  # two sizes of a group's matmul that are large, or one of its product's that is small
 LONG = 2700  # tokens of a group that are contracted at the full rate
@@ -43,18 +49,21 @@ MOST_GROUPS = 1023  # torch's kernel has one thread a group to prepare them
 def casts_of(matmul: MatmulNode, recipe: Recipe) -> Role | None:
     """Return how `recipe` runs the matmul; None: in its own precision.
 
-    A grouped one takes scales of rows. Where the recipe leaves it open and it sums over weights, it accumulates fast:
-    torch's kernel takes up to three times as long otherwise (`share_of_rate`), longer than in BF16.
+    A grouped one takes scales of rows; of groups that it contracts, also one a group ("tensor"). Where the recipe
+    leaves it open and it sums over weights, it accumulates fast: torch's kernel takes up to three times as long
+    otherwise (`share_of_rate`), longer than in BF16.
     """
     role = recipe.role(matmul.role) if matmul.role != "other" else None
     if role is None or matmul.kind != GROUPED:
         return role
     fast = matmul.role in FAST if role.fast_accumulation is None else role.fast_accumulation
-    return Role(_by_rows(role.left), _by_rows(role.right), fast)
+    taken = CONTRACTED if matmul.contracts_groups else (ROW,)
+    return Role(_nearest(role.left, taken), _nearest(role.right, taken), fast)
 
 
-def _by_rows(cast: Cast) -> Cast:
-    return Cast(ROW, power_of_two=cast.power_of_two)
+def _nearest(cast: Cast, taken: Collection[Granularity]) -> Cast:
+    granularity = cast.granularity if cast.granularity in taken else ROW
+    return Cast(granularity, power_of_two=cast.power_of_two)
 
 
 def share_of_rate(matmul: MatmulNode, role: Role) -> float:
@@ -94,8 +103,12 @@ def why_not_grouped(matmul: MatmulNode, role: Role | None, device: Device) -> Wh
 
 
 def _why_not_grouped(matmul: MatmulNode, role: Role | None) -> str:
-    if role is not None and {(c.granularity, c.format) for c in (role.left, role.right)} != {(ROW, Cast().format)}:
-        return f"grouped FP8 units take E4M3 by rows, not {role.left} × {role.right}"
+    taken = CONTRACTED if matmul.contracts_groups else (ROW,)
+    if role is not None and any(
+        c.granularity not in taken or c.format != E4M3 or c.delayed is not None for c in (role.left, role.right)
+    ):
+        what = "by rows, or with one scale a group" if matmul.contracts_groups else "by rows"
+        return f"grouped FP8 units take E4M3 {what}, not {role.left} × {role.right}"
     if isinstance(matmul.groups, int) and matmul.groups > MOST_GROUPS:
         return f"{matmul.groups} groups: grouped FP8 units take {MOST_GROUPS}"
     return ""

@@ -19,9 +19,10 @@ alone. Where a generated kernel computes it (norms, activation functions and the
 away. Matmuls of all roles that read a tensor share its reads, since both layouts are stored from one; those of one role
 (q, k and v of x) share the payload. So each depends on what the others do: `passes/matmul/profitability.py`
 begins with all in FP8 that can be, and leaves out what makes the sum of all times less.
-grad_weight of experts casts groups of tokens, filled up, by a kernel of its own (`fp8::grouped_cast`): it reads them
-twice, whoever else does, which takes as long as `READS_OF_GROUPS` reads, and shares that only with others that contract
-the same groups.
+grad_weight of experts casts groups of tokens, filled up, by a kernel of its own (`fp8::grouped_cast`), whoever else
+reads them, and shares it only with others that contract the same groups. With a scale a column it reads them twice,
+which takes as long as `READS_OF_GROUPS` reads; with one a group once, and once more where no other matmul in FP8 reads
+them for their amaxes.
 
 With kept weights (option `frozen`) a matmul casts its activation alone. It may have few rows: then it takes as long as
 its operands take to be read, of which the weight has half the bytes in FP8.
@@ -123,7 +124,7 @@ class Costs:
         left, right = matmul.pair
         kp, np_ = _padded(matmul), round_up(n, ALIGNMENT)
         d, work = self.device, 2 * batch * 1e-9  # FLOPs / TFLOP/s = 1e-12 s = 1e-9 ms
-        rate = d.rate(kind := _kind(role))
+        rate = d.rate(kind := "row" if matmul.kind == GROUPED else _kind(role))
         if kind != "tensor":
             rate *= d.filled(self._merged_tiles(matmul)) * share_of_rate(matmul, role)
         weights = hint(matmul.groups) if value(right).dim() == 3 and matmul.kind == GROUPED else 1
@@ -137,7 +138,8 @@ class Costs:
             readers, of_role = self.readers[node] + itself, self.of_role[node, matmul.role] + itself
             reads, spared = float(_reads(node, granularity)), self._spared(matmul, node, granularity, readers)
             if matmul.contracts_groups:  # which a kernel of their own casts
-                reads, spared, readers = READS_OF_GROUPS, 0.0, of_role
+                found = granularity.kind == "tensor" and readers > itself
+                reads, spared, readers = READS_OF_GROUPS / 2 if found else READS_OF_GROUPS, 0.0, of_role
             elif granularity.kind == "row" and _is_turned(matmul, operand, contracted_last):
                 reads, readers = reads + 1, of_role
             moved += batch * rows * kp * ((reads - spared) / readers * value(node).element_size() + 1 / of_role)

@@ -15,6 +15,9 @@ Where groups of tokens are contracted (grad_weight of experts), only the data kn
 Before      %g = _grouped_mm(permute(%dy), %x, offs=%o)
 After       %d = fp8.grouped_cast(%dy, %o, e4m3)     %qd, %sd, %ends = %d     %c = fp8.grouped_cast(%x, %o, e4m3)     …
             %g = fp8.scaled_mm(%qd, %sd, row, %qx, %sx, row, None, bfloat16, False, %ends)
+
+With one scale for all columns of a group ("tensor"), such a cast is given the amaxes of its tokens: the casts by rows
+for output and grad_input have them.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8compile import ops
-from fp8compile.formats import ALIGNMENT, LINE, Granularity, parse_granularity
+from fp8compile.formats import ALIGNMENT, LINE, ROW, TENSOR, Granularity, parse_granularity
 from fp8compile.passes.core.aten_views import Concatenation, Permutation
 from fp8compile.passes.core.compilation import Compilation, aten, is_transpose_of, sort_topologically, value
 from fp8compile.passes.core.matmul_node import MatmulNode
@@ -82,8 +85,9 @@ def _rewrite(c: Compilation, matmul: MatmulNode, key: str) -> None:
         _know_as_equal(left_operand[0], right_operand[0])
     fits = matmul.bias is not None and same_sizes(value(matmul.bias).shape, [matmul.n]) and n_rows == m_rows == 1
     bias = matmul.bias if fits else None
+    granularities = (left_cast.granularity, right_cast.granularity) if offs is None else (ROW.kind, ROW.kind)
     out = c.emit(
-        ops.scaled_mm, *left_operand, left_cast.granularity, *right_operand, right_cast.granularity, bias,
+        ops.scaled_mm, *left_operand, granularities[0], *right_operand, granularities[1], bias,
         value(node).dtype, matmul.fast_accumulation, *([] if offs is None else [offs]), like=node,
     )  # fmt: skip
     for dim, multiple, size, source in ((-1, n_rows, matmul.n, right), (-2, m_rows, matmul.m, left)):
@@ -184,7 +188,9 @@ def _groups(
     """Return data, scale and ends of an operand [M, K] or [K, N] of which groups of K end at `offs`."""
     source, transpose = _as_it_lies(node, contracted_last)
     tokens = source if transpose else c.transposed(source, like)
-    cast = c.emit(ops.grouped_cast, tokens, offs, operand.format, operand.power_of_two, rows, like=like)
+    one_scale = operand.granularity == TENSOR.kind
+    amax = c.emit(ops.amax, tokens, ROW.kind, *Layout(transpose=False).args, like=like) if one_scale else None
+    cast = c.emit(ops.grouped_cast, tokens, offs, operand.format, operand.power_of_two, rows, amax, like=like)
     return [c.emit(operator.getitem, cast, part, like=like) for part in range(3)]
 
 

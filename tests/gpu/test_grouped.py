@@ -166,13 +166,16 @@ def tokens(sizes: list[int], columns: int, dtype: torch.dtype = torch.bfloat16) 
     return x.to(dtype), ends(sizes, "cuda")
 
 
-def cast_right(x: torch.Tensor, offs: torch.Tensor, power_of_two: bool = False, junk: int = 0xFF) -> None:
+def cast_right(
+    x: torch.Tensor, offs: torch.Tensor, power_of_two: bool = False, junk: int = 0xFF, one_scale: bool = False
+) -> None:
     """The kernel gives the reference's bits in all that is read, and leaves the junk behind it."""
     from fp8compile.kernels.casts import grouped_cast
 
-    wanted = grouped_reference.grouped_cast(x, offs, "e4m3", power_of_two, 16)
+    amax = x.abs().amax(1, keepdim=True).float() if one_scale else None
+    wanted = grouped_reference.grouped_cast(x, offs, "e4m3", power_of_two, 16, amax)
     given = [torch.full_like(t.view(torch.uint8), junk).view(t.dtype) for t in wanted]
-    grouped_cast.launch(x, offs, *given, power_of_two)
+    grouped_cast.launch(x, offs, *given, power_of_two, amax)
     last = int(wanted[2][-1])
     assert torch.equal(given[2], wanted[2])
     torch.testing.assert_close(given[1], wanted[1], rtol=0, atol=0, equal_nan=True)
@@ -181,10 +184,11 @@ def cast_right(x: torch.Tensor, offs: torch.Tensor, power_of_two: bool = False, 
     assert (given[0][:, last:].view(torch.uint8) == junk).all()
 
 
+@pytest.mark.parametrize("one_scale", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", GROUPS)
-def test_casts_of_groups_are_the_references(name: str, dtype: torch.dtype) -> None:
-    cast_right(*tokens(GROUPS[name], 208, dtype), power_of_two=dtype == torch.float32)
+def test_casts_of_groups_are_the_references(name: str, dtype: torch.dtype, one_scale: bool) -> None:
+    cast_right(*tokens(GROUPS[name], 208, dtype), power_of_two=dtype == torch.float32, one_scale=one_scale)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -196,7 +200,7 @@ def test_casts_of_drawn_groups(seed: int) -> None:
     x, offs = tokens(sizes, draw.choice([8, 72, 1000, 2048]))
     if sum(sizes) > 2:
         x[0, 6], x[1, 7] = torch.nan, torch.inf
-    cast_right(x, offs, draw.random() < 0.5, draw.choice([0xFF, 0x7E]))
+    cast_right(x, offs, draw.random() < 0.5, draw.choice([0xFF, 0x7E]), one_scale=draw.random() < 0.5)
 
 
 def test_casts_beyond_what_32_bits_count() -> None:

@@ -6,7 +6,8 @@
 
 Inside `fake_quantized(recipe)` every matmul with a weight that eager PyTorch runs is replaced: F.linear (nn.Linear,
 nn.MultiheadAttention), torch.addmm (transformers' Conv1D), weight @ x, convolutions whose patches do not overlap, and
-F.grouped_mm (experts): in rows whatever the recipe, those of grad_weight of each group's tokens.
+F.grouped_mm (experts): in rows whatever the recipe; grad_weight in rows of each group's tokens, or, where the recipe
+has one scale a tensor, with one a group.
 Nothing here comes from fp8compile: the formats' maxima, the scales and the recipes are written down again.
 """
 
@@ -34,6 +35,14 @@ RECIPES = {
     "rowwise": ((ROW, ROW), (ROW, ROW), (ROW, ROW)),
     "rowwise_with_gw_hp": ((ROW, ROW), (ROW, ROW), (None, None)),
     "blockwise": ((GROUP, BLOCK), (GROUP, BLOCK), (GROUP, GROUP)),
+}
+BY_ROWS = ((ROW, ROW), (ROW, ROW))
+OF_EXPERTS = {
+    "mixed": (*BY_ROWS, (TENSOR, TENSOR)),
+    "tensorwise": (*BY_ROWS, (TENSOR, TENSOR)),
+    "rowwise": (*BY_ROWS, (ROW, ROW)),
+    "rowwise_with_gw_hp": (*BY_ROWS, (None, None)),
+    "blockwise": (*BY_ROWS, (ROW, ROW)),
 }
 
 
@@ -74,9 +83,9 @@ class _Linear(torch.autograd.Function):
     """x [M, K] @ w [N, K]ᵀ, its three matmuls in the casts of a recipe; results rounded to the operands' dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, recipe: str, headroom: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, casts: Any, headroom: float) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.recipe, ctx.headroom, ctx.has_bias = RECIPES[recipe], headroom, b is not None
+        ctx.recipe, ctx.headroom, ctx.has_bias = casts, headroom, b is not None
         of_x, of_w = ctx.recipe[0]
         out = fake_quantize(x, of_x, headroom) @ fake_quantize(w, of_w, headroom).t()
         return (out if b is None else out + b.float()).to(x.dtype)
@@ -105,12 +114,12 @@ def fake_quantized(recipe: str, leave: Collection[nn.Parameter] = (), headroom: 
     left = {id(p) for p in leave}
     seen: list[str] = []
 
-    def linear(x: Tensor, w: Tensor, b: Tensor | None, recipe: str = recipe) -> Tensor:
+    def linear(x: Tensor, w: Tensor, b: Tensor | None, casts: Any = RECIPES) -> Tensor:
         seen.append(f"{list(x.shape)} @ {list(w.shape)}")
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, w, b = (t if t is None else t.to(dtype) for t in (x, w, b))
-        out = _Linear.apply(x.reshape(-1, x.shape[-1]), w, b, recipe, headroom)
+        out = _Linear.apply(x.reshape(-1, x.shape[-1]), w, b, casts[recipe], headroom)
         return out.reshape(*x.shape[:-1], w.shape[0])
 
     def is_weight(t: object) -> bool:
@@ -169,14 +178,14 @@ def _make_convolution(original: Op, linear: Op, is_weight: IsWeight) -> Op:
     return replaced
 
 
-def _make_grouped(original: Op, linear: Op, is_weight: IsWeight, rows: str = "rowwise") -> Op:
+def _make_grouped(original: Op, linear: Op, is_weight: IsWeight) -> Op:
     def replaced(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
         owner = w if w._base is None else w._base
         if isinstance(owner, nn.Parameter) and not is_weight(owner):  # it may be a BF16 copy, too
             return original(x, w, offs=offs)
         ends = offs.tolist()
         groups = zip([0, *ends], ends, w, strict=False)
-        return torch.cat([linear(x[start:end], of.t(), None, rows) for start, end, of in groups])
+        return torch.cat([linear(x[start:end], of.t(), None, OF_EXPERTS) for start, end, of in groups])
 
     return replaced
 

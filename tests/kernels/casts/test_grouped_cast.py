@@ -35,14 +35,16 @@ def tokens(sizes: list[int], columns: int, dtype: torch.dtype = torch.bfloat16) 
     return x.to(dtype).to(DEVICE), torch.tensor(sizes, device=DEVICE).cumsum(0).int()
 
 
-def run(x: Tensor, offs: Tensor, power_of_two: bool = False, multiple: int = 1, junk: int = 0xFF) -> None:
+def run(
+    x: Tensor, offs: Tensor, power_of_two: bool = False, multiple: int = 1, junk: int = 0xFF, amax: Tensor | None = None
+) -> None:
     """Cast into buffers full of `junk`; all that means something is as the reference has it, and the rest untouched."""
     from fp8compile.kernels.casts import grouped_cast
 
     interpreter.prepare()
-    wanted = grouped_reference.grouped_cast(x, offs, "e4m3", power_of_two, multiple)
+    wanted = grouped_reference.grouped_cast(x, offs, "e4m3", power_of_two, multiple, amax)
     given = [torch.full_like(t.view(torch.uint8), junk).view(t.dtype) for t in wanted]
-    grouped_cast.launch(x, offs, *given, power_of_two)
+    grouped_cast.launch(x, offs, *given, power_of_two, amax)
     (data, scale, ends), (codes, scales, places) = given, wanted
     last = int(places[-1])
     assert torch.equal(ends, places)
@@ -61,6 +63,29 @@ def one_nan(codes: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SIZES)
 def test_groups_of_any_size(name: str, junk: int) -> None:
     run(*tokens(SIZES[name], 80), junk=junk)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_groups_with_one_scale_each(name: str) -> None:
+    """NaN behind the last group is in no scale."""
+    x, offs = tokens(SIZES[name], 80)
+    run(x, offs, len(name) % 2 == 0, amax=amaxes(x))
+
+
+def amaxes(x: Tensor) -> Tensor:
+    """The largest magnitude of each token."""
+    return x.abs().amax(1, keepdim=True).float()
+
+
+def test_one_scale_of_other_tokens_than_were_cast() -> None:
+    """Whatever the amaxes are, of what was rounded since or of nothing: larger values saturate."""
+    x, offs = tokens(SIZES["ragged"], 48)
+    run(x, offs, amax=amaxes(x) * 0.7)
+    run(x, offs, amax=torch.zeros(len(x), 1, device=DEVICE))
+    run(x, offs, multiple=32, amax=amaxes(x).expand(-1, 2)[:, :1])
+    spoiled = amaxes(x)
+    spoiled[3], spoiled[60] = torch.nan, torch.inf
+    run(x, offs, amax=spoiled)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

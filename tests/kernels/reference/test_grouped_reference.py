@@ -133,6 +133,28 @@ def test_a_groups_columns_are_cast_each_by_its_own_scale(name):
         start, place = start + size, end
 
 
+@pytest.mark.parametrize("name", GROUPS)
+def test_with_amaxes_of_tokens_a_group_has_one_scale(name):
+    """Of its own tokens alone; columns that fill up have it too, and codes of zero."""
+    sizes = GROUPS[name]
+    x, offs = tokens(sizes, 40)
+    amax = x.abs().amax(1, keepdim=True).float()
+    data, scale, places = ops.grouped_cast(x, offs, "e4m3", False, 16, amax)
+    by_columns = ops.grouped_cast(x, offs, "e4m3", False, 16)
+    assert torch.equal(places, by_columns[2])
+    assert (data.shape, scale.shape) == (by_columns[0].shape, by_columns[1].shape)
+    start = place = 0
+    for e, size in enumerate(sizes):
+        part = x[start : start + size].double()
+        largest = part.abs().max() if size else torch.tensor(0.0)
+        wanted = largest / 448 if largest > 0 else torch.tensor(1.0)
+        assert ((scale[e].double() - wanted).abs() <= 2.0**-24 * wanted).all()
+        found = data[:40, place : place + size].double().t() * scale[e, 0].double()
+        assert ((found - part).abs() <= part.abs() * (2.0**-4 + 2.0**-23) + wanted * 2.0**-10).all()
+        assert (data[40:, place : int(places[e])].view(torch.uint8) == 0).all()
+        start, place = start + size, int(places[e])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", GROUPS)
 def test_each_group_is_contracted_by_itself(name, dtype):
@@ -172,7 +194,9 @@ def test_the_buffer_suffices_whatever_the_groups(seed):
 @pytest.mark.parametrize("rows", [0, 1, 96])
 def test_the_fake_cast_promises_what_the_real_one_gives(rows):
     x, offs = tokens([rows, 0], 40, rows)
-    torch.library.opcheck(ops.grouped_cast, (x, offs, "e4m3", True, 16), test_utils=["test_faketensor", "test_schema"])
+    for amax in (None, torch.rand(rows, 1)):
+        given = (x, offs, "e4m3", True, 16, amax)
+        torch.library.opcheck(ops.grouped_cast, given, test_utils=["test_faketensor", "test_schema"])
     (a, scale_a, places), (b, scale_b, _) = (ops.grouped_cast(x, offs, "e4m3", False, 16) for _ in range(2))
     torch.library.opcheck(
         ops.scaled_mm,

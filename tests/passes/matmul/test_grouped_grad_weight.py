@@ -18,7 +18,7 @@ import fp8compile
 from fp8compile import devices, ops
 from fp8compile.errors import VerificationError
 from fp8compile.kernels.reference.grouped_reference import padded_tokens
-from fp8compile.passes.core.marker_views import GroupedCast, ScaledMM
+from fp8compile.passes.core.marker_views import Amax, GroupedCast, ScaledMM
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.core.verify import verify
@@ -76,6 +76,20 @@ def test_gate_and_up_share_the_cast_of_their_input() -> None:
     assert len(casts) == 5  # x, the gradients of gate and up; silu(gate) · up, and the output's gradient
     assert len({mm.b for mm in mms}) == 2
     assert all(cast.format == "e4m3" for cast in casts)
+
+
+def test_amaxes_of_tokens_are_those_that_the_casts_by_rows_have() -> None:
+    """No tensor is read for them; a recipe with scales of columns has casts that find their own."""
+    found = joint(Gated(), torch.randn(96, 64).bfloat16().requires_grad_(), ends(SIZES), select="all")
+    found.run()
+    assert len(casts_of(found)) == 5
+    for cast in casts_of(found):
+        amax = Amax.of(cast.amax)
+        assert amax is not None
+        assert amax.x is cast.x
+        assert amax.granularity == "row"
+        assert any(user.target is ops.scale for user in amax.node.users)
+    assert [cast.amax for cast in casts_of(traced(Gated(), recipe="rowwise"))] == [None] * 5
 
 
 @pytest.mark.parametrize("flipped", [False, True])
@@ -148,19 +162,24 @@ def test_gradients_are_those_of_a_loop_over_experts(name: str) -> None:
 # --- costs
 
 
-def test_the_estimate_counts_padding_reads_and_a_product_for_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["mixed", "rowwise"])
+def test_the_estimate_counts_padding_reads_and_a_product_for_each_expert(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Amaxes of tokens are known from output and grad_input, those of columns are not."""
+    reads = matmul_costs.READS_OF_GROUPS / (2 if recipe == "mixed" else 1)
     device = devices.TABLE["H200"]
     monkeypatch.setattr(devices, "describe", lambda _: device)
     for trial in ("why_it_fails", "why_contractions_fail"):
         monkeypatch.setattr(grouped_matmuls, trial, lambda device: "")
-    plan = trained(Experts(4).bfloat16())
+    plan = trained(Experts(4).bfloat16(), recipe=recipe)
     rows = [m for m in plan.matmuls if m.role == "grad_weight"]
     assert len(rows) == 2
     for row in rows:
         m, n, k = int(row.m), int(row.n), padded_tokens(int(row.k), 4)
         work = 2e-9 * m * n
-        casts = (m + n) * k * (matmul_costs.READS_OF_GROUPS * 2 + 1) / (device.casts * 1e9)
-        launches = 2 * matmul_costs.READS_OF_GROUPS * device.launch * 1e-3
+        casts = (m + n) * k * (reads * 2 + 1) / (device.casts * 1e9)
+        launches = 2 * reads * device.launch * 1e-3
         few = int(row.k) // 4 / grouped_matmuls.LONG  # tokens of an expert
         rate = device.fp8_row * device.filled(4) * few  # a tile for each expert
         alone = work * int(row.k) / device.bf16
@@ -245,15 +264,20 @@ def test_what_sums_over_weights_accumulates_fast_unless_a_recipe_says_no(recipe:
     assert all(fast[role, how] is how for role, how in fast if how is not None)
 
 
-def test_an_input_that_grad_weight_alone_casts_is_read_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["mixed", "rowwise"])
+def test_an_input_that_grad_weight_alone_casts_is_read_for_it(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For amaxes of tokens, too; those of columns are its own anyway."""
     monkeypatch.setattr(devices, "describe", lambda _: devices.TABLE["H200"])
     for trial in ("why_it_fails", "why_contractions_fail"):
         monkeypatch.setattr(grouped_matmuls, trial, lambda device: "")
-    alone = {"base": "mixed", "output": None, "grad_input": None}
-    some, every = (trained(Experts(4).bfloat16(), recipe=recipe) for recipe in (alone, "mixed"))
+    alone = {"base": recipe, "output": None, "grad_input": None}
+    some, every = (trained(Experts(4).bfloat16(), recipe=each) for each in (alone, recipe))
     for before, after in zip(some.matmuls, every.matmuls, strict=True):
         if before.role == "grad_weight":
-            assert before.milliseconds_fp8 == after.milliseconds_fp8
+            assert before.milliseconds_fp8 is not None
+            assert after.milliseconds_fp8 is not None
+            longer = before.milliseconds_fp8 - after.milliseconds_fp8
+            assert longer > 0 if recipe == "mixed" else longer == 0
 
 
 def trained(model: nn.Module, rows: int = 96, **options: Any) -> Plan:
@@ -276,9 +300,9 @@ def test_backward_is_given_the_input_cast_in_place_of_the_input() -> None:
     assert (row.code, row.reason) == (Reason.PAYLOAD, "a payload that a matmul of backward reads")
     assert (row.before, row.bytes) == (1536 * 64 * 2, 64 * padded_tokens(1536, 4))
     assert not any(row.shape == (1536, 64) for row in plan.saved)
-    beside = [row for row in plan.saved if row.form == "float32"]  # its scales; amaxes of weights
+    beside = [row for row in plan.saved if row.form == "float32"]  # its scales; amaxes of weights, and of the product
     assert {(row.shape, row.bytes, row.before, row.code) for row in beside} == {
-        ((4, 64, 1), 1024, 0, Reason.AMAX), ((4, 128, 1), 2048, 0, Reason.AMAX)
+        ((4, 64, 1), 1024, 0, Reason.AMAX), ((4, 128, 1), 2048, 0, Reason.AMAX), ((1536, 1), 6144, 0, Reason.AMAX)
     }  # fmt: skip
     table = plan.table("saved")
     assert "float8_e4m3fn[64, 1600]" in table

@@ -68,15 +68,33 @@ def test_each_of_the_six_matmuls_of_two_experts_layers_has_its_role(flipped):
     [("mixed", False), ("tensorwise", True), ("rowwise", False), ("rowwise_with_gw_hp", True), ("blockwise", False)],
 )
 def test_every_recipe_means_rows(recipe, flipped):
+    """Those with one scale a tensor have one a group in grad_weight."""
     plan = run(Experts(4, flipped=flipped), recipe=recipe)
-    roles = {"output", "grad_input", "grad_weight"} - ({"grad_weight"} if recipe == "rowwise_with_gw_hp" else set())
-    assert {(m.role, str(m.left), str(m.right)) for m in plan.converted} == {
-        (role, "e4m3 row", "e4m3 row") for role in roles
-    }
-    why = ALL if recipe.startswith("rowwise") else f"{ALL}; grouped FP8 takes rows alone"
-    assert {m.reason for m in plan.converted} == {why}
-    kept = "recipe 'rowwise_with_gw_hp' keeps grad_weight in BF16" if recipe == "rowwise_with_gw_hp" else why
-    assert reasons(plan, role="grad_weight") == {kept}
+    found = {(m.role, str(m.left), str(m.right)): m.reason for m in plan.converted}
+    rows, groups = ("e4m3 row", "e4m3 row"), ("e4m3 tensor", "e4m3 tensor")
+    remarks = "; grouped FP8 takes rows alone", "; grouped FP8 takes E4M3 by rows or groups"
+    by_rows, of_groups = (ALL if recipe.startswith("rowwise") else ALL + remark for remark in remarks)
+    wanted = {(role, *rows): by_rows for role in ("output", "grad_input")}
+    if recipe == "mixed":
+        wanted["grad_weight", *groups] = ALL  # as the recipe has it
+    elif recipe == "tensorwise":
+        wanted["grad_weight", *groups] = of_groups  # its E5M2 is what they do not take
+    elif recipe != "rowwise_with_gw_hp":
+        wanted["grad_weight", *rows] = of_groups
+    else:
+        kept = "recipe 'rowwise_with_gw_hp' keeps grad_weight in BF16"
+        assert reasons(plan, role="grad_weight") == {kept}
+    assert found == wanted
+
+
+@pytest.mark.parametrize("left", ["row", "tensor"])
+@pytest.mark.parametrize("right", ["row", "tensor"])
+def test_each_operand_of_grad_weight_has_the_scales_that_a_recipe_gives_it(left, right):
+    casts = {"left": {"granularity": left}, "right": {"granularity": right}}
+    plan = run(Experts(4), recipe={"base": "mixed", "grad_weight": casts})
+    found = {(m.left and m.left.granularity, m.right and m.right.granularity) for m in plan.converted}
+    assert (left, right) in found
+    assert len(found - {("row", "row")}) == ((left, right) != ("row", "row"))
 
 
 def test_what_a_recipe_says_beside_granularities_holds():
@@ -251,8 +269,8 @@ def test_a_budget_counts_operations_of_a_token_once():
 def test_the_plan_says_how_many_groups():
     plan = run(Experts(4))
     text = str(plan) + plan.table("matmuls")
-    assert "96×128×64 in 4  fp8   e4m3 row × e4m3 row  every matmul that can run; grouped FP8 takes rows alone" in text
-    assert "128×64×96 in 4  fp8   e4m3 row × e4m3 row  every matmul that can run; grouped FP8 takes rows alone" in text
+    assert "96×128×64 in 4  fp8   e4m3 row × e4m3 row        every matmul that can run; grouped FP8 takes rows" in text
+    assert "128×64×96 in 4  fp8   e4m3 tensor × e4m3 tensor  every matmul that can run; K of each group" in text
     assert "FP8       6 of 6 matmuls, 100.0% of" in text
 
 
@@ -289,14 +307,25 @@ def test_an_edited_plan_is_carried_out():
         ),
         (
             "grad_weight",
-            {"left": "tensor", "right": "row"},
-            "grouped FP8 units take E4M3 by rows, not e4m3 tensor × e4m3 row",
+            {"left": "group(128)", "right": "group(128)"},
+            "grouped FP8 units take E4M3 by rows, or with one scale a group, not e4m3 group",
+        ),
+        (
+            "grad_weight",
+            {"left": ("e5m2", "tensor"), "right": "tensor"},
+            "grouped FP8 units take E4M3 by rows, or with one scale a group, not e5m2 tensor × e4m3 tensor",
+        ),
+        (
+            "grad_weight",
+            {"left": "tensor", "right": ("e4m3", "tensor", False, 4)},
+            r"grouped FP8 units take E4M3 by rows, or with one scale a group, not e4m3 tensor × e4m3 tensor delayed\(4",
         ),
     ],
 )
 def test_a_plan_that_wants_what_no_unit_can_do_is_refused(role, casts, why):
     plan = run(Experts(4))
-    operands = {side: fp8compile.plan.rows.Operand("e4m3", how) for side, how in casts.items()}
+    given = {side: ("e4m3", how) if isinstance(how, str) else how for side, how in casts.items()}
+    operands = {side: fp8compile.plan.rows.Operand(*how) for side, how in given.items()}
     rows = [dataclasses.replace(m, decision="fp8", **operands) if m.role == role else m for m in plan.matmuls]
     torch.compiler.reset()
     with pytest.raises(Exception, match=f"the plan wants .*{role} in FP8, which cannot be: {why}"):
