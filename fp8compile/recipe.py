@@ -15,8 +15,8 @@ Each `Role` says how its left and right operand become FP8 (a `Cast` each), or i
 | blockwise            | group(128) × block(128) | group(128) × block(128) | group(128) × group(128) |
 | auto                 | as mixed at first; then what is measured decides (`fp8compile/adaptive/`) | | |
 
-Grouped matmuls (experts) run as row × row under every recipe; their grad_weight as tensor × tensor where the recipe
-says so, each expert's tokens being a tensor (`passes/matmul/grouped_matmuls.py`). A row or group
+Grouped matmuls (experts) run as row × row under every recipe; but for grad_weight and the weights of grad_input, of
+which each expert has a scale where the recipe says tensor (`passes/matmul/grouped_matmuls.py`). A row or group
 always lies along the contracted dimension. In grad_weight that is the token dimension: the matmul units allow nothing
 else there; what is only *saved* in FP8 never groups across tokens.
 Sources: mixed is the measured choice of this project; tensorwise, rowwise and rowwise_with_gw_hp follow torchao's

@@ -15,6 +15,8 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.passes.core.node_views import Getitem, NodeView, argument
 
+aten = torch.ops.aten
+
 
 class _Oriented(NodeView):
     """A marker that reads `x`, or its transpose, padded to multiples of rows and columns."""
@@ -254,6 +256,13 @@ def cast_marker(node: fx.Node) -> Amax | Quantize:
     found = Amax.of(node) or Quantize.of(node)
     assert found is not None, f"{node.format_node()} is neither an amax nor a quantize"
     return found
+
+
+def is_amax(node: fx.Node) -> bool:
+    """Return True for amaxes, and for the largest of several or along a dimension."""
+    if node.target in (aten.amax.default, aten.maximum.default):
+        return all(map(is_amax, node.all_input_nodes))
+    return node.target is ops.amax
 
 
 def is_amax_of_tensor(node: object) -> bool:

@@ -20,7 +20,7 @@ from fp8compile.passes.core.compilation import Compilation, aten, value
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.loss.dropped_rows import constant
 from fp8compile.passes.matmul.grouped_matmuls import casts_of
-from fp8compile.passes.matmul.quantize_matmuls import cast_operand
+from fp8compile.passes.matmul.operand_casts import cast_operand
 from fp8compile.plan.reasons import Reason, Why
 from fp8compile.plan.rows import FP8, Operand
 

@@ -8,9 +8,12 @@ Which of them FP8 units can do, and with which scales. They are rewritten like o
 (`passes/matmul/quantize_matmuls.py`).
 
 Rows. torch's kernel takes E4M3 with a scale a token and one a column of each expert's weight, and nothing else, so that
-is what every recipe means in output and grad_input. It is also what is sound: nobody writes the rows behind the last
-group (where tokens of other ranks' experts end up), and a scale of the whole tensor would be made of whatever lies
-there.
+is what every recipe means of tokens. It is also what is sound: nobody writes the rows behind the last group (where
+tokens of other ranks' experts end up), and a scale of the whole tensor would be made of whatever lies there.
+
+Weights have scales of rows in output, where one read finds and casts a row. grad_input needs them turned: the amaxes of
+its rows would take a read of their own. Where the recipe has one scale a tensor, each expert has one there, the largest
+of the amaxes that output has found.
 
 grad_weight contracts tokens, which FP8 units read in pieces of 16: each group has to begin at a multiple of 16, and
 none may be empty, or the kernel stops the program. Only the data knows where groups end. So its casts write every group
@@ -38,7 +41,7 @@ from fp8compile.plan.reasons import Reason, Why
 from fp8compile.recipe import Cast, Recipe, Role
 
 GROUPED = "grouped"  # the kind of such a matmul
-CONTRACTED = (ROW, TENSOR)  # what scales of groups that are contracted belong to: a column of a group, or all of it
+ROWS, ROWS_OR_ONE = (ROW,), (ROW, TENSOR)  # one: a scale an expert
 FAST = ("output", "grad_input")  # sum over weights, of both signs; grad_weight sums over tokens, which may have one
 LARGE, SMALL = 2048, 128  # two sizes of a group's matmul that are large, or one of its product's that is small
 LONG = 2700  # tokens of a group that are contracted at the full rate
@@ -49,16 +52,21 @@ MOST_GROUPS = 1023  # torch's kernel has one thread a group to prepare them
 def casts_of(matmul: MatmulNode, recipe: Recipe) -> Role | None:
     """Return how `recipe` runs the matmul; None: in its own precision.
 
-    A grouped one takes scales of rows; of groups that it contracts, also one a group ("tensor"). Where the recipe
-    leaves it open and it sums over weights, it accumulates fast: torch's kernel takes up to three times as long
-    otherwise (`share_of_rate`), longer than in BF16.
+    A grouped one takes scales of rows; grad_input's weights and what grad_weight contracts may have one an expert
+    ("tensor"). Where the recipe leaves it open and it sums over weights, it accumulates fast: torch's kernel takes up
+    to three times as long otherwise (`share_of_rate`), longer than in BF16.
     """
     role = recipe.role(matmul.role) if matmul.role != "other" else None
     if role is None or matmul.kind != GROUPED:
         return role
     fast = matmul.role in FAST if role.fast_accumulation is None else role.fast_accumulation
-    taken = CONTRACTED if matmul.contracts_groups else (ROW,)
-    return Role(_nearest(role.left, taken), _nearest(role.right, taken), fast)
+    left, right = _taken(matmul)
+    return Role(_nearest(role.left, left), _nearest(role.right, right), fast)
+
+
+def _taken(matmul: MatmulNode) -> tuple[tuple[Granularity, ...], tuple[Granularity, ...]]:
+    """Return the granularities of both operands that a grouped matmul may have."""
+    return (ROWS_OR_ONE if matmul.contracts_groups else ROWS, ROWS if matmul.role == "output" else ROWS_OR_ONE)
 
 
 def _nearest(cast: Cast, taken: Collection[Granularity]) -> Cast:
@@ -103,12 +111,11 @@ def why_not_grouped(matmul: MatmulNode, role: Role | None, device: Device) -> Wh
 
 
 def _why_not_grouped(matmul: MatmulNode, role: Role | None) -> str:
-    taken = CONTRACTED if matmul.contracts_groups else (ROW,)
-    if role is not None and any(
-        c.granularity not in taken or c.format != E4M3 or c.delayed is not None for c in (role.left, role.right)
-    ):
-        what = "by rows, or with one scale a group" if matmul.contracts_groups else "by rows"
-        return f"grouped FP8 units take E4M3 {what}, not {role.left} × {role.right}"
     if isinstance(matmul.groups, int) and matmul.groups > MOST_GROUPS:
         return f"{matmul.groups} groups: grouped FP8 units take {MOST_GROUPS}"
-    return ""
+    operands = [] if role is None else [(role.left, _taken(matmul)[0]), (role.right, _taken(matmul)[1])]
+    if all(c.granularity in taken and c.format == E4M3 and c.delayed is None for c, taken in operands):
+        return ""
+    also = {"grad_input": ", weights also with one scale an expert", "grad_weight": ", or with one scale an expert"}
+    what = f"E4M3 by rows{also.get(matmul.role, '')}"
+    return f"grouped FP8 units take {what}, not " + " × ".join(str(c) for c, _ in operands)

@@ -46,7 +46,7 @@ from math import ceil
 from torch import fx
 
 from fp8compile.devices import Device
-from fp8compile.formats import ALIGNMENT, Granularity, round_up
+from fp8compile.formats import ALIGNMENT, ROW, Granularity, round_up
 from fp8compile.kernels.codegen.schedule import one_pass
 from fp8compile.kernels.codegen.spec.region import MOST_BESIDE
 from fp8compile.kernels.reference.grouped_reference import padded_tokens
@@ -136,6 +136,8 @@ class Costs:
                 continue
             itself = matmul not in self.in_fp8
             readers, of_role = self.readers[node] + itself, self.of_role[node, matmul.role] + itself
+            if matmul.kind == GROUPED and not matmul.contracts_groups:
+                granularity = ROW  # one scale an expert is made of the amaxes of rows
             reads, spared = float(_reads(node, granularity)), self._spared(matmul, node, granularity, readers)
             if matmul.contracts_groups:  # which a kernel of their own casts
                 found = granularity.kind == "tensor" and readers > itself

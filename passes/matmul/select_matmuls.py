@@ -160,8 +160,7 @@ def _decide(x: Candidate, costs: Costs, c: Compilation) -> None:
     if _is_gathered(x.matmul):
         why = Why(Reason.GATHERED, "its weight is gathered in FP8")
     if takes_rows_alone(x.matmul, c.options.recipe):
-        taken = "E4M3 by rows or groups" if x.matmul.contracts_groups else "rows alone"
-        why = why.with_remark(Reason.ROWS_ALONE, f"; grouped FP8 takes {taken}")
+        why = why.with_remark(Reason.ROWS_ALONE, "; grouped FP8 takes other casts")
     x.matmul.decide(FP8, why)
 
 

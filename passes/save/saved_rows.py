@@ -11,7 +11,7 @@ from torch import fx
 from fp8compile import ops
 from fp8compile.passes.core.compilation import VIEWS, is_tensor, value
 from fp8compile.passes.core.fusible import made_at
-from fp8compile.passes.core.marker_views import GroupedPart, Quantize
+from fp8compile.passes.core.marker_views import GroupedPart, Quantize, is_amax
 from fp8compile.passes.core.matmul_node import plain
 from fp8compile.passes.core.origin import module_path, source_line
 from fp8compile.passes.core.walk import walk
@@ -20,7 +20,7 @@ from fp8compile.passes.save.saved_forms import bytes_of, dtype_name
 from fp8compile.passes.save.saved_value import SavedValue
 from fp8compile.plan.rows import Recomputed, Saved
 
-FP8_ONLY = (ops.amax, ops.scale, ops.delayed_scale, ops.quantize)  # what no other training has
+FP8_ONLY = (ops.scale, ops.delayed_scale, ops.quantize)  # and amaxes: what no other training has
 
 
 def saved_rows(saved: Iterable[SavedValue], parameters: Set[fx.Node], moved: Iterable[fx.Node] = ()) -> list[Saved]:
@@ -54,7 +54,7 @@ def _bytes_before(node: fx.Node, counted: set[fx.Node]) -> int | None:
 
 
 def _is_fp8_only(node: fx.Node) -> bool:
-    return node.target in FP8_ONLY or GroupedPart.of(node) is not None
+    return node.target in FP8_ONLY or is_amax(node) or GroupedPart.of(node) is not None
 
 
 def _cast_by(node: fx.Node) -> fx.Node | None:

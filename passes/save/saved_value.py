@@ -19,7 +19,7 @@ from fp8compile.formats import FP8_DTYPES
 from fp8compile.passes.core.collectives import is_sent
 from fp8compile.passes.core.compilation import is_tensor, value
 from fp8compile.passes.core.fusible import made_at
-from fp8compile.passes.core.marker_views import GroupedPart
+from fp8compile.passes.core.marker_views import GroupedPart, is_amax
 from fp8compile.passes.core.matmul_node import plain
 from fp8compile.passes.core.node_views import Getitem
 from fp8compile.passes.core.origin import module_path, source_line
@@ -80,7 +80,7 @@ def _why_itself(node: fx.Node) -> Why:
     """Return why a value for which no form was found is kept as it is."""
     if node.target is ops.quantize or value(node).dtype in FP8_DTYPES or is_sent(node):
         return Why(Reason.PAYLOAD, "a payload that a matmul of backward reads")
-    if node.target in (ops.amax, ops.scale) or GroupedPart.of(node) is not None:
+    if node.target is ops.scale or is_amax(node) or GroupedPart.of(node) is not None:
         return Why(Reason.AMAX, "an amax: its tensor is not read again for it")
     if value(node).is_complex():
         return Why(Reason.COMPLEX, "complex numbers")

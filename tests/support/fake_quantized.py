@@ -6,8 +6,8 @@
 
 Inside `fake_quantized(recipe)` every matmul with a weight that eager PyTorch runs is replaced: F.linear (nn.Linear,
 nn.MultiheadAttention), torch.addmm (transformers' Conv1D), weight @ x, convolutions whose patches do not overlap, and
-F.grouped_mm (experts): in rows whatever the recipe; grad_weight in rows of each group's tokens, or, where the recipe
-has one scale a tensor, with one a group.
+F.grouped_mm (experts): in rows whatever the recipe; but for weights in grad_input, and grad_weight: with one scale an
+expert where the recipe has one a tensor.
 Nothing here comes from fp8compile: the formats' maxima, the scales and the recipes are written down again.
 """
 
@@ -38,8 +38,8 @@ RECIPES = {
 }
 BY_ROWS = ((ROW, ROW), (ROW, ROW))
 OF_EXPERTS = {
-    "mixed": (*BY_ROWS, (TENSOR, TENSOR)),
-    "tensorwise": (*BY_ROWS, (TENSOR, TENSOR)),
+    "mixed": ((ROW, ROW), (ROW, TENSOR), (TENSOR, TENSOR)),
+    "tensorwise": ((ROW, ROW), (ROW, TENSOR), (TENSOR, TENSOR)),
     "rowwise": (*BY_ROWS, (ROW, ROW)),
     "rowwise_with_gw_hp": (*BY_ROWS, (None, None)),
     "blockwise": (*BY_ROWS, (ROW, ROW)),

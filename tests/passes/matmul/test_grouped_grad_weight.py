@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -49,6 +50,19 @@ class Gated(nn.Module):
         return F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=offs)
 
 
+class Fused(Gated):
+    """gate and up are halves of one weight, as Transformers has them: their gradient is a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.cat([self.gate, self.up], 1).detach())
+        del self.gate, self.up
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        gate, up = F.grouped_mm(x, self.gate_up.mT, offs=offs).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=offs)
+
+
 def traced(model: nn.Module, sizes: list[int] = SIZES, columns: int = 64, **options: Any) -> Joint:
     """The joint graph of `model` with its passes run."""
     x = torch.randn(96, columns).bfloat16()
@@ -78,18 +92,36 @@ def test_gate_and_up_share_the_cast_of_their_input() -> None:
     assert all(cast.format == "e4m3" for cast in casts)
 
 
-def test_amaxes_of_tokens_are_those_that_the_casts_by_rows_have() -> None:
+@pytest.mark.parametrize(("model", "casts"), [(Gated, 5), (Fused, 4)])
+def test_amaxes_of_tokens_are_those_that_the_casts_by_rows_have(model: type[nn.Module], casts: int) -> None:
     """No tensor is read for them; a recipe with scales of columns has casts that find their own."""
-    found = joint(Gated(), torch.randn(96, 64).bfloat16().requires_grad_(), ends(SIZES), select="all")
+    found = joint(model(), torch.randn(96, 64).bfloat16().requires_grad_(), ends(SIZES), select="all")
     found.run()
-    assert len(casts_of(found)) == 5
+    assert len(casts_of(found)) == casts
     for cast in casts_of(found):
-        amax = Amax.of(cast.amax)
-        assert amax is not None
-        assert amax.x is cast.x
-        assert amax.granularity == "row"
-        assert any(user.target is ops.scale for user in amax.node.users)
-    assert [cast.amax for cast in casts_of(traced(Gated(), recipe="rowwise"))] == [None] * 5
+        assert cast.amax is not None
+        assert any(user.target is ops.scale for user in cast.amax.users)
+        pieces = [Amax.of(node) for node in (cast.amax, *cast.amax.all_input_nodes)]
+        assert {amax.x for amax in pieces if amax} in ({cast.x}, set(cast.x.all_input_nodes))
+    assert [cast.amax for cast in casts_of(traced(model(), recipe="rowwise"))] == [None] * casts
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_each_weight_is_read_for_amaxes_once(flipped: bool) -> None:
+    """By output; grad_input's scale of an expert is made of these."""
+    found = joint(
+        Experts(4, flipped=flipped).bfloat16(),
+        torch.randn(96, 64).bfloat16().requires_grad_(),
+        ends(SIZES),
+        select="all",
+    )
+    found.run()
+    amaxes = [amax for node in found.compilation.graph.nodes if (amax := Amax.of(node)) and amax.x.op == "placeholder"]
+    read = Counter(amax.x.name for amax in amaxes)
+    assert [read[f"parameters_{i}"] for i in (1, 2)] == [1, 1]
+    for amax in amaxes:
+        if "parameters" in amax.x.name:
+            assert {user.target for user in amax.node.users} == {ops.scale, torch.ops.aten.amax.default}
 
 
 @pytest.mark.parametrize("flipped", [False, True])
@@ -300,9 +332,9 @@ def test_backward_is_given_the_input_cast_in_place_of_the_input() -> None:
     assert (row.code, row.reason) == (Reason.PAYLOAD, "a payload that a matmul of backward reads")
     assert (row.before, row.bytes) == (1536 * 64 * 2, 64 * padded_tokens(1536, 4))
     assert not any(row.shape == (1536, 64) for row in plan.saved)
-    beside = [row for row in plan.saved if row.form == "float32"]  # its scales; amaxes of weights, and of the product
+    beside = [row for row in plan.saved if row.form == "float32"]  # its scales; amaxes of experts, and of the product
     assert {(row.shape, row.bytes, row.before, row.code) for row in beside} == {
-        ((4, 64, 1), 1024, 0, Reason.AMAX), ((4, 128, 1), 2048, 0, Reason.AMAX), ((1536, 1), 6144, 0, Reason.AMAX)
+        ((4, 64, 1), 1024, 0, Reason.AMAX), ((4, 1, 1), 16, 0, Reason.AMAX), ((1536, 1), 6144, 0, Reason.AMAX)
     }  # fmt: skip
     table = plan.table("saved")
     assert "float8_e4m3fn[64, 1600]" in table
@@ -364,7 +396,7 @@ def test_a_saved_payload_that_meets_another_scale_is_found() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partitioner, "verify_halves", halves)
-        trained(Gated(), 1536)
+        trained(Gated(), 1536, recipe="rowwise")
     assert seen
 
 

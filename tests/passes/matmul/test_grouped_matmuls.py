@@ -28,6 +28,7 @@ from fp8compile.passes.matmul import find_matmuls, grouped_matmuls, quantize_mat
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.reasons import Reason
 from fp8compile.plan.rows import Matmul
+from fp8compile.recipe import ROLES
 
 ALL = "every matmul that can run"
 SIZES = GROUPS["empty"]
@@ -68,33 +69,30 @@ def test_each_of_the_six_matmuls_of_two_experts_layers_has_its_role(flipped):
     [("mixed", False), ("tensorwise", True), ("rowwise", False), ("rowwise_with_gw_hp", True), ("blockwise", False)],
 )
 def test_every_recipe_means_rows(recipe, flipped):
-    """Those with one scale a tensor have one a group in grad_weight."""
+    """Those with one scale a tensor have one an expert, where that needs no further read."""
     plan = run(Experts(4, flipped=flipped), recipe=recipe)
-    found = {(m.role, str(m.left), str(m.right)): m.reason for m in plan.converted}
-    rows, groups = ("e4m3 row", "e4m3 row"), ("e4m3 tensor", "e4m3 tensor")
-    remarks = "; grouped FP8 takes rows alone", "; grouped FP8 takes E4M3 by rows or groups"
-    by_rows, of_groups = (ALL if recipe.startswith("rowwise") else ALL + remark for remark in remarks)
-    wanted = {(role, *rows): by_rows for role in ("output", "grad_input")}
-    if recipe == "mixed":
-        wanted["grad_weight", *groups] = ALL  # as the recipe has it
-    elif recipe == "tensorwise":
-        wanted["grad_weight", *groups] = of_groups  # its E5M2 is what they do not take
-    elif recipe != "rowwise_with_gw_hp":
-        wanted["grad_weight", *rows] = of_groups
-    else:
-        kept = "recipe 'rowwise_with_gw_hp' keeps grad_weight in BF16"
-        assert reasons(plan, role="grad_weight") == {kept}
-    assert found == wanted
+    one = "tensor" if recipe in ("mixed", "tensorwise") else "row"
+    casts = {"output": ("row", "row"), "grad_input": ("row", one), "grad_weight": (one, one)}
+    same = {"mixed": ["grad_weight"], "rowwise": ROLES, "rowwise_with_gw_hp": ROLES}.get(recipe, [])
+    wanted = {
+        (role, *(f"e4m3 {cast}" for cast in pair)): ALL if role in same else f"{ALL}; grouped FP8 takes other casts"
+        for role, pair in casts.items()
+        if (recipe, role) != ("rowwise_with_gw_hp", "grad_weight")
+    }
+    assert {(m.role, str(m.left), str(m.right)): m.reason for m in plan.converted} == wanted
+    if recipe == "rowwise_with_gw_hp":
+        assert reasons(plan, role="grad_weight") == {"recipe 'rowwise_with_gw_hp' keeps grad_weight in BF16"}
 
 
 @pytest.mark.parametrize("left", ["row", "tensor"])
 @pytest.mark.parametrize("right", ["row", "tensor"])
-def test_each_operand_of_grad_weight_has_the_scales_that_a_recipe_gives_it(left, right):
+@pytest.mark.parametrize("role", ROLES)
+def test_each_operand_has_the_scales_that_a_recipe_gives_it_if_it_can(role, left, right):
     casts = {"left": {"granularity": left}, "right": {"granularity": right}}
-    plan = run(Experts(4), recipe={"base": "mixed", "grad_weight": casts})
-    found = {(m.left and m.left.granularity, m.right and m.right.granularity) for m in plan.converted}
-    assert (left, right) in found
-    assert len(found - {("row", "row")}) == ((left, right) != ("row", "row"))
+    plan = run(Experts(4), recipe={"base": "rowwise", role: casts})
+    found = {m.role: (m.left.granularity, m.right.granularity) for m in plan.converted if m.left and m.right}
+    able = {"output": ("row", "row"), "grad_input": ("row", right), "grad_weight": (left, right)}
+    assert found == {each: able[role] if each == role else ("row", "row") for each in ROLES}
 
 
 def test_what_a_recipe_says_beside_granularities_holds():
@@ -236,7 +234,7 @@ def test_the_rate_is_that_of_rows_whatever_the_recipe(recipe):
 
 
 def reason(recipe: str) -> str:
-    return "faster by the cost model" + ("" if recipe == "rowwise" else "; grouped FP8 takes rows alone")
+    return "faster by the cost model" + ("" if recipe == "rowwise" else "; grouped FP8 takes other casts")
 
 
 def test_few_tokens_for_many_weights_do_not_pay():
@@ -269,7 +267,7 @@ def test_a_budget_counts_operations_of_a_token_once():
 def test_the_plan_says_how_many_groups():
     plan = run(Experts(4))
     text = str(plan) + plan.table("matmuls")
-    assert "96×128×64 in 4  fp8   e4m3 row × e4m3 row        every matmul that can run; grouped FP8 takes rows" in text
+    assert "96×128×64 in 4  fp8   e4m3 row × e4m3 row        every matmul that can run; grouped FP8 takes" in text
     assert "128×64×96 in 4  fp8   e4m3 tensor × e4m3 tensor  every matmul that can run; K of each group" in text
     assert "FP8       6 of 6 matmuls, 100.0% of" in text
 
@@ -296,6 +294,11 @@ def test_an_edited_plan_is_carried_out():
     ("role", "casts", "why"),
     [
         (
+            "grad_input",
+            {"left": "tensor", "right": "tensor"},
+            "grouped FP8 units take E4M3 by rows, weights also with one scale an expert, not e4m3 tensor",
+        ),
+        (
             "output",
             {"left": "tensor", "right": "tensor"},
             "grouped FP8 units take E4M3 by rows, not e4m3 tensor × e4m3 t",
@@ -308,17 +311,17 @@ def test_an_edited_plan_is_carried_out():
         (
             "grad_weight",
             {"left": "group(128)", "right": "group(128)"},
-            "grouped FP8 units take E4M3 by rows, or with one scale a group, not e4m3 group",
+            "grouped FP8 units take E4M3 by rows, or with one scale an expert, not e4m3 group",
         ),
         (
             "grad_weight",
             {"left": ("e5m2", "tensor"), "right": "tensor"},
-            "grouped FP8 units take E4M3 by rows, or with one scale a group, not e5m2 tensor × e4m3 tensor",
+            "grouped FP8 units take E4M3 by rows, or with one scale an expert, not e5m2 tensor × e4m3 tensor",
         ),
         (
             "grad_weight",
             {"left": "tensor", "right": ("e4m3", "tensor", False, 4)},
-            r"grouped FP8 units take E4M3 by rows, or with one scale a group, not e4m3 tensor × e4m3 tensor delayed\(4",
+            r"grouped FP8 units take E4M3 by rows, or with one scale an expert, not .* × e4m3 tensor delayed\(4",
         ),
     ],
 )
