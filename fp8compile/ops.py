@@ -20,7 +20,7 @@ With a warm cache no pass runs, so no operator may be born at compile time.
 amax, scale and quantize are three operators, not one with two results: an amax can come from an earlier kernel, be
 maximised over merged operands or reduced over ranks, a scale can be shared by two layouts, and no node has a tuple.
 grouped_cast makes scales and data: scales of a group's columns serve nothing else. With `amax`, of each token, it has
-one scale a group.
+one scale a group; with `index` it gathers its rows.
 `transpose` means: of xᵀ. `row_multiple` and `col_multiple` append zeros: padding needs no symbolic sizes in graphs.
 
 Their meaning is `kernels/reference/markers.py` and `grouped_reference.py`; on CUDA, `scaled_mm` is
@@ -57,7 +57,7 @@ SCHEMAS = {
     "scaled_mm": "(Tensor a, Tensor scale_a, str granularity_a, Tensor b, Tensor scale_b, str granularity_b, "
     "Tensor? bias, ScalarType out_dtype, bool fast_accumulation=False, Tensor? offs=None) -> Tensor",
     "grouped_cast": "(Tensor x, Tensor offs, str format, bool power_of_two=False, int row_multiple=1, "
-    "Tensor? amax=None) -> (Tensor, Tensor, Tensor)",
+    "Tensor? amax=None, Tensor? index=None) -> (Tensor, Tensor, Tensor)",
     "delayed_scale": "(Tensor amax, str key, str format, int history, int margin, bool power_of_two=False) -> Tensor",
     "observe": "(Tensor scale, Tensor[] tensors, str cast, bool transpose, str name, str key) -> Tensor",
     "probe": "(Tensor x, bool transpose, str name, str key) -> Tensor",
@@ -123,8 +123,10 @@ def _fake_grouped_cast(
     power_of_two: bool = False,
     row_multiple: int = 1,
     amax: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    width, length = round_up(x.shape[1], row_multiple), grouped_reference.padded_tokens(x.shape[0], offs.shape[0])
+    tokens = (x if index is None else index).shape[0]
+    width, length = round_up(x.shape[1], row_multiple), grouped_reference.padded_tokens(tokens, offs.shape[0])
     data = new_empty(x, [width, length], FORMATS[format].dtype)
     return data, new_empty(x, [offs.shape[0], width, 1], torch.float32), new_empty(offs, offs.shape)
 

@@ -26,6 +26,7 @@ from fp8compile.passes.lower import (
 from fp8compile.passes.lower.verify_kernels import half_verifier
 from fp8compile.passes.matmul import (
     assign_scales,
+    cast_before_gather,
     convolutions,
     merge_matmuls,
     observe_casts,
@@ -110,6 +111,7 @@ PIPELINE = (
     Pass("share_casts", JOINT, share_casts.run, "one cast a tensor, layout and granularity; all casts stand", converts),
     Pass("gather_as_fp8", JOINT, gather_as_fp8.run, "casts go in front of all-gathers: all are known now", converts),
     Pass("exchange_as_fp8", JOINT, exchange_as_fp8.run, "the same in front of all-to-alls, also by request"),
+    Pass("cast_before_gather", JOINT, cast_before_gather.run, "each row once; collectives have theirs", converts),
     Pass("observe_casts", JOINT, observe_casts.run, "measures each cast, when all stand where they stay", watches),
     Pass("save_as_fp8", CUT, save_as_fp8.run, "what is kept in FP8 becomes payload and scales, before graphs are two"),
     Pass("expose_matmuls", EARLY_HALF, expose_matmuls.run, "for a pass of Inductor's", expose_matmuls.is_wanted),

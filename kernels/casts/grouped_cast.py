@@ -3,6 +3,9 @@
 
     x [T, C]   ─►   data [C, P]   scale [E, C, 1]   ends [E]           all groups at once, wherever they end
 
+With an index x has rows in any order, of which each may be a token several times, or none: they are gathered while they
+are cast, and nothing is written in between.
+
 Where groups end only the device knows. So programs look it up, buffers have the size that suffices for all (P), and
 nobody waits for anything: the host launches the same for every step, as CUDA graphs want it. Padding is written as
 zeros, whatever lay there; what lies behind the last group in x is not read, and in data not written.
@@ -93,15 +96,38 @@ def words_of(a, b, c, d, ASSEMBLED: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def cast_row(x, token, end, some, scale, inverse, ASSEMBLED: tl.constexpr):  # noqa: N803
+def load_tokens(x, index, token, end, column, columns, GATHERED: tl.constexpr):  # noqa: N803
+    """Load columns of tokens; zeros from `end` on, and where the index is negative."""
+    if GATHERED:
+        row = tl.load(index + token, mask=token < end, other=-1)
+    else:
+        row = tl.where(token < end, token, -1)
+    here = x + row.to(tl.int64) * columns + column[None, :]
+    return tl.load(here, mask=(row >= 0) & (column[None, :] < columns), other=0.0)
+
+
+@triton.jit
+def cast_row(
+    x,
+    index,
+    token,
+    end,
+    column,
+    columns,
+    scale,
+    inverse,
+    ASSEMBLED: tl.constexpr,  # noqa: N803
+    GATHERED: tl.constexpr,  # noqa: N803
+):
     """Load a row of each word, and divide it by the scales; zeros from `end` on."""
-    row = tl.load(x, mask=some & (token < end), other=0.0).to(tl.float32)
-    return tl.where(token < end, quotient(row, scale, inverse, ASSEMBLED), 0.0)
+    row = load_tokens(x, index, token, end, column, columns, GATHERED).to(tl.float32)
+    return tl.where(token < end, quotient(row, scale[None, :], inverse[None, :], ASSEMBLED), 0.0)
 
 
 @triton.jit
 def cast_tile(
     x,
+    index,
     data,
     first,
     end,
@@ -114,17 +140,16 @@ def cast_tile(
     scale,
     inverse,
     ASSEMBLED: tl.constexpr,  # noqa: N803
+    GATHERED: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
 ):
     """Cast TOKENS tokens from `first` on to data [width, length], from `place` on: zeros behind `end`, and nothing
     behind the next `room` tokens, a multiple of 16 as `place` is."""
     token = first + 4 * tl.arange(0, TOKENS // 4)[:, None]
-    some = column[None, :] < columns
-    here = x + token.to(tl.int64) * columns + column[None, :]
-    a = cast_row(here, token, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
-    b = cast_row(here + columns, token + 1, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
-    c = cast_row(here + 2 * columns, token + 2, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
-    d = cast_row(here + 3 * columns, token + 3, end, some, scale[None, :], inverse[None, :], ASSEMBLED)
+    a = cast_row(x, index, token, end, column, columns, scale, inverse, ASSEMBLED, GATHERED)
+    b = cast_row(x, index, token + 1, end, column, columns, scale, inverse, ASSEMBLED, GATHERED)
+    c = cast_row(x, index, token + 2, end, column, columns, scale, inverse, ASSEMBLED, GATHERED)
+    d = cast_row(x, index, token + 3, end, column, columns, scale, inverse, ASSEMBLED, GATHERED)
     words = tl.trans(words_of(a, b, c, d, ASSEMBLED))
     word = tl.arange(0, TOKENS // 4)[None, :]
     target = data.to(tl.pointer_type(tl.int32), bitcast=True) + tl.multiple_of(place // 4, 4) + word
@@ -134,14 +159,23 @@ def cast_tile(
 
 
 @triton.jit
-def amaxes_of(x, first, end, column, columns, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: N803
+def amaxes_of(
+    x,
+    index,
+    first,
+    end,
+    column,
+    columns,
+    GATHERED: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
     """Bits of the amax of each column, of tokens `first` to `end`."""
     largest = tl.zeros([TOKENS, COLUMNS], tl.int32)
     token = tl.arange(0, TOKENS)[:, None]
     for start in range(first, end, TOKENS):
-        inside = (start + token < end) & (column[None, :] < columns)
-        here = x + (start + token).to(tl.int64) * columns + column[None, :]
-        largest = tl.maximum(largest, magnitude(tl.load(here, mask=inside, other=0.0)))
+        row = load_tokens(x, index, start + token, end, column, columns, GATHERED)
+        largest = tl.maximum(largest, magnitude(row))
     return tl.max(largest, 0)
 
 
@@ -176,11 +210,13 @@ def look_up_piece(offs, groups, piece, GROUPS: tl.constexpr, PIECE: tl.constexpr
 @triton.jit
 def find_amaxes(
     x,
+    index,
     offs,
     amaxes,
     groups,
     columns,
     width,
+    GATHERED: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
     PIECE: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
@@ -191,7 +227,8 @@ def find_amaxes(
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     mine, first, end, _, _, _ = look_up_piece(offs, groups, tl.program_id(0) // blocks, GROUPS, PIECE)
     if mine < groups:
-        found = amaxes_of(x, first, tl.minimum(end, first + PIECE), column, columns, TOKENS, COLUMNS)
+        last = tl.minimum(end, first + PIECE)
+        found = amaxes_of(x, index, first, last, column, columns, GATHERED, TOKENS, COLUMNS)
         tl.atomic_max(amaxes + mine * width + column, found, mask=column < columns, sem="relaxed")
 
 
@@ -214,6 +251,7 @@ def join_amaxes(
 @triton.jit
 def cast_pieces(
     x,
+    index,
     offs,
     amaxes,
     data,
@@ -226,6 +264,7 @@ def cast_pieces(
     ONE_SCALE: tl.constexpr,  # noqa: N803
     POWER_OF_TWO: tl.constexpr,  # noqa: N803
     ASSEMBLED: tl.constexpr,  # noqa: N803
+    GATHERED: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
     PIECE: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
@@ -246,8 +285,8 @@ def cast_pieces(
         tl.store(ends + mine, place + room, mask=is_first & (block == 0))
         for at in range(0, tl.minimum(room, PIECE), TOKENS):
             cast_tile(
-                x, data, first + at, end, place + at, room - at, column, columns, width, length, scale, inverse,
-                ASSEMBLED, TOKENS,
+                x, index, data, first + at, end, place + at, room - at, column, columns, width, length, scale,
+                inverse, ASSEMBLED, GATHERED, TOKENS,
             )  # fmt: skip
 
 
@@ -258,17 +297,18 @@ def grouped_cast(
     power_of_two: bool = False,
     row_multiple: int = 1,
     amax: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `grouped_reference.grouped_cast` does; data behind the last group, where nothing reads, is left."""
     if format != E4M3.name:
         raise ValueError(f"grouped FP8 matmuls take e4m3, not {format}")
-    (tokens, columns), groups = x.shape, offs.shape[0]
-    width, length = round_up(columns, row_multiple), padded_tokens(tokens, groups)
+    tokens, groups = (x if index is None else index).shape[0], offs.shape[0]
+    width, length = round_up(x.shape[1], row_multiple), padded_tokens(tokens, groups)
     data = x.new_empty(width, length, dtype=E4M3.dtype)
     scales = x.new_empty(groups, width, 1, dtype=torch.float32)
     ends = torch.empty_like(offs)
-    amax = None if amax is None else amax.contiguous()
-    launch(x.contiguous(), offs.contiguous(), data, scales, ends, power_of_two, amax)
+    amax, index = (t if t is None else t.contiguous() for t in (amax, index))
+    launch(x.contiguous(), offs.contiguous(), data, scales, ends, power_of_two, amax, index)
     return data, scales, ends
 
 
@@ -283,13 +323,23 @@ def cast_columns(x: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def launch(
-    x: Tensor, offs: Tensor, data: Tensor, scales: Tensor, ends: Tensor, power_of_two: bool, amax: Tensor | None = None
+    x: Tensor,
+    offs: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    ends: Tensor,
+    power_of_two: bool,
+    amax: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> None:
-    """Fill data, scales and ends, by programs for as many pieces as there may be; amax: of each token, or None."""
-    (tokens, columns), groups, (width, length) = x.shape, offs.shape[0], data.shape
+    """Fill data, scales and ends, by programs for as many pieces as there may be; amax and index are of each token."""
+    tokens, columns = (x if index is None else index).shape[0], x.shape[1]
+    groups, (width, length) = offs.shape[0], data.shape
     amaxes = x.new_zeros([groups] if amax is not None else [groups, width], dtype=torch.int32)
     pieces = tokens // PIECE + groups
     how = {"GROUPS": _lanes(groups), "PIECE": PIECE}
+    gathered = {"GATHERED": index is not None}
+    rows = offs if index is None else index  # nobody reads offs as such
     find: Any = find_amaxes
     join: Any = join_amaxes
     cast: Any = cast_pieces
@@ -297,10 +347,11 @@ def launch(
         if amax is not None:
             join[(pieces,)](amax, offs, amaxes, groups, **how)
         else:
-            find[(pieces * ceil_div(columns, FIND["COLUMNS"]),)](x, offs, amaxes, groups, columns, width, **how, **FIND)
+            blocks = ceil_div(columns, FIND["COLUMNS"])
+            find[(pieces * blocks,)](x, rows, offs, amaxes, groups, columns, width, **gathered, **how, **FIND)
         cast[(pieces * ceil_div(width, CAST["COLUMNS"]),)](
-            x, offs, amaxes, data, scales, ends, groups, columns, width, length,
-            ONE_SCALE=amax is not None, POWER_OF_TWO=power_of_two, ASSEMBLED=x.is_cuda, **how, **CAST,
+            x, rows, offs, amaxes, data, scales, ends, groups, columns, width, length,
+            ONE_SCALE=amax is not None, POWER_OF_TWO=power_of_two, ASSEMBLED=x.is_cuda, **gathered, **how, **CAST,
         )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ def grouped_cast(
     power_of_two: bool = False,
     row_multiple: int = 1,
     amax: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (data, scale, ends) of x [T, C], whose groups end at offs [E]; zeros behind the last group too.
 
@@ -47,7 +48,10 @@ def grouped_cast(
     that is not, and zeros for padding even so.
     amax [T, 1]: the largest magnitude of each token. Where it is given, a group has one scale for all columns, that of
     the largest of its tokens' amaxes.
+    index [T]: the tokens are these rows of x; zeros where it is negative.
     """
+    if index is not None:
+        x = torch.where(index[:, None] < 0, 0, x[index.clamp(0, x.shape[0] - 1)])  # nobody reads behind the last group
     tokens, width = x.shape[0], round_up(x.shape[1], row_multiple)
     data = x.new_zeros(width, padded_tokens(tokens, offs.shape[0]), dtype=FORMATS[format].dtype)
     scale = x.new_ones(offs.shape[0], width, 1, dtype=torch.float32)

@@ -202,6 +202,11 @@ class GroupedCast(NodeView):
         """The amaxes of rows, of which a group has one scale; or None: a scale a column."""
         return self._optional("amax")
 
+    @property
+    def index(self) -> fx.Node | None:
+        """The rows of x that are cast, or None: all, as they lie."""
+        return self._optional("index")
+
 
 class GroupedPart(NodeView):
     """A result of `fp8::grouped_cast`: codes, scales, or the columns at which groups of codes end."""

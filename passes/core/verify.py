@@ -6,7 +6,7 @@
 - FP8 data comes from fp8.quantize, fp8.grouped_cast (or views and concatenations of such data), or from outside; it is
   contiguous along the contracted dimension where a matmul reads it, and its contracted dimension is a multiple of 16
 - FP8 data is read only by fp8.scaled_mm, fp8.chunked_loss_in_fp8, fp8.dequantize and regions (or passes through
-  views, concatenations, graph outputs; or travels to other ranks as bytes)
+  views, concatenations, graph outputs; or is gathered, masked or sent to other ranks as bytes)
 - the groups of a grouped matmul: `passes/core/verify_grouped.py`
 - a view has its value in the memory of what it is a view of: torch decides by that what backward may overwrite
 - operators that demand strides find their inputs as they came (`passes/core/stride_demands.py`)
@@ -44,6 +44,7 @@ from fp8compile.passes.core.stride_demands import Broken, check_strides
 from fp8compile.passes.core.verify_grouped import contracts_groups, wrong_groups
 
 TRANSPARENT = VIEWS | {aten.cat.default, aten.clone.default, aten.reshape.default}
+MOVERS = CARRIERS | {aten.where.self}  # what may be done to a payload as bytes
 HELD = {*FP8_DTYPES, torch.uint8}
 READERS = (
     ops.scaled_mm,
@@ -150,9 +151,17 @@ def _returns(node: fx.Node) -> bool:
 
 def _is_ours(node: fx.Node) -> bool:
     """Return True if FP8 data comes from our quantize; a user's own FP8 tensors are none of our business."""
-    while node.target in TRANSPARENT | CARRIERS and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+    while node.target in TRANSPARENT | MOVERS and node.all_input_nodes:
+        node = _moved(node)
     return node.target in (ops.quantize, ops.grouped_cast)
+
+
+def _moved(node: fx.Node) -> fx.Node:
+    """Return what a node shows, moves or masks."""
+    if node.target is not aten.where.self:
+        return node.all_input_nodes[0]
+    shown = [x for x in node.args[1:] if isinstance(x, fx.Node) and same_sizes(value(x).shape, value(node).shape)]
+    return shown[0] if len(shown) == 1 else node.all_input_nodes[0]
 
 
 def _wrong_users(node: fx.Node) -> str:
@@ -168,7 +177,7 @@ def _may_read(node: fx.Node, user: fx.Node) -> bool:
     if user.target is AS_BYTES:
         return value(user).dtype in HELD
     as_bytes = value(node).dtype == torch.uint8
-    return user.target in (CARRIERS if as_bytes else READERS)
+    return user.target in (MOVERS if as_bytes else READERS)
 
 
 def _wrong_marker(node: fx.Node, expected: Values) -> str:
@@ -242,7 +251,7 @@ def quantizes(data: fx.Node) -> list[Quantize]:
     """Return the casts whose results `data` shows or concatenates."""
     if cast := Quantize.of(data):
         return [cast]
-    shows = data.target in TRANSPARENT | CARRIERS
+    shows = data.target in TRANSPARENT | MOVERS
     return [q for i in data.all_input_nodes for q in quantizes(i)] if shows else []
 
 
@@ -254,8 +263,8 @@ def made_of(scale: fx.Node) -> object:
     if scale.target is not ops.scale:
         return scale
     amax = scale.all_input_nodes[0]
-    while amax.target in TRANSPARENT | CARRIERS:
-        amax = amax.all_input_nodes[0]
+    while amax.target in TRANSPARENT | MOVERS:
+        amax = _moved(amax)
     return amax, scale.args[1:]
 
 

@@ -32,7 +32,8 @@ from fp8compile.passes.core.walk import walk
 from fp8compile.passes.matmul.find_matmuls import CONVOLUTIONS, MATMULS
 from fp8compile.plan.reasons import Reason
 
-FOLLOWED = {*VIEWS, *CARRIERS, aten.cat.default, aten.clone.default}  # from a payload to the matmul that reads it
+# from a payload to the matmul that reads it
+FOLLOWED = {*VIEWS, *CARRIERS, aten.where.self, aten.cat.default, aten.clone.default}
 CONVERSIONS = {torch.ops.prims.convert_element_type.default, aten.clone.default, *VIEWS}
 PROBED = "e4m3 tensor"
 DEPTH = 64  # nodes between a product and the matmuls that it is made of; more is no SwiGLU

@@ -25,7 +25,7 @@ PURE = {*ops.CASTS, ops.grouped_cast, aten.cat.default, aten.maximum.default}
 
 def run(c: Compilation) -> None:
     """Merge equal markers, then derive tensor amaxes from finer ones."""
-    _unify(c)
+    unify(c)
     finer: dict[fx.Node, fx.Node] = {}
     amaxes = [amax for node in c.graph.nodes if (amax := Amax.of(node)) is not None]
     for amax in amaxes:
@@ -34,11 +34,12 @@ def run(c: Compilation) -> None:
     for amax in amaxes:
         if amax.granularity == "tensor" and amax.x in finer:
             replace_value(c, amax.node, c.emit(ops.amax, finer[amax.x], "tensor", like=amax.node))
-    _unify(c)
+    unify(c)
     sort_topologically(c.graph)
 
 
-def _unify(c: Compilation) -> None:
+def unify(c: Compilation) -> None:
+    """Merge equal markers."""
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(c.graph.nodes):
         if node.target not in PURE and GroupedPart.of(node) is None:

@@ -167,15 +167,21 @@ def tokens(sizes: list[int], columns: int, dtype: torch.dtype = torch.bfloat16) 
 
 
 def cast_right(
-    x: torch.Tensor, offs: torch.Tensor, power_of_two: bool = False, junk: int = 0xFF, one_scale: bool = False
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    power_of_two: bool = False,
+    junk: int = 0xFF,
+    one_scale: bool = False,
+    index: torch.Tensor | None = None,
 ) -> None:
     """The kernel gives the reference's bits in all that is read, and leaves the junk behind it."""
     from fp8compile.kernels.casts import grouped_cast
 
-    amax = x.abs().amax(1, keepdim=True).float() if one_scale else None
-    wanted = grouped_reference.grouped_cast(x, offs, "e4m3", power_of_two, 16, amax)
+    rows = x if index is None else torch.where(index[:, None] < 0, 0, x[index.clamp_min(0)])
+    amax = rows.abs().amax(1, keepdim=True).float() if one_scale else None
+    wanted = grouped_reference.grouped_cast(x, offs, "e4m3", power_of_two, 16, amax, index)
     given = [torch.full_like(t.view(torch.uint8), junk).view(t.dtype) for t in wanted]
-    grouped_cast.launch(x, offs, *given, power_of_two, amax)
+    grouped_cast.launch(x, offs, *given, power_of_two, amax, index)
     last = int(wanted[2][-1])
     assert torch.equal(given[2], wanted[2])
     torch.testing.assert_close(given[1], wanted[1], rtol=0, atol=0, equal_nan=True)
@@ -201,6 +207,8 @@ def test_casts_of_drawn_groups(seed: int) -> None:
     if sum(sizes) > 2:
         x[0, 6], x[1, 7] = torch.nan, torch.inf
     cast_right(x, offs, draw.random() < 0.5, draw.choice([0xFF, 0x7E]), one_scale=draw.random() < 0.5)
+    index = torch.randint(-(len(x) // 9) - 1, len(x), (len(x),), device="cuda")
+    cast_right(x, offs, draw.random() < 0.5, draw.choice([0xFF, 0x7E]), draw.random() < 0.5, index)
 
 
 def test_casts_beyond_what_32_bits_count() -> None:

@@ -23,7 +23,15 @@ from triton.compiler import ASTSource
 from fp8compile.kernels.casts import grouped_cast
 
 HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = {"amax": "*fp32", "offs": "*i32", "data": "*fp8e4nv", "scales": "*fp32", "ends": "*i32", "amaxes": "*i32"}
+TYPES = {
+    "index": "*i64",
+    "amax": "*fp32",
+    "offs": "*i32",
+    "data": "*fp8e4nv",
+    "scales": "*fp32",
+    "ends": "*i32",
+    "amaxes": "*i32",
+}
 ALIGNED = ("columns", "width", "length")  # multiples of 16, as pointers are of bytes
 INSTRUCTIONS = r"[ls][td]\.(?:global|shared)[\w.]*|bar\.sync|cvt\.rn\.satfinite|div\.rn"
 
@@ -31,11 +39,11 @@ INSTRUCTIONS = r"[ls][td]\.(?:global|shared)[\w.]*|bar\.sync|cvt\.rn\.satfinite|
 def forms() -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """(kernel, dtype, compile-time values and warps) of what is launched."""
     piece = {"PIECE": grouped_cast.PIECE}
-    yield grouped_cast.find_amaxes, "*bf16", grouped_cast.FIND | piece | {"GROUPS": 1024}
+    yield grouped_cast.find_amaxes, "*bf16", grouped_cast.FIND | piece | {"GATHERED": False, "GROUPS": 1024}
     yield grouped_cast.join_amaxes, "*bf16", piece | {"GROUPS": 1024, "num_warps": 4}
     forms_of_casts = ("*bf16", False, True, 16), ("*bf16", False, False, 16), ("*fp32", True, False, 1024)
     for dtype, exact, one, groups in forms_of_casts:
-        values = piece | {"ONE_SCALE": one, "POWER_OF_TWO": exact, "ASSEMBLED": True, "GROUPS": groups}
+        values = piece | {"ONE_SCALE": one, "POWER_OF_TWO": exact, "ASSEMBLED": True, "GATHERED": one, "GROUPS": groups}
         yield grouped_cast.cast_pieces, dtype, grouped_cast.CAST | values
 
 

@@ -36,15 +36,21 @@ def tokens(sizes: list[int], columns: int, dtype: torch.dtype = torch.bfloat16) 
 
 
 def run(
-    x: Tensor, offs: Tensor, power_of_two: bool = False, multiple: int = 1, junk: int = 0xFF, amax: Tensor | None = None
+    x: Tensor,
+    offs: Tensor,
+    power_of_two: bool = False,
+    multiple: int = 1,
+    junk: int = 0xFF,
+    amax: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> None:
     """Cast into buffers full of `junk`; all that means something is as the reference has it, and the rest untouched."""
     from fp8compile.kernels.casts import grouped_cast
 
     interpreter.prepare()
-    wanted = grouped_reference.grouped_cast(x, offs, "e4m3", power_of_two, multiple, amax)
+    wanted = grouped_reference.grouped_cast(x, offs, "e4m3", power_of_two, multiple, amax, index)
     given = [torch.full_like(t.view(torch.uint8), junk).view(t.dtype) for t in wanted]
-    grouped_cast.launch(x, offs, *given, power_of_two, amax)
+    grouped_cast.launch(x, offs, *given, power_of_two, amax, index)
     (data, scale, ends), (codes, scales, places) = given, wanted
     last = int(places[-1])
     assert torch.equal(ends, places)
@@ -86,6 +92,33 @@ def test_one_scale_of_other_tokens_than_were_cast() -> None:
     spoiled = amaxes(x)
     spoiled[3], spoiled[60] = torch.nan, torch.inf
     run(x, offs, amax=spoiled)
+
+
+@pytest.mark.parametrize("one_scale", [False, True])
+@pytest.mark.parametrize("name", SIZES)
+def test_rows_in_any_order(name: str, one_scale: bool) -> None:
+    """Rows several times, and never, and zeros in place of some; what lies behind the last group is not looked up."""
+    x, offs = tokens(SIZES[name], 80)
+    rows = len(x) - NOBODYS
+    draw = torch.Generator().manual_seed(len(name))
+    index = torch.randint(-1 - rows // 9, max(1, rows // 2), (len(x),), generator=draw).to(DEVICE)
+    index[rows:] = 2**40
+    picked = torch.where(index[:, None] < 0, 0, x[index.clamp(0, len(x) - 1)])
+    run(x, offs, amax=amaxes(picked) if one_scale else None, index=index.to(torch.int64))
+    gathered, plain = (
+        grouped_reference.grouped_cast(x, offs, "e4m3", False, 1, None, index.clamp_max(0)),
+        grouped_reference.grouped_cast(torch.where(index[:, None] < 0, 0, x[:1]), offs, "e4m3"),
+    )
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(gathered, plain, strict=True))
+
+
+def test_an_index_of_32_bits() -> None:
+    x, offs = tokens(SIZES["ragged"], 48)
+    run(
+        x,
+        offs,
+        index=torch.arange(len(x) - 1, -1, -1, device=DEVICE, dtype=torch.int32).clamp_max(len(x) - NOBODYS - 1),
+    )
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

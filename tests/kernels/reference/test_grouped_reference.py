@@ -197,6 +197,9 @@ def test_the_fake_cast_promises_what_the_real_one_gives(rows):
     for amax in (None, torch.rand(rows, 1)):
         given = (x, offs, "e4m3", True, 16, amax)
         torch.library.opcheck(ops.grouped_cast, given, test_utils=["test_faketensor", "test_schema"])
+    if rows:
+        given = (x, offs * 3, "e4m3", True, 16, None, torch.arange(3 * rows) % rows)
+        torch.library.opcheck(ops.grouped_cast, given, test_utils=["test_faketensor", "test_schema"])
     (a, scale_a, places), (b, scale_b, _) = (ops.grouped_cast(x, offs, "e4m3", False, 16) for _ in range(2))
     torch.library.opcheck(
         ops.scaled_mm,
