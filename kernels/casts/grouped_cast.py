@@ -31,7 +31,7 @@ from fp8compile.formats import ALIGNMENT, E4M3, ceil_div, round_up
 from fp8compile.kernels.reference.grouped_reference import padded_tokens
 
 FIND = {"TOKENS": 64, "COLUMNS": 128, "num_warps": 4}  # a tile; the fastest on an H200, of those that were tried
-CAST = {"TOKENS": 128, "COLUMNS": 128, "num_warps": 16}
+CAST = {"TOKENS": 256, "COLUMNS": 128, "num_warps": 8}
 PIECE = 512  # tokens of a program
 LEAST_GROUPS = 16  # lanes that look groups up: fewer are no faster
 PTX = (  # as `kernels/codegen/source/helpers.py` has it, which says why
