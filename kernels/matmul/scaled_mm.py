@@ -9,8 +9,8 @@ kernel has no output in the dtype asked for, its BF16 result is converted.
 | tensor × tensor | cuBLAS, one scale each | BF16, FP16, FP32 |
 | row × row, row × tensor, tensor × row | row-wise; tensor scales repeated | as above on Hopper, CUDA ≥ 12.9 |
 | group(128) or block(128) × the same, not both block | cuBLAS block-wise (Hopper only) | BF16 |
-| row × row in groups of rows (a mixture's experts) | CUTLASS grouped (Hopper only), no copy to the host | BF16 |
-| row × row in groups of what is contracted (their grad_weight) | the same, each a multiple of 16, none empty | BF16 |
+| row × row in groups of rows (experts) | our own (`grouped_rows.py`, Hopper only), no copy to the host | BF16 |
+| row × row in groups of what is contracted (their grad_weight) | CUTLASS, each a multiple of 16, none empty | BF16 |
 """
 
 from __future__ import annotations
@@ -83,11 +83,21 @@ def _grouped(
     columns of a and b, in groups of multiples of 16: scales are [E · M] and [E · N]."""
     if a.shape[0] == 0:
         return a.new_empty(*(offs.shape if b.dim() == 2 else ()), 0, b.shape[-2], dtype=out_dtype)
+    if b.dim() == 3 and _is_hopper(a.device):
+        from fp8compile.kernels.matmul import grouped_rows  # Triton is imported where there is a GPU
+
+        if grouped_rows.fits(a, b):
+            return grouped_rows.multiply_rows(a, scale_a, b, scale_b, offs, fast).to(out_dtype)
     scale_a, scale_b = (s.reshape(-1) if b.dim() == 2 else s.squeeze(-1) for s in (scale_a, scale_b))
     out = torch._scaled_grouped_mm(
         a, b.transpose(-1, -2), scale_a, scale_b, offs, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
     return out.to(out_dtype)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _of_batch(scale: Tensor, i: int) -> Tensor:

@@ -92,6 +92,23 @@ def test_accumulation_and_dtypes(fast: bool, dtype: torch.dtype) -> None:
 
 
 @hopper
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_have_the_bits_of_torchs_kernel(seed: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which sums in the same pieces, and in the same order."""
+    draw = random.Random(seed)
+    experts, rows = draw.choice([1, 8, 64]), draw.choice([130, 4099])
+    cuts = sorted(draw.randint(0, rows) for _ in range(experts))
+    sizes = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
+    n, k = draw.choice([48, 784, 2048]), draw.choice([16, 272, 4096])
+    torch.manual_seed(seed)
+    ours, _ = both(sizes, rows, n, k, fast=fast)
+    monkeypatch.setattr(scaled_mm, "_is_hopper", lambda device: False)
+    torch.manual_seed(seed)
+    assert torch.equal(ours, both(sizes, rows, n, k, fast=fast)[0])
+
+
+@hopper
 @pytest.mark.parametrize("experts", [1, 512, 1023])
 def test_as_many_groups_as_the_plan_allows(experts: int) -> None:
     agree(*both([3] * experts, 3 * experts, 32, 64))
@@ -119,8 +136,9 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
 
 @hopper
 @pytest.mark.parametrize("which", ["K", "N"])
-def test_sizes_that_the_kernel_refuses(which: str) -> None:
+def test_sizes_that_torchs_kernel_refuses(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What padding is for: 16 divides K and N, and nothing smaller does."""
+    monkeypatch.setattr(scaled_mm, "_is_hopper", lambda device: False)
     a, scale_a, b, scale_b = operands(96, 4, 40 if which == "N" else 32, 72 if which == "K" else 64)
     with pytest.raises((RuntimeError, ValueError), match=r"divisible by 16|multiple of 16"):
         scaled_mm.scaled_mm(

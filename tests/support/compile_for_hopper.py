@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import compile_few_rows
 import compile_grouped_casts
+import compile_grouped_rows
 import compile_regions
 import compile_softmax
 import compile_updates
@@ -30,6 +31,7 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     "watching": lambda: compile_watching.main(verbose=False),
     "few rows": lambda: compile_few_rows.main(verbose=False),
     "grouped casts": lambda: compile_grouped_casts.main(verbose=False),
+    "grouped rows": lambda: compile_grouped_rows.main(verbose=False),
 }
 
 

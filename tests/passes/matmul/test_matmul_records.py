@@ -74,7 +74,7 @@ def test_the_plan_has_its_rows_where_a_pass_fails(monkeypatch: pytest.MonkeyPatc
         assert not c.plan.matmuls  # rows are made at the end
         raise ArithmeticError
 
-    monkeypatch.setattr("fp8compile.passes.matmul.share_casts._unify", fail)
+    monkeypatch.setattr("fp8compile.passes.matmul.share_casts.unify", fail)
     c = compilation()
     assert any(step.name == "share_casts" for step in PIPELINE)
     with pytest.raises(ArithmeticError):
