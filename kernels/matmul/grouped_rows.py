@@ -7,9 +7,9 @@ Where groups end only the device knows: programs look it up, and take one tile o
 are done. Operands arrive through tensor descriptors (TMA). A tile may reach into the next group, whose rows are
 computed and not stored.
 
-Matmul units keep 14 bits of a sum. Without fast accumulation a piece of 128 products is added to a sum in FP32. Both
-ways give the bits of torch's kernel (CUTLASS), which is slower, most of all where groups are small
-(`benchmarks/micro/grouped_matmul.py`).
+Sums stay in the matmul unit, which keeps 14 bits: fast accumulation, as torch has it. The bits are those of its kernel
+(CUTLASS), which is slower, most of all where groups are small (`benchmarks/micro/grouped_matmul.py`). Exact sums are
+left to that: a tile has no registers for two of them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def rows_kernel(
     width,
     contracted,
     groups,
-    FAST: tl.constexpr,  # noqa: N803
     PROGRAMS: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
     BAND: tl.constexpr,  # noqa: N803
@@ -83,10 +82,7 @@ def rows_kernel(
         total = tl.zeros([TM, TN], tl.float32)
         for k in range(0, contracted, TK):
             x, y = a.load([first, k]), b.load([mine * width + n * TN, k])
-            if FAST:
-                total = tl.dot(x, y.T, total)
-            else:
-                total += tl.dot(x, y.T)
+            total = tl.dot(x, y.T, total)
         rows, columns = first + tl.arange(0, TM), n * TN + tl.arange(0, TN)
         store_tile(out, total, scale_a, scale_b + mine * width, rows, columns, last, width)
 
@@ -96,18 +92,23 @@ def fits(*payloads: Tensor) -> bool:
     return all(x.data_ptr() % 16 == 0 and x.shape[-1] % 16 == 0 and x.is_contiguous() for x in payloads)
 
 
-def multiply_rows(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, fast: bool) -> Tensor:
+def multiply_rows(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
     """Return BF16 [T, N]: scale_a [T, 1] and scale_b [E, N, 1] are FP32, offs [E] is where groups of rows end."""
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+    launch(out, a, scale_a.contiguous(), b, scale_b.contiguous(), offs)
+    return out
+
+
+def launch(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor) -> None:
+    """Fill the rows of `out` that are in a group."""
     height, (groups, width, contracted), at_a_time = a.shape[0], b.shape, programs(a.device)
-    out = a.new_empty(height, width, dtype=torch.bfloat16)
     kernel: Any = rows_kernel
     with torch.cuda.device_of(a):
         kernel[(at_a_time,)](
-            described(a, "TM"), described(b.view(-1, contracted), "TN"), scale_a.contiguous(), scale_b.contiguous(),
-            offs, out, height, width, contracted, groups,
-            FAST=fast, PROGRAMS=at_a_time, GROUPS=_lanes(groups), BAND=BAND, **TILE, **HOW,
+            described(a, "TM"), described(b.view(-1, contracted), "TN"), scale_a, scale_b, offs, out,
+            height, width, contracted, groups,
+            PROGRAMS=at_a_time, GROUPS=_lanes(groups), BAND=BAND, **TILE, **HOW,
         )  # fmt: skip
-    return out
 
 
 def described(payload: Tensor, side: str) -> Any:

@@ -9,8 +9,10 @@ kernel has no output in the dtype asked for, its BF16 result is converted.
 | tensor × tensor | cuBLAS, one scale each | BF16, FP16, FP32 |
 | row × row, row × tensor, tensor × row | row-wise; tensor scales repeated | as above on Hopper, CUDA ≥ 12.9 |
 | group(128) or block(128) × the same, not both block | cuBLAS block-wise (Hopper only) | BF16 |
-| row × row in groups of rows (experts) | our own (`grouped_rows.py`, Hopper only), no copy to the host | BF16 |
+| row × row in groups of rows (experts) | if accumulated fast, our own (`grouped_rows.py`); CUTLASS | BF16 |
 | row × row in groups of what is contracted (their grad_weight) | CUTLASS, each a multiple of 16, none empty | BF16 |
+
+Grouped ones run on Hopper only, and copy nothing to the host.
 """
 
 from __future__ import annotations
@@ -83,11 +85,11 @@ def _grouped(
     columns of a and b, in groups of multiples of 16: scales are [E · M] and [E · N]."""
     if a.shape[0] == 0:
         return a.new_empty(*(offs.shape if b.dim() == 2 else ()), 0, b.shape[-2], dtype=out_dtype)
-    if b.dim() == 3 and _is_hopper(a.device):
+    if b.dim() == 3 and fast and _is_hopper(a.device):
         from fp8compile.kernels.matmul import grouped_rows  # Triton is imported where there is a GPU
 
         if grouped_rows.fits(a, b):
-            return grouped_rows.multiply_rows(a, scale_a, b, scale_b, offs, fast).to(out_dtype)
+            return grouped_rows.multiply_rows(a, scale_a, b, scale_b, offs).to(out_dtype)
     scale_a, scale_b = (s.reshape(-1) if b.dim() == 2 else s.squeeze(-1) for s in (scale_a, scale_b))
     out = torch._scaled_grouped_mm(
         a, b.transpose(-1, -2), scale_a, scale_b, offs, out_dtype=torch.bfloat16, use_fast_accum=fast

@@ -67,9 +67,10 @@ def test_the_trials_let_it_pass(trial: Any) -> None:
 
 @hopper
 @pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(128, 64), (16, 16), (80, 1024), (256, 48)])
-def test_groups_of_any_size(name: str, n: int, k: int) -> None:
-    agree(*both(GROUPS[name], 96, n, k))
+def test_groups_of_any_size(name: str, n: int, k: int, fast: bool) -> None:
+    agree(*both(GROUPS[name], 96, n, k, fast=fast), bits=11 if fast else 13)
 
 
 @hopper
@@ -80,7 +81,9 @@ def test_drawn_groups(seed: int) -> None:
     experts, rows = draw.choice([1, 4, 8, 64]), draw.choice([1, 7, 250, 4099])
     cuts = sorted(draw.randint(0, rows) for _ in range(experts))
     sizes = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
-    agree(*both(sizes, rows, draw.choice([16, 208, 4096]), draw.choice([32, 2048])))
+    n, k = draw.choice([16, 208, 4096]), draw.choice([32, 2048])
+    for fast in (False, True):
+        agree(*both(sizes, rows, n, k, fast=fast), bits=11 if fast else 13)
 
 
 @hopper
@@ -92,9 +95,8 @@ def test_accumulation_and_dtypes(fast: bool, dtype: torch.dtype) -> None:
 
 
 @hopper
-@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_rows_have_the_bits_of_torchs_kernel(seed: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_the_bits_of_torchs_kernel(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which sums in the same pieces, and in the same order."""
     draw = random.Random(seed)
     experts, rows = draw.choice([1, 8, 64]), draw.choice([130, 4099])
@@ -102,30 +104,32 @@ def test_rows_have_the_bits_of_torchs_kernel(seed: int, fast: bool, monkeypatch:
     sizes = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
     n, k = draw.choice([48, 784, 2048]), draw.choice([16, 272, 4096])
     torch.manual_seed(seed)
-    ours, _ = both(sizes, rows, n, k, fast=fast)
+    ours, _ = both(sizes, rows, n, k, fast=True)
     monkeypatch.setattr(scaled_mm, "_is_hopper", lambda device: False)
     torch.manual_seed(seed)
-    assert torch.equal(ours, both(sizes, rows, n, k, fast=fast)[0])
+    assert torch.equal(ours, both(sizes, rows, n, k, fast=True)[0])
 
 
 @hopper
 @pytest.mark.parametrize("experts", [1, 512, 1023])
 def test_as_many_groups_as_the_plan_allows(experts: int) -> None:
-    agree(*both([3] * experts, 3 * experts, 32, 64))
+    for fast in (False, True):
+        agree(*both([3] * experts, 3 * experts, 32, 64, fast=fast), bits=11 if fast else 13)
 
 
 @hopper
 def test_no_tokens() -> None:
-    out, expected = both([0, 0], 0, 32, 64)
-    assert out.shape == expected.shape == (0, 32)
-    agree(*both([0, 0, 0], 5, 32, 64))  # tokens, but nobody's
+    for fast in (False, True):
+        out, expected = both([0, 0], 0, 32, 64, fast=fast)
+        assert out.shape == expected.shape == (0, 32)
+        agree(*both([0, 0, 0], 5, 32, 64, fast=fast))  # tokens, but nobody's
 
 
 @hopper
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
     a, scale_a, b, scale_b = operands(96, 4, 32, 64)
-    args = (b, scale_b, "row", None, torch.bfloat16, False, ends(GROUPS["uneven"], "cuda"))
+    args = (b, scale_b, "row", None, torch.bfloat16, True, ends(GROUPS["uneven"], "cuda"))
     before = scaled_mm.scaled_mm(a, scale_a, "row", *args)
     scale_a[7] = bad
     after = scaled_mm.scaled_mm(a, scale_a, "row", *args)
@@ -341,7 +345,8 @@ def test_the_kernel_that_runs_is_grouped_fp8(executor: str) -> None:
         run(x, offs).float().square().mean().backward()
         torch.cuda.synchronize()
     names = [e.name for e in recorded.events() or []]
-    assert names.count("aten::_scaled_grouped_mm") == 6
+    assert names.count("aten::_scaled_grouped_mm") == 2  # grad_weight
+    assert names.count("rows_kernel") == 4
     assert not any("Memcpy DtoH" in name for name in names)  # nobody waits for the sizes of groups
 
 

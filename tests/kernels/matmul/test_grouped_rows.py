@@ -13,6 +13,7 @@ from fp8compile.kernels.reference import markers
 pytestmark = pytest.mark.skipif(not interpreter.INTERPRETED, reason="tests/gpu/test_grouped.py runs it compiled")
 TILE = {"TM": 16, "TN": 32, "TK": 32}
 NAN = 0x7F  # a code of E4M3
+UNTOUCHED = 12345.0
 
 
 def operands(rows: int, experts: int, n: int, k: int, inside: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -23,8 +24,8 @@ def operands(rows: int, experts: int, n: int, k: int, inside: int) -> tuple[Tens
     return a, torch.rand(rows, 1, generator=draw) + 0.5, b, torch.rand(experts, n, 1, generator=draw) + 0.5
 
 
-def product(sizes: list[int], n: int, k: int, fast: bool = True, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What the kernel gives of 96 rows, and the reference in FP32."""
+def product(sizes: list[int], n: int, k: int, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What the kernel gives of 96 rows, and the reference in FP32. Nothing is written that is not a group's."""
     from fp8compile.kernels.matmul import grouped_rows
 
     interpreter.prepare()
@@ -32,9 +33,14 @@ def product(sizes: list[int], n: int, k: int, fast: bool = True, offs: Tensor | 
         patch.setattr(grouped_rows, "TILE", TILE)
         offs = ends(sizes) if offs is None else offs
         given = operands(96, len(offs), n, k, sum(sizes))
-        found = grouped_rows.multiply_rows(*given, offs, fast)
+        memory = torch.full((3 * 96, n), UNTOUCHED, dtype=torch.bfloat16)
+        grouped_rows.launch(memory[96:192], *given, offs)
+    last = min(96, int(offs.max()))
+    assert (memory[:96] == UNTOUCHED).all()
+    assert (memory[96 + last :] == UNTOUCHED).all()
     a, scale_a, b, scale_b = given
-    return found, markers.scaled_mm(a, scale_a, "row", b, scale_b, "row", None, torch.float32, fast, ends(sizes))
+    right = markers.scaled_mm(a, scale_a, "row", b, scale_b, "row", None, torch.float32, True, ends(sizes))
+    return memory[96:192], right
 
 
 def assert_near(found: Tensor, right: Tensor, k: int) -> None:
@@ -44,12 +50,11 @@ def assert_near(found: Tensor, right: Tensor, k: int) -> None:
     assert ((found.float() - right).abs() <= 2.0**-8 * right.abs() + k * 2.0**-24 * size).all()
 
 
-@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("name", GROUPS)
-def test_each_row_meets_the_matrix_of_its_group(name: str, fast: bool) -> None:
+def test_each_row_meets_the_matrix_of_its_group(name: str) -> None:
     """Tiles reach into other groups, and into rows that are nobody's, which hold NaN."""
     inside = sum(GROUPS[name])
-    found, right = product(GROUPS[name], 48, 80, fast)
+    found, right = product(GROUPS[name], 48, 80)
     assert_near(found[:inside], right[:inside], 80)
 
 
@@ -63,7 +68,6 @@ def test_tiles_that_are_not_full(n: int, k: int) -> None:
 @pytest.mark.parametrize("offs", [[40, 20, 96], [96, 4000], [50, 2**31 - 1, 96]], ids=str)
 def test_what_is_no_grouping_stays_within_the_result(offs: list[int]) -> None:
     found, right = product([offs[0]], 48, 80, offs=torch.tensor(offs, dtype=torch.int32))
-    assert found.shape == (96, 48)
     sure = min(offs[:2])  # rows that one group alone claims
     assert_near(found[:sure], right[:sure], 80)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8compile
 from fp8compile import ops
-from fp8compile.passes.core.marker_views import Amax, GroupedCast
+from fp8compile.passes.core.marker_views import Amax, GroupedCast, Quantize
 
 aten = torch.ops.aten
 TOKENS, K, WIDTH, INNER, EXPERTS = 48, 2, 64, 32, 4
@@ -117,14 +117,6 @@ def test_values_are_the_same_bit_for_bit(
         assert a.isfinite().all()
 
 
-def fewer(x: Tensor, i: Tensor) -> Tensor:
-    return x[i[: TOKENS // 2]].repeat(4, 1)
-
-
-def by_a_mask(x: Tensor, i: Tensor) -> Tensor:
-    return torch.cat([x, x])[torch.ones(TOKENS * K, dtype=torch.bool)]
-
-
 def columns(x: Tensor, i: Tensor) -> Tensor:
     return torch.cat([x, x])[:, i[:WIDTH] % WIDTH]
 
@@ -145,12 +137,20 @@ def changed(x: Tensor, i: Tensor) -> Tensor:
     return x[i] * 2
 
 
-@pytest.mark.parametrize("form", [fewer, columns, filled_with_ones, each_element, rounded_twice, changed])
+@pytest.mark.parametrize("form", [columns, filled_with_ones, each_element, rounded_twice, changed])
 def test_what_is_no_gather_of_whole_rows_is_left(form: Callable[[Tensor, Tensor], Tensor]) -> None:
     found = traced(form, order())
     quantizes = found.compilation.graph.find_nodes(op="call_function", target=ops.quantize)
     assert not any(q.meta["val"].shape == (TOKENS, WIDTH) for q in quantizes)
     assert not any(cast.index for node in found.compilation.graph.nodes if (cast := GroupedCast.of(node)))
+
+
+@pytest.mark.parametrize(("rows", "is_moved"), [(TOKENS - 1, False), (TOKENS, True)])
+def test_rows_of_which_fewer_are_read_are_cast_behind(rows: int, is_moved: bool) -> None:
+    found = traced(lambda x, i: x[i[:rows]], order(), dense=True)
+    row_casts = [q for node in found.compilation.graph.nodes if (q := Quantize.of(node)) and q.granularity == "row"]
+    activations = [q for q in row_casts if q.node.meta["val"].shape[-1] == WIDTH and not q.transpose]
+    assert {q.x.op == "placeholder" for q in activations} == {is_moved}
 
 
 def test_a_linear_layer_on_gathered_rows_casts_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
