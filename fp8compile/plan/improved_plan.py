@@ -34,7 +34,7 @@ def improved_matmul(row: Matmul, sides: Sequence[Row | None], minimum: float) ->
         if measured is None or measured.sqnr is None or measured.sqnr >= minimum:
             operands.append(operand)
             continue
-        casts = () if row.kind == "grouped" else RUNNABLE  # which takes rows alone, and has them
+        casts = () if row.kind == "grouped" else RUNNABLE  # which has the casts that it can have
         better = [c for c in casts if (measured.what_if.get(c) or -200.0) >= minimum]
         if not better:
             worst = f"{measured.side} operand at {measured.sqnr:.1f} dB"

@@ -260,12 +260,14 @@ def made_of(scale: fx.Node) -> object:
     otherwise."""
     while scale.target is ops.observe:
         scale = first_input(scale)
-    if scale.target is not ops.scale:
-        return scale
-    amax = scale.all_input_nodes[0]
-    while amax.target in TRANSPARENT | MOVERS:
-        amax = _moved(amax)
-    return amax, scale.args[1:]
+    return (shown_by(first_input(scale)), scale.args[1:]) if scale.target is ops.scale else scale
+
+
+def shown_by(node: fx.Node) -> fx.Node:
+    """Return what `node` shows, moves or masks parts of, in the end."""
+    while node.target in TRANSPARENT | MOVERS:
+        node = _moved(node)
+    return node
 
 
 def _arrived_with(node: fx.Node) -> object:

@@ -14,7 +14,16 @@ from fp8compile.errors import VerificationError
 from fp8compile.formats import FP8_DTYPES
 from fp8compile.passes.core.compilation import is_tensor, value
 from fp8compile.passes.core.marker_views import Dequantize, GroupedPart, ScaledMM
-from fp8compile.passes.core.verify import TRANSPARENT, Signature, excerpt, made_of, quantizes, signature, verify
+from fp8compile.passes.core.verify import (
+    TRANSPARENT,
+    Signature,
+    excerpt,
+    made_of,
+    quantizes,
+    shown_by,
+    signature,
+    verify,
+)
 from fp8compile.passes.core.verify_grouped import contracts_groups
 
 NOT_SAVED = (
@@ -67,9 +76,19 @@ def _unpaired(data: fx.Node, scale: fx.Node, granularity: str, returned: dict[st
         if made.granularity != granularity:
             return f"%{saved.name} was cast by {made.granularity} and is read as {granularity}"
         own = made.scale
-        if kept is None or (own not in (kept, *kept.all_input_nodes) and made_of(own) != made_of(_plain(kept))):
+        is_own = kept is not None and own in (kept, *kept.all_input_nodes)
+        if not is_own and made_of(own) != (_made_of(scale, returned) if kept is None else made_of(_plain(kept))):
             return f"%{saved.name} was made with %{own.name} and is read with %{scale.name}"
     return ""
+
+
+def _made_of(scale: fx.Node, returned: dict[str, fx.Node]) -> object:
+    """Return `made_of` for a scale that backward makes; of an amax that forward has saved, what that is in forward."""
+    match made_of(_plain(scale)):
+        case (fx.Node() as amax, how) if (saved := _saved(amax, returned)) is not None:
+            return shown_by(saved), how
+        case made:
+            return made
 
 
 def _unpaired_groups(data: fx.Node, scale: fx.Node, returned: dict[str, fx.Node]) -> str:

@@ -111,7 +111,7 @@ def test_data_are_those_of_the_dump(dump: Path):
     assert data["totals"]["share"] == explanation.totals.share
     assert graph["memory"]["bf16"]["forward"]["peak"] > 0
     assert [d["name"] for d in graph["drawings"]] == [
-        "joint/input", "joint/exchange_as_fp8", "forward/combine_regions", "backward/combine_regions",
+        "joint/input", "joint/cast_before_gather", "forward/combine_regions", "backward/combine_regions",
     ]  # fmt: skip
 
 
