@@ -144,7 +144,9 @@ class _Gather:
         like, source = cast.node, self._converted(c)
         rows = value(source).shape[0]
         size = rows if isinstance(rows, int) else c.emit(aten.sym_size.int, source, 0, like=like)
-        index = c.emit(aten.remainder.Scalar, self.order, size, like=like)  # negative numbers count from the end
+        from_the_end = c.emit(aten.lt.Scalar, self.order, 0, like=like)  # `remainder` is wrong on CPUs with torch 2.11
+        index = c.emit(aten.add.Tensor, self.order, size, like=like)
+        index = c.emit(aten.where.self, from_the_end, index, self.order, like=like)
         for mask in self.masks:
             flat = c.emit(aten.squeeze.dim, mask.args[0], -1, like=like)
             index = _with_mask(c, mask, flat, -1, index, like)
