@@ -29,7 +29,8 @@ def why_it_fails(device: torch.device) -> str:
     with unset_fake_temporarily(), torch.no_grad():
         offs = torch.tensor(ENDS, dtype=torch.int32, device="cpu")
         operands = _operand(ENDS[-1], K), _operand(len(ENDS), N, K)
-        return _why(device, operands, offs, [slice(*group) for group in pairwise((0, *ENDS))])
+        groups = [slice(*group) for group in pairwise((0, *ENDS))]
+        return _why(device, operands, offs, groups, True) or _why(device, operands, offs, groups, False)
 
 
 @cache
@@ -40,7 +41,7 @@ def why_contractions_fail(device: torch.device) -> str:
         left, right = (
             grouped_reference.grouped_cast(_random(columns, ENDS[-1]).t(), offs, "e4m3") for columns in (N, K)
         )
-        return _why(device, (left[:2], right[:2]), left[2], range(len(ENDS)))
+        return _why(device, (left[:2], right[:2]), left[2], range(len(ENDS)), False)
 
 
 def _why(
@@ -48,12 +49,13 @@ def _why(
     operands: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
     offs: Tensor,
     groups: Sequence[slice | int],
+    fast: bool,
 ) -> str:
-    """Return how the product of two operands, each (data, scale), fails. groups: where each has its part of it."""
+    """Return how the product of two operands, each (data, scale), fails. groups: where each has its part of it; fast:
+    with fast accumulation, which has a kernel of its own."""
     (a, scale_a), (b, scale_b) = operands
     wanted = markers.scaled_mm(a, scale_a, "row", b, scale_b, "row", None, torch.float32, offs=offs)
     (a, scale_a), (b, scale_b) = ((data.to(device), scale.to(device)) for data, scale in operands)
-    fast = b.dim() == 3  # as a plan has it, unless a recipe says otherwise
     try:
         found = scaled_mm.scaled_mm(
             a, scale_a, "row", b, scale_b, "row", None, torch.bfloat16, fast, offs.to(device)

@@ -85,6 +85,15 @@ def test_what_is_taken(monkeypatch: pytest.MonkeyPatch, kernel: Any, why: str) -
     assert bool(found) == bool(why)
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_both_ways_to_accumulate_are_tried(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    def kernel(*given: Tensor, **how: Any) -> Tensor:
+        return (shifted if how["use_fast_accum"] == fast else product)(*given, **how)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", kernel)
+    assert "wrong" in check_grouped.why_it_fails(CPU)
+
+
 @pytest.mark.parametrize(
     ("kernel", "why"),
     [
