@@ -8,6 +8,7 @@ many of 16384 tokens; skewed: the expert of rank r gets a share of 1/r, and one 
 
 BF16       torch's grouped matmul
 FP8        ours, kernels/matmul/scaled_mm.py, by rows; "fast": with fast accumulation, as `output` has it
+torch's    torch's kernel with fast accumulation, where ours is another
 of dense   the fastest of these as a share of a plain FP8 matmul, by rows, of as many operations
 cast       of grad_weight: the same TFLOP/s with both operands cast first, kernels/casts/grouped_cast.py: each expert's
            with one scale, of amaxes that are known ("mixed"); by columns: a scale a column ("rowwise")
@@ -88,6 +89,10 @@ def calls(m: int, n: int, k: int, groups: list[int], device: str) -> Iterator[tu
         rest = ("row", None, torch.bfloat16, fast)
         yield f"FP8{', fast' if fast else ''}", partial(multiply, a, scale_a, "row", matrices, scales, *rest, offs)
     yield "dense", partial(multiply, a, scale_a, "row", matrices[0], scales[0], *rest)
+    if device == "cuda":
+        flat, turned = (scale_a.reshape(-1), scales.squeeze(-1)), matrices.transpose(1, 2)
+        how = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        yield "torch's", lambda: torch._scaled_grouped_mm(a, turned, *flat, offs, **how)
 
 
 def contractions(m: int, n: int, k: int, groups: list[int], device: str) -> Iterator[tuple[str, Call]]:
@@ -138,7 +143,7 @@ def _sizes(row: Row) -> str:
 
 COLUMNS: tuple[Column, ...] = (
     Column(f"{'M × N × K in E':>27}", lambda row, _: _sizes(row)),
-    *(figure(name, name, ".0f") for name in ("BF16", "FP8", "FP8, fast")),
+    *(figure(name, name, ".0f") for name in ("BF16", "FP8", "FP8, fast", "torch's")),
     figure("of dense", "of_dense", ".0%"),
     *(
         column
