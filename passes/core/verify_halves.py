@@ -19,6 +19,7 @@ from fp8compile.passes.core.verify import (
     Signature,
     excerpt,
     made_of,
+    parts_of,
     quantizes,
     shown_by,
     signature,
@@ -68,23 +69,26 @@ def _is_from_outside(node: fx.Node) -> bool:
 
 
 def _unpaired(data: fx.Node, scale: fx.Node, granularity: str, returned: dict[str, fx.Node]) -> str:
-    """Return why FP8 data that forward has made meets another scale than its own; "" if it meets its own."""
-    saved, kept = _saved(data, returned), _saved(scale, returned)
-    if saved is None or value(saved).dtype not in FP8_DTYPES:
+    """Return why FP8 data meets another scale than its own; "" if it meets its own."""
+    saved = _saved(data, returned)
+    if saved is not None and value(saved).dtype not in FP8_DTYPES:
         return ""
-    for made in quantizes(saved):
+    kept = _saved(scale, returned)
+    parts = parts_of(_plain(scale if kept is None else kept))
+    for made in quantizes(data if saved is None else saved):
         if made.granularity != granularity:
-            return f"%{saved.name} was cast by {made.granularity} and is read as {granularity}"
+            return f"%{made.node.name} was cast by {made.granularity} and is read as {granularity}"
         own = made.scale
-        is_own = kept is not None and own in (kept, *kept.all_input_nodes)
-        if not is_own and made_of(own) != (_made_of(scale, returned) if kept is None else made_of(_plain(kept))):
-            return f"%{saved.name} was made with %{own.name} and is read with %{scale.name}"
+        is_own = own in (scale, *scale.all_input_nodes) if kept is None else own in (kept, *kept.all_input_nodes)
+        if not is_own and _made_of(own, returned) not in [_made_of(part, returned) for part in parts]:
+            return f"%{data.name} was made with %{own.name} and is read with %{scale.name}"
     return ""
 
 
 def _made_of(scale: fx.Node, returned: dict[str, fx.Node]) -> object:
-    """Return `made_of` for a scale that backward makes; of an amax that forward has saved, what that is in forward."""
-    match made_of(_plain(scale)):
+    """Return `made_of` for a scale of either half: in forward, if that has saved the scale or its amax."""
+    kept = _saved(scale, returned)
+    match made_of(_plain(scale) if kept is None else _plain(kept)):
         case (fx.Node() as amax, how) if (saved := _saved(amax, returned)) is not None:
             return shown_by(saved), how
         case made:

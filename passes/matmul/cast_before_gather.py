@@ -9,13 +9,15 @@ After       %ax = fp8.amax(%x, row)  %sx = fp8.scale(%ax, e4m3) %qx = fp8.quanti
 So tokens are sorted by expert: a token is cast once and not for each of its experts, by the kernel that computes it,
 and one byte of an element is gathered in place of two. There may be no mask, and conversions on the way.
 
-The values are the same, bit for bit: a row has its own scale, wherever it stands. Rows are cast first only where at
-least as many are gathered, as far as sizes are known.
+The values are the same, bit for bit: a row has its own scale, wherever it stands.
 
 Casts of groups of tokens, for grad_weight, have columns of tokens in their scales. They stay, and gather themselves:
 
 Before      %d = fp8.grouped_cast(%m, %offs, …)          After   %d = fp8.grouped_cast(%x, %offs, …, index=%j)
                                                                  %j = where(%rows [n], -1, %i)
+
+Both only where at least as many rows are gathered as there are, as far as sizes are known: of few rows of many, few are
+converted and cast.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def run(c: Compilation) -> None:
         share_casts.unify(c)
     for node in list(c.graph.nodes):
         cast = GroupedCast.of(node)
-        if cast is not None and cast.index is None and (gather := _Gather.of(cast.x)) is not None:
+        gather = _Gather.of(cast.x) if cast is not None and cast.index is None else None
+        if cast is not None and gather is not None and gather.shows_each_row:
             gather.cast_groups(c, cast)
 
 

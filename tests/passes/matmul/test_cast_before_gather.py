@@ -164,6 +164,50 @@ def test_a_linear_layer_on_gathered_rows_casts_each_once(monkeypatch: pytest.Mon
         assert torch.equal(a, b)
 
 
+def gradients(run: Callable[..., Tensor], model: nn.Module, *given: Tensor) -> list[Tensor]:
+    """Of the first input and all parameters."""
+    x = given[0].detach().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    run(x, *given[1:]).float().square().sum().backward()
+    return [g for g in (x.grad, *(p.grad for p in model.parameters())) if g is not None]
+
+
+class Messages(nn.Module):
+    """Along the edges of a graph, there and back; or of both ends, added."""
+
+    def __init__(self, added: bool) -> None:
+        super().__init__()
+        self.added = added
+        self.a, self.b = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x: Tensor, i: Tensor, offs: Tensor) -> Tensor:
+        if self.added:
+            return F.relu(self.a(x[i]) + self.b(x[i.flip(0)]))
+        return self.b(F.silu(self.a(torch.cat([x[i], x[i.flip(0)], x[: TOKENS // 2]]))))
+
+
+@pytest.mark.filterwarnings("ignore:fp8. the activation budget")
+@pytest.mark.parametrize("budget", [None, 0.05, 0.2, 0.3, 0.5])
+@pytest.mark.parametrize("added", [False, True])
+def test_payloads_and_scales_are_kept_or_made_again_as_a_budget_has_it(added: bool, budget: float | None) -> None:
+    """A scale may be forward's where what it is read with is made of an amax that backward was given."""
+    model, x = Messages(added), torch.randn(TOKENS, WIDTH).bfloat16()
+    options = {"select": "all", "executor": "eager", "strict": True, "save_min_bytes": 1, "activation_budget": budget}
+    run = torch.compile(model, backend="fp8", options=options)
+    for wanted, got in zip(*(gradients(f, model, x, order(), ends(SIZES)) for f in (model, run)), strict=True):
+        assert F.cosine_similarity(wanted.double().flatten(), got.double().flatten(), 0) > 0.98
+
+
+def test_few_rows_of_a_large_table_are_converted_behind_the_gather() -> None:
+    def of_a_table(x: Tensor, i: Tensor) -> Tensor:
+        return x.float().repeat(40, 1)[i].bfloat16()
+
+    found = traced(of_a_table, order())
+    nodes = found.compilation.graph.nodes
+    assert not any(cast.index for node in nodes if (cast := GroupedCast.of(node)))
+    assert not [n for n in nodes if "repeat" in n.name and n.meta["val"].dtype == torch.bfloat16]
+
+
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 @pytest.mark.parametrize("form", [masked, computed])
 def test_compiled_for_any_number_of_tokens(form: Callable[[Tensor, Tensor], Tensor], executor: str) -> None:
