@@ -15,7 +15,15 @@ from benchmarks.harness.peers import BASELINE, MASKS_FOLDED
 from benchmarks.harness.picture import Point, scatter
 from benchmarks.training.train_step import EIGHT_BIT
 
-MODELS = ("Llama 1.1B", "Llama-8B (8 layers)", "Qwen2 1.5B", "GPT-2 XL (16 layers)", "ViT-H", "Mixtral (8 layers)")
+MODELS = (
+    "Llama 1.1B",
+    "Llama-8B (8 layers)",
+    "Qwen2 1.5B",
+    "GPT-2 XL (16 layers)",
+    "ViT-H",
+    "Mixtral (8 layers)",
+    "DeepSeek-V3 (6 layers)",
+)
 OURS = EIGHT_BIT.name
 SYSTEMS = (BASELINE.name, MASKS_FOLDED.name, "torchao tensorwise", OURS)
 FASTER, SHARE = ratio("", "ms"), ratio("", "peak_gib", inverse=True)
