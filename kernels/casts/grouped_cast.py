@@ -28,71 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.formats import ALIGNMENT, E4M3, ceil_div, round_up
+from fp8compile.kernels.casts.codes import magnitude, quotient, scale_of, words_of
+from fp8compile.kernels.matmul.group_lookup import lanes, look_up, of
 from fp8compile.kernels.reference.grouped_reference import padded_tokens
 
 FIND = {"TOKENS": 64, "COLUMNS": 128, "num_warps": 4}  # a tile; the fastest on an H200, of those that were tried
 CAST = {"TOKENS": 256, "COLUMNS": 128, "num_warps": 8}
 PIECE = 512  # tokens of a program
-LEAST_GROUPS = 16  # lanes that look groups up: fewer are no faster
-PTX = (  # as `kernels/codegen/source/helpers.py` has it, which says why
-    "{ .reg .b16 lo, hi; .reg .b32 word, high; "
-    "cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
-    "cvt.u32.u16 word, lo; cvt.u32.u16 high, hi; shl.b32 high, high, 16; or.b32 $0, word, high; }"
-)
-TO_E4M3: Any = tl.constexpr(PTX)
-TO_E5M2: Any = tl.constexpr(PTX.replace("e4m3", "e5m2"))
-
-
-@triton.jit
-def magnitude(x):
-    """Bits of |x|. As integers they are ordered like |x|, with inf above all numbers and nan above inf."""
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def scale_of(amax, POWER_OF_TWO: tl.constexpr, LARGEST: tl.constexpr):  # noqa: N803
-    """`markers.scale` of bits of an amax, for a format whose largest number is LARGEST."""
-    scale = tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST)
-    scale = tl.where(amax == 0, 1.0, tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale))
-    if POWER_OF_TWO:
-        up = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where((scale != scale) | (scale == float("inf")), scale, up)
-    return scale
-
-
-@triton.jit
-def quotient(x, scale, inverse, ASSEMBLED: tl.constexpr):  # noqa: N803
-    """x / scale to nearest, of |x| that the scale was made of: by its inverse and one correction (Markstein, IBM J. R&D
-    34, 1990), in a third of a division's instructions. nan where the scale is nan, or both are inf."""
-    if ASSEMBLED:
-        finite = tl.where(scale == float("inf"), 0.0, scale)
-        near = x * inverse
-        found = tl.fma(tl.fma(near, finite, x * -1.0), inverse * -1.0, near)
-    else:  # the interpreter's fma rounds twice
-        found = tl.div_rn(x, scale)
-    return found
-
-
-@triton.jit
-def code(x, LARGEST: tl.constexpr):  # noqa: N803
-    """FP32 to bytes of the format with the largest number LARGEST: to nearest even, saturated. For the interpreter."""
-    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
-    if LARGEST == 448.0:
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        code = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    return code.to(tl.uint32)
-
-
-@triton.jit
-def words_of(a, b, c, d, ASSEMBLED: tl.constexpr):  # noqa: N803
-    """Four FP32 tensors to one of words, each four codes of E4M3: to nearest even, saturated; nan stays nan."""
-    if ASSEMBLED:
-        words = tl.inline_asm_elementwise(TO_E4M3, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        low = code(a, 448.0) | (code(b, 448.0) << 8)
-        words = (low | (code(c, 448.0) << 16) | (code(d, 448.0) << 24)).to(tl.int32, bitcast=True)
-    return words
 
 
 @triton.jit
@@ -180,25 +122,11 @@ def amaxes_of(
 
 
 @triton.jit
-def look_up(offs, groups, GROUPS: tl.constexpr):  # noqa: N803
-    """(number, first token, end, padded tokens) of every group; those behind the last have no tokens."""
-    group = tl.arange(0, GROUPS)
-    end = tl.load(offs + group, mask=group < groups, other=0)
-    start = tl.load(offs + group - 1, mask=(group > 0) & (group < groups), other=0)
-    return group, start, end, tl.maximum((end - start + 15) // 16 * 16, 16)
-
-
-@triton.jit
-def of(group, mine, value):
-    """Return the entry of `value` that is that of group `mine`."""
-    return tl.sum(tl.where(group == mine, value, 0), 0)
-
-
-@triton.jit
 def look_up_piece(offs, groups, piece, GROUPS: tl.constexpr, PIECE: tl.constexpr):  # noqa: N803
     """(group, first token, end of its group, first padded token, padded tokens of the group from there on, whether it
     is its group's first) of a piece; the group is `groups` for pieces that there are not."""
-    group, starts, stops, rooms = look_up(offs, groups, GROUPS)  # pyright: ignore[reportGeneralTypeIssues]
+    group, starts, stops = look_up(offs, groups, GROUPS)  # pyright: ignore[reportGeneralTypeIssues]
+    rooms = tl.maximum((stops - starts + 15) // 16 * 16, 16)
     pieces = tl.where(group < groups, (rooms + PIECE - 1) // PIECE, 0)
     behind = tl.cumsum(pieces, 0)
     mine = tl.sum(((behind <= piece) & (group < groups)).to(tl.int32), 0)
@@ -337,7 +265,7 @@ def launch(
     groups, (width, length) = offs.shape[0], data.shape
     amaxes = x.new_zeros([groups] if amax is not None else [groups, width], dtype=torch.int32)
     pieces = tokens // PIECE + groups
-    how = {"GROUPS": _lanes(groups), "PIECE": PIECE}
+    how = {"GROUPS": lanes(groups), "PIECE": PIECE}
     gathered = {"GATHERED": index is not None}
     rows = offs if index is None else index  # nobody reads offs as such
     find: Any = find_amaxes
@@ -353,11 +281,6 @@ def launch(
             x, rows, offs, amaxes, data, scales, ends, groups, columns, width, length,
             ONE_SCALE=amax is not None, POWER_OF_TWO=power_of_two, ASSEMBLED=x.is_cuda, **gathered, **how, **CAST,
         )  # fmt: skip
-
-
-def _lanes(groups: int) -> int:
-    """Return the power of two that holds so many groups."""
-    return max(LEAST_GROUPS, 1 << (groups - 1).bit_length())
 
 
 assert ALIGNMENT == 16, "kernels have it as a number"

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.formats import E5M2, round_up
-from fp8compile.kernels.casts.grouped_cast import TO_E5M2, code, magnitude, scale_of
+from fp8compile.kernels.casts.codes import TO_E5M2, code, magnitude, scale_of
 from fp8compile.kernels.loss.softmax_row import (
     LOG2_E,
     LOG_2,

@@ -23,10 +23,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fp8compile.kernels.matmul.group_lookup import lanes, look_up, of
+
 TILE = {"TM": 128, "TN": 256, "TK": 128}  # the fastest on an H200 of nine, for all shapes that were tried
 HOW = {"num_warps": 8, "num_stages": 3}
 BAND = 8  # tiles of rows that are computed together, for they share columns
-LEAST_GROUPS = 16  # lanes that look groups up
 
 
 @triton.jit
@@ -68,17 +69,15 @@ def rows_kernel(
     TK: tl.constexpr,  # noqa: N803
 ):
     """Tiles of out [height, width]; a: descriptor of [height, contracted], b: of [groups · width, contracted]."""
-    group = tl.arange(0, GROUPS)
-    end = tl.minimum(tl.load(offs + group, mask=group < groups, other=0), height)  # whatever it says
-    start = tl.load(offs + group - 1, mask=(group > 0) & (group < groups), other=0)
+    group, start, end = look_up(offs, groups, GROUPS)  # pyright: ignore[reportGeneralTypeIssues]
+    end = tl.minimum(end, height)  # whatever it says
     tiles = tl.where(group < groups, tl.cdiv(tl.maximum(end - start, 0), TM), 0)
     behind = tl.cumsum(tiles, 0)
     tiles_m, tiles_n = tl.sum(tiles, 0), tl.cdiv(width, TN)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
         m, n = place(tile, tiles_m, tiles_n, BAND)  # pyright: ignore[reportGeneralTypeIssues]
         mine = tl.sum(((behind <= m) & (group < groups)).to(tl.int32), 0)
-        first = tl.sum(tl.where(group == mine, start - (behind - tiles) * TM, 0), 0) + m * TM
-        last = tl.sum(tl.where(group == mine, end, 0), 0)
+        first, last = of(group, mine, start - (behind - tiles) * TM) + m * TM, of(group, mine, end)
         total = tl.zeros([TM, TN], tl.float32)
         for k in range(0, contracted, TK):
             x, y = a.load([first, k]), b.load([mine * width + n * TN, k])
@@ -107,7 +106,7 @@ def launch(out: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, 
         kernel[(at_a_time,)](
             described(a, "TM"), described(b.view(-1, contracted), "TN"), scale_a, scale_b, offs, out,
             height, width, contracted, groups,
-            PROGRAMS=at_a_time, GROUPS=_lanes(groups), BAND=BAND, **TILE, **HOW,
+            PROGRAMS=at_a_time, GROUPS=lanes(groups), BAND=BAND, **TILE, **HOW,
         )  # fmt: skip
 
 
@@ -120,8 +119,3 @@ def described(payload: Tensor, side: str) -> Any:
 def programs(device: torch.device) -> int:
     """Return how many programs run at a time: one a multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def _lanes(groups: int) -> int:
-    """Return the power of two that holds so many groups."""
-    return max(LEAST_GROUPS, 1 << (groups - 1).bit_length())

@@ -50,36 +50,30 @@ def cast_operand(
     rows: int,
     cols: int,
     like: fx.Node,
+    of_experts: bool = False,
 ) -> tuple[fx.Node, fx.Node]:
-    """Return (data, scale) of a left operand [M, K] or a right operand [K, N], as the matmul wants them."""
+    """Return (data, scale) of a left operand [M, K] or a right operand [K, N], as the matmul wants them; of_experts: of
+    one whose scales are those of rows, whatever it says."""
     source, transpose = _as_it_lies(node, contracted_last)
     weight = gathered(source)
     if operand.gathered and weight is not None:
         return _gathered(c, weight, transpose, like)
-    cast = _Cast(c, operand, key, like)
-    return cast.make(source, Layout(transpose, rows, cols))
+    layout = Layout(transpose, rows, cols)
+    if not of_experts:
+        return _Cast(c, operand, key, like).make(source, layout)
+    cast = _Cast(c, replace(operand, granularity=ROW.kind), key, like)
+    has_one_each = operand.granularity == TENSOR.kind and all(isinstance(n, int) for n in value(source).shape)
+    return _cast_experts(cast, source, layout) if has_one_each else cast.make(source, layout)
 
 
-def cast_experts(
-    c: Compilation,
-    node: fx.Node,
-    contracted_last: bool,
-    operand: Operand,
-    key: str,
-    rows: int,
-    cols: int,
-    like: fx.Node,
-) -> tuple[fx.Node, fx.Node]:
-    """Return (data, scale) of the weights of experts [E, K, N], by rows. Where the operand has scales of tensors, each
-    expert's rows have the same, of the amaxes of rows that `output` finds, which lie across these."""
-    source, transpose = _as_it_lies(node, contracted_last)
-    if operand.granularity != TENSOR.kind or (operand.gathered and gathered(source) is not None):
-        return cast_operand(c, node, contracted_last, operand, key, rows, cols, like)
-    by_rows = replace(operand, granularity=ROW.kind)
-    cast, layout = _Cast(c, by_rows, key, like), Layout(transpose, rows, cols)
-    amax = c.emit(aten.amax.default, cast.amax(source, Layout(not transpose)), [1], True, like=like)
-    experts, width = value(source).shape[0], round_up(value(source).shape[2 if transpose else 1], rows)
-    spread = c.emit(aten.expand.default, amax, [experts, width, 1], like=like)
+def _cast_experts(cast: _Cast, source: fx.Node, layout: Layout) -> tuple[fx.Node, fx.Node]:
+    """Return (data, scale) of experts' weights, by rows: all rows of an expert have one scale, of the amaxes of rows
+    that `output` finds, which lie across these."""
+    c, like = cast.c, cast.like
+    across = Layout(not layout.transpose)
+    amax = c.emit(aten.amax.default, cast.amax(source, across), [1], True, like=like)
+    width = round_up(value(source).shape[2 if layout.transpose else 1], layout.row_multiple)
+    spread = c.emit(aten.expand.default, amax, [-1, width, 1], like=like)
     scale = cast.scale(c.emit(aten.clone.default, spread, like=like, contiguous=True))
     return cast.data(source, scale, layout), scale
 

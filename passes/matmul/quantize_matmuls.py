@@ -30,7 +30,7 @@ from fp8compile.passes.core.compilation import Compilation, aten, sort_topologic
 from fp8compile.passes.core.matmul_node import MatmulNode
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.core.sizes import divides, same_sizes
-from fp8compile.passes.matmul.operand_casts import cast_experts, cast_groups, cast_operand
+from fp8compile.passes.matmul.operand_casts import cast_groups, cast_operand
 
 GROUP_ROWS = 4  # cuBLAS reads the scales of grouped rows in pieces of four
 MANY = 16 * LINE  # tokens: what fills them up to whole lines is one in sixteen, at most
@@ -57,8 +57,9 @@ def _rewrite(c: Compilation, matmul: MatmulNode, key: str) -> None:
         offs = right_ends if matmul.weight_on_left else left_ends  # of the gradient: backward casts it anyway
     else:
         left_operand = cast_operand(c, left, True, left_cast, f"{key}/left", m_rows, cols, node)
-        cast_right = cast_operand if offs is None else cast_experts
-        right_operand = cast_right(c, right, False, right_cast, f"{key}/right", n_rows, cols, node)
+        right_operand = cast_operand(
+            c, right, False, right_cast, f"{key}/right", n_rows, cols, node, of_experts=offs is not None
+        )
         _know_as_equal(left_operand[0], right_operand[0])
     fits = matmul.bias is not None and same_sizes(value(matmul.bias).shape, [matmul.n]) and n_rows == m_rows == 1
     bias = matmul.bias if fits else None
