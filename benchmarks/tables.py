@@ -34,13 +34,14 @@ from benchmarks.harness.columns import MISSING, Row, baseline_of, cells, markdow
 from benchmarks.harness.runs import Benchmark
 from benchmarks.micro import chunked_loss, matmul
 from benchmarks.serving import inference
-from benchmarks.training import block, compile_time, paired_steps, short_steps, train_step
+from benchmarks.training import block, compile_time, microbatches, paired_steps, short_steps, train_step
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         train_step.BENCHMARK,
+        microbatches.BENCHMARK,
         short_steps.BENCHMARK,
         paired_steps.BENCHMARK,
         block.BENCHMARK,

@@ -17,7 +17,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard  # a delayed scale'
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves  # under compiled autograd an input is a list
 
-from fp8compile import delayed, embedding_tables, frozen_weights
+from fp8compile import delayed, embedding_tables, weight_uses
 from fp8compile.adaptive.adaptive_graph import AdaptiveGraph
 from fp8compile.compile_graph import compile_graph
 from fp8compile.cuda_capture import is_to_be_captured
@@ -68,9 +68,9 @@ def fp8(
         trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs)
         namespace = delayed.namespace(example_inputs, trains)
     embedding_tables.note_tables(gm.graph, example_inputs)
-    known = tuple(_inputs(gm, example_inputs, parsed.frozen and opt is None, names))
+    known = tuple(_inputs(gm, example_inputs, names, None if opt is not None else parsed))
     if any(x.freed for x in known):
-        example_inputs = [frozen_weights.as_it_lay(x) for x in example_inputs]
+        example_inputs = [weight_uses.as_it_lay(x) for x in example_inputs]
     if parsed.adaptive is not None and opt is None:
         compile_again = functools.partial(compile_graph, known=known, namespace=namespace)
         adaptive = AdaptiveGraph(gm, example_inputs, parsed, compile_again)
@@ -87,7 +87,7 @@ def _for_a_captured_step(options: Options) -> Options:
             "a step of capture_step cannot hold a model that is compiled for CUDA graphs of its own "
             "(mode='reduce-overhead', 'max-autotune', or inductor={'triton.cudagraphs': True}): leave that out"
         )
-    return replace(options, captured=True)
+    return replace(options, captured=True, keep_casts=False)  # a replay casts what it has written itself
 
 
 def _is_fp8(backend: Any) -> bool:
@@ -120,26 +120,38 @@ def _guard_identity(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             install_guard(node._dynamo_source.make_guard(GuardBuilder.ID_MATCH))
 
 
-def _inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], frozen: bool, names: Mapping[str, str]) -> list[Input]:
+def _inputs(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], names: Mapping[str, str], options: Options | None
+) -> list[Input]:
     """Return what each input of Dynamo's graph is in the user's terms.
 
-    frozen: of option `frozen`. names: whole ones of parameters, where Dynamo's begin inside of the model.
+    names: whole ones of parameters, where Dynamo's begin inside of the model. options: of a model's graph.
     """
     inputs = []
     for node, given in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
         is_buffer = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
         for x in tree_leaves(given):
-            is_frozen = frozen and type(x) is torch.nn.Parameter and not x.requires_grad and not _is_gathered(node)
+            is_kept = options is not None and _is_kept(x, options) and not _is_gathered(node)
             is_parameter, is_table = isinstance(x, torch.nn.Parameter), embedding_tables.is_table(x)
-            freed = frozen_weights.name_of(x) if is_parameter and frozen_weights.is_freed(x) else ""
-            if freed and not is_frozen:
+            freed = weight_uses.name_of(x) if is_parameter and weight_uses.is_freed(x) else ""
+            if freed and not is_kept:
                 raise FreedWeightError(
                     f"{freed} was freed (fp8compile.free_weights), and this graph needs it as it was: for "
                     "gradients, or in a model that is not frozen"
                 )
             name = names.get(node.name, node.name)
-            inputs.append(Input(is_parameter, is_buffer, name, is_frozen, freed, is_table))
+            inputs.append(Input(is_parameter, is_buffer, name, is_kept, freed, is_table))
     return inputs
+
+
+def _is_kept(x: Any, options: Options) -> bool:
+    """Return True for a parameter whose casts are kept from one call to the next.
+
+    One that is trained only where it is trained: averages are often written into it for an evaluation, uncounted.
+    """
+    if type(x) is not torch.nn.Parameter:
+        return False
+    return options.keep_casts and torch.is_grad_enabled() if x.requires_grad else options.frozen
 
 
 def _is_gathered(placeholder: fx.Node) -> bool:

@@ -73,7 +73,7 @@ def compile_graph(
     settings |= {**graph_passes.shared(settings, ours), "custom_partitioner_fn": joint.partitioner}
     inner: Any = compile_half if parsed.executor == "inductor" else run_eagerly
     decompositions = None if parsed.executor == "inductor" else eager_decompositions()
-    if parsed.frozen:
+    if parsed.frozen or parsed.keep_casts:
         inner = functools.partial(compile_without_casts, compile_it=inner)
     inner = functools.partial(inner, lowering=lowering, record=record)
     compiled: Any = compile_fx(

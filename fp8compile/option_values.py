@@ -236,6 +236,7 @@ READERS: Mapping[str, Reader] = {
     "kernels": _one_of(KERNELS),
     "one_pass_casts": _flag,
     "frozen": _flag,
+    "keep_casts": _flag,
     "strict": _flag,
     "verify": _flag,
     "states": _nested(StateRecipe.parse),

@@ -60,6 +60,9 @@ class Options:
     frozen: a parameter that needs no gradient is a weight that nobody writes: it is cast once, and its payload and
         scales are kept beside it. Seen and cast again is what torch counts as a write, and so not one through `.data`.
         `fp8compile.freeze` sets it.
+    keep_casts: parameters that are trained are cast once a step, and not once a batch, where gradients are accumulated
+        over several batches: again when they were written, or their gradients more than added to. Takes up to two bytes
+        of memory for each of their elements.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.
     states: how an optimizer's states are kept where its step is compiled (`StateRecipe.parse`).
@@ -92,6 +95,7 @@ class Options:
     kernels: str = "generated"
     one_pass_casts: bool = True
     frozen: bool = False
+    keep_casts: bool = False
     strict: bool = False
     verify: bool = True
     states: StateRecipe = field(default_factory=StateRecipe)

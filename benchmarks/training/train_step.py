@@ -28,7 +28,7 @@ from torch._dynamo.utils import counters  # graph breaks would make several grap
 from benchmarks.harness import peers, runs
 from benchmarks.harness.columns import Row, figure, ratio
 from benchmarks.harness.measuring import bytes_of, intervals, peak_gib
-from benchmarks.harness.peers import BASELINE, EAGER, FAST_GRAD_INPUT, MASKS_FOLDED, TORCHAO, ours
+from benchmarks.harness.peers import BASELINE, EAGER, FAST_GRAD_INPUT, MASKS_FOLDED, TORCHAO, System, ours
 from benchmarks.harness.processes import Case
 from benchmarks.harness.runs import Benchmark
 from benchmarks.harness.workloads import MODULES, WORKLOADS, Workload
@@ -54,11 +54,11 @@ COLUMNS = (
 
 
 class Training:
-    """One system that trains one model: the workload of the case's name, or another."""
+    """One system that trains one model: the workload of the case's name, or another, by one of `systems`."""
 
-    def __init__(self, case: Case, workload: Workload | None = None):
+    def __init__(self, case: Case, workload: Workload | None = None, systems: Sequence[System] = SYSTEMS):
         workload = self.workload = workload or next(w for w in WORKLOADS if w.name == case.model)
-        self.system = next(s for s in SYSTEMS if s.name == case.system)
+        self.system = next(s for s in systems if s.name == case.system)
         self.model = workload.built(case.device, case.tiny)
         self.batch = workload.made(self.model, case.device, case.tiny)
         self.run: Any = peers.prepare(self.system, self.model, case.device)
@@ -71,6 +71,10 @@ class Training:
         self.opt_step()
         self.opt.zero_grad(set_to_none=True)
         self.loss = loss.detach()
+
+    def tokens(self) -> int:
+        """Tokens, or images, of a step."""
+        return self.batch["labels"].numel()
 
     def timed_step(self) -> float:
         """Seconds of a step that is waited for."""
@@ -87,7 +91,11 @@ class Training:
 
 def measure(case: Case) -> dict[str, Any]:
     """Return the figures of one system on one model."""
-    training = Training(case)
+    return figures(Training(case), case)
+
+
+def figures(training: Training, case: Case) -> dict[str, Any]:
+    """Return the figures of steps of `training`, the first one among them."""
     first: list[float] = []
     first_peak, _ = peak_gib(lambda: first.append(training.timed_step()), 1, case.device)
     graphs = counters["stats"]["unique_graphs"]
@@ -97,10 +105,9 @@ def measure(case: Case) -> dict[str, Any]:
     with case.alone():
         ms = statistics.median(intervals(training.step, count, case.device))
     peak, above = peak_gib(training.step, 2, case.device)
-    labels = training.batch["labels"]
     return {
         "ms": ms,
-        "tokens_per_second": labels.numel() / ms * 1e3,
+        "tokens_per_second": training.tokens() / ms * 1e3,
         "peak_gib": peak,
         "above_gib": above,
         "state_bytes": training.state_bytes(),

@@ -80,6 +80,11 @@ class Record:
             self.plans[-1].halves[half] = lowered
             self.write()
 
+    def add_kept(self, half: str, kept: int) -> None:
+        """Add how many bytes of casts are kept that a half computes, which has been added."""
+        if self.plans and half in self.plans[-1].halves:
+            self.add_half(half, replace(self.plans[-1].halves[half], kept=kept))
+
     def write(self) -> None:
         """Keep everything for later processes."""
         _write(self._file, "\n---\n".join(plan.to_json() for plan in self.plans))

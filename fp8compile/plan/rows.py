@@ -236,14 +236,16 @@ class MergedUpdate:
 @dataclass
 class Lowered:
     """One half after the passes that lower it: its kernels, which casts were left to Inductor and why; of an
-    optimizer's graph the updates that were merged."""
+    optimizer's graph the updates that were merged; of casts of weights how many bytes are kept."""
 
     kernels: list[Kernel] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     failure: str = ""
     updates: list[MergedUpdate] = field(default_factory=list)
+    kept: int = 0
 
     def __add__(self, other: Lowered) -> Lowered:
         """Return what became of a graph and the regions that it calls, together."""
         failure, updates = self.failure or other.failure, self.updates + other.updates
-        return Lowered(self.kernels + other.kernels, self.left + other.left, failure, updates)
+        kernels, left = self.kernels + other.kernels, self.left + other.left
+        return Lowered(kernels, left, failure, updates, self.kept + other.kept)

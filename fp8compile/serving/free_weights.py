@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fp8compile import frozen_weights
+from fp8compile import weight_uses
 from fp8compile.errors import FreedWeightError
 from fp8compile.serving.freed_modules import guard
 
@@ -27,13 +27,13 @@ def free_weights(model: nn.Module) -> int:
     Raises `FreedWeightError` if no weight is only cast, or one was written since it was last cast.
     """
     root = getattr(model, "_orig_mod", model)  # of what torch.compile returned
-    weights = {id(p): (name, p) for name, p in root.named_parameters() if frozen_weights.is_cast_alone(p)}
+    weights = {id(p): (name, p) for name, p in root.named_parameters() if weight_uses.is_cast_alone(p)}
     if not weights:
         raise FreedWeightError(
             "no weight of this model is only cast: run it once after fp8compile.freeze; what graphs read in BF16 stays"
         )
     for _, weight in weights.values():
-        frozen_weights.refuse_written(weight)
+        weight_uses.refuse_written(weight)
     owners = [module for module in model.modules() if any(id(p) in weights for p in module._parameters.values())]
     guard({id(module): module for module in (root, *owners)}.values())
-    return sum(frozen_weights.free(weight, name) for name, weight in weights.values())
+    return sum(weight_uses.free(weight, name) for name, weight in weights.values())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code  # or Dynamo compiles what refuses calls that are not compiled
 
-from fp8compile import frozen_weights
+from fp8compile import weight_uses
 from fp8compile.errors import FreedWeightError
 
 GUARD = "_fp8_guard"  # the attribute of a module with what it had before
@@ -60,7 +60,7 @@ def _compiled_only(forward: Callable[..., Any], module: nn.Module) -> Callable[.
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """Refuse another dtype or device, before anything is converted."""
     for name, parameter in self.named_parameters(recurse=recurse):
-        nothing = frozen_weights.shown_of(parameter)
+        nothing = weight_uses.shown_of(parameter)
         if nothing is not None and fn(nothing) is not nothing:
             _refuse(self, name, "converted or moved: do that before")
     return _had(self, "_apply")(fn, recurse)
@@ -83,7 +83,7 @@ def _had(module: nn.Module, name: str) -> Callable[..., Any]:
 def refuse_freed(module: nn.Module, what: str) -> None:
     """Raise if a weight of a module, or of one below, was freed."""
     for name, parameter in module.named_parameters():
-        if frozen_weights.is_freed(parameter):
+        if weight_uses.is_freed(parameter):
             _refuse(module, name, what)
 
 
@@ -97,7 +97,7 @@ def _refuse_files(module: nn.Module, *_: Any) -> None:
 
 def _refuse_eager(module: nn.Module) -> None:
     for name, parameter in module._parameters.items():
-        if parameter is not None and frozen_weights.is_freed(parameter):
+        if parameter is not None and weight_uses.is_freed(parameter):
             raise FreedWeightError(
                 f"{type(module).__name__}: {name} was freed (fp8compile.free_weights), and this call is not compiled: "
                 "it is made outside of the model that was frozen, or torch gave it up after "
@@ -105,5 +105,5 @@ def _refuse_eager(module: nn.Module) -> None:
             )
 
 
-for _function in (_refuse_eager, frozen_weights.is_freed):
+for _function in (_refuse_eager, weight_uses.is_freed):
     skip_code(_function.__code__)

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8compile import frozen_weights
+from fp8compile import weight_uses
 from fp8compile.errors import OptionError, ShardingError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -46,7 +46,7 @@ def freeze(
                 f"{name} was made in torch.inference_mode(), where torch does not count writes: make the model outside"
             )
     # What is kept of them is out of date, but of those whose memory was freed: there is nothing else of them.
-    increment_version([p for p in model.parameters() if not frozen_weights.is_freed(p)])
+    increment_version([p for p in model.parameters() if not weight_uses.is_freed(p)])
     model.eval().requires_grad_(False)
     given = {**(options or {}), "frozen": True, **({"mode": mode} if mode else {})}  # torch takes one or the other
     origins = (type(model).__module__, getattr(model.forward, "__module__", None) or "")

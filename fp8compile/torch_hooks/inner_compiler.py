@@ -19,11 +19,11 @@ from torch._inductor.decomposition import select_decomp_table  # compile_fx take
 from torch._inductor.utils import BoxedBool  # the form of its setting for CUDA graphs
 
 from fp8compile.errors import FreedWeightError
-from fp8compile.frozen_weights import is_read, note_reads
-from fp8compile.passes.core.compilation import FREED, FROZEN, aten, has_markers
+from fp8compile.passes.core.compilation import CASTS_ARE_KEPT, FREED, KEPT, aten, has_markers
 from fp8compile.passes.core.graph_text import graph_text
 from fp8compile.passes.core.stages import HalfGraph
 from fp8compile.passes.lower.split_weight_casts import split_weight_casts
+from fp8compile.passes.save.saved_forms import bytes_of
 from fp8compile.plan.record import Record, recall_half, remember_half
 from fp8compile.plan.rows import Lowered
 from fp8compile.torch_hooks import failures
@@ -32,8 +32,10 @@ from fp8compile.torch_hooks.inductor.our_graph import compiling_ours
 from fp8compile.torch_hooks.inductor.output_strides import keep_strides_of_bases
 from fp8compile.torch_hooks.kept_casts import KeptCasts
 from fp8compile.torch_hooks.modules import nested_regions
+from fp8compile.weight_uses import is_read, note_reads
 
 Compiled = Callable[..., Any]
+WEIGHTS = "weights"  # the graph of casts of weights, beside the halves
 
 
 def compile_half(
@@ -86,12 +88,17 @@ def compile_without_casts(
     record: Record,
     **settings: Any,
 ) -> Compiled:
-    """Compile a half by `compile_it` in two graphs: the casts of frozen weights, which run once, and the rest."""
+    """Compile a half by `compile_it` in two graphs: the casts of weights, which run when one was written, and the rest.
+
+    Backward is given its casts by forward.
+    """
     compile_it = functools.partial(compile_it, lowering=lowering, record=record)
     split = None if settings.get("is_backward") else split_weight_casts(gm)
+    if settings.get("is_backward"):
+        _donate_no_casts(gm)
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     inputs = placeholders[: len(example_inputs)]
-    read = [i for i, node in enumerate(inputs) if node.meta.get(FROZEN) and node.users]
+    read = [i for i, node in enumerate(inputs) if node.meta.get(CASTS_ARE_KEPT) and node.users]
     _refuse_freed([inputs[i] for i in read])
     if split is None:
         compiled = compile_it(gm, example_inputs, **settings)
@@ -100,15 +107,21 @@ def compile_without_casts(
     alone["static_input_idxs"] = range(len(split.inputs))
     weights = [example_inputs[i] for i in split.inputs]
     with TracingContext.report_output_strides():  # those of the half are asked for, and not these
-        casts = compile_it(split.module, weights, half="weights", **alone)
+        casts = compile_it(split.module, weights, half=WEIGHTS, **alone)
     values = [node.meta["val"] for node in placeholders[len(inputs) :]]
+    record.add_kept(WEIGHTS, sum(map(bytes_of, values)))
     staying = _without_unread(gm, inputs)
     static = set(settings.get("static_input_idxs", ()))
     still = [n for n, i in enumerate(staying) if i in static]
     settings["static_input_idxs"] = [*still, *range(len(staying), len(staying) + len(values))]
     rest = compile_it(gm, [*(example_inputs[i] for i in staying), *values], **settings)
     by = lowering.uuid()  # other options may round what lies before a cast otherwise
-    kept = KeptCasts(casts, [replace(value, key=f"{by}{value.key}") for value in split.values])
+    kept = KeptCasts(
+        casts,
+        [replace(value, key=f"{by}{value.key}") for value in split.values],
+        trains=not settings.get("is_inference"),
+        in_place=lowering.options.replays or not lowering.options.keep_casts,
+    )
 
     def run(args: list[Any]) -> Any:
         _note(args, read)
@@ -118,6 +131,15 @@ def compile_without_casts(
 
     vars(run)["_boxed_call"] = True
     return run
+
+
+def _donate_no_casts(backward: fx.GraphModule) -> None:
+    """Let backward not write into the memory of casts that are kept, which torch takes for activations."""
+    context = TracingContext.try_get()
+    meta = None if context is None else context.fw_metadata
+    if meta is not None and meta.bw_donated_idxs:
+        inputs = list(backward.graph.find_nodes(op="placeholder"))
+        meta.bw_donated_idxs = [i for i in meta.bw_donated_idxs if not inputs[i].meta.get(KEPT)]
 
 
 def _refuse_freed(read: Sequence[fx.Node]) -> None:
@@ -131,8 +153,8 @@ def _refuse_freed(read: Sequence[fx.Node]) -> None:
 
 
 def _without_unread(gm: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[int]:
-    """Remove the frozen weights that a graph does not read any more, and return which of its inputs stay."""
-    staying = [i for i, node in enumerate(inputs) if node.users or not node.meta.get(FROZEN)]
+    """Remove the weights that a graph does not read any more, as they are cast elsewhere; return which inputs stay."""
+    staying = [i for i, node in enumerate(inputs) if node.users or not node.meta.get(CASTS_ARE_KEPT)]
     for i in set(range(len(inputs))) - set(staying):
         gm.graph.erase_node(inputs[i])
     gm.recompile()
@@ -140,7 +162,7 @@ def _without_unread(gm: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[int]:
 
 
 def _noting(compiled: Compiled, read: Sequence[int]) -> Compiled:
-    """Return `compiled`, which notes which frozen weights it reads as they are."""
+    """Return `compiled`, which notes which weights it reads as they are."""
 
     def run(args: list[Any]) -> Any:
         _note(args, read)

@@ -15,7 +15,7 @@ from fp8compile import devices
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
-from fp8compile.passes.core.compilation import FREED, FROZEN, Compilation, Input, device_of
+from fp8compile.passes.core.compilation import CASTS_ARE_KEPT, FREED, Compilation, Input, device_of
 from fp8compile.passes.core.snapshot import Snapshot
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.record import Record
@@ -88,8 +88,8 @@ class JointPass(CustomGraphPass):
             return nested_regions.match_inputs(graph, self.regions)
         indices = {n: i for n in placeholders if (i := _input_index(n)) is not None and i < len(self.inputs)}
         for node, i in indices.items():
-            if self.inputs[i].is_frozen:
-                node.meta[FROZEN] = True
+            if self.inputs[i].is_kept:
+                node.meta[CASTS_ARE_KEPT] = True
             if self.inputs[i].freed:
                 node.meta[FREED] = self.inputs[i].freed
         return {node.name: self.inputs[i] for node, i in indices.items()}

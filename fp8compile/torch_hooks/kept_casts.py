@@ -1,10 +1,13 @@
-"""Kept casts: payloads and scales of frozen weights, computed once, and again when a weight was written.
+"""Kept casts: payloads and scales of weights, computed once, and again when a weight was written.
 
     kept = KeptCasts(run, values);  kept(weights) -> payloads and scales
 
 torch counts the writes to a tensor, but for those through `.data`. A weight that has another count, or lies elsewhere
-or otherwise, is cast again, into the same memory: a CUDA graph goes on reading there. What another graph has kept is
-shared.
+or otherwise, is cast again. What another graph has kept is shared.
+
+While a model trains, what is written uncounted is noticed by the gradients: a weight is cast again unless its gradient
+was added to since the last forward, once at most. One without a gradient begins a step, and one that was zeroed or
+clipped belongs to a step that has ended.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from torch import Tensor
 
 from fp8compile.cuda_capture import is_capturing, keep
 from fp8compile.errors import CaptureError, FreedWeightError
-from fp8compile.frozen_weights import is_freed, is_unwritten, name_of, note_casts, stand_ins
 from fp8compile.passes.lower.split_weight_casts import KeptValue
+from fp8compile.weight_uses import is_freed, is_unwritten, name_of, note_casts, stand_ins
 
 Key = tuple[str, tuple[int, ...]]  # how a value is computed, and the identities of the weights
 
@@ -53,13 +56,19 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class Value:
-    """A payload or scale that is kept. of: the weights that it was computed of; tensor: None when one is gone."""
+    """A payload or scale that is kept. of: the weights that it was computed of; graphs: that read it.
+
+    tensor: None when one of the weights is gone, and while it is computed again.
+    """
 
     tensor: Tensor | None
     of: tuple[WeightState, ...]
+    graphs: weakref.WeakSet[KeptCasts] = field(default_factory=weakref.WeakSet)
 
     def is_current(self, weights: Sequence[Tensor]) -> bool:
         """Return True if it is what would be computed of these weights now."""
+        if self.tensor is None:
+            return False
         return all(state.is_that_of(weight) for state, weight in zip(self.of, weights, strict=True))
 
     @property
@@ -81,20 +90,38 @@ class Value:
 class Values:
     """All values that are kept, as long as their weights live. finalizers: one for each weight, by its identity.
 
-    unchanged: what was found since a value was last computed or freed.
+    unchanged: what was found since a value was last computed or freed. gradients: how often the gradient of each weight
+    had been written at the last forward, -1 if there was none.
     """
 
     by_key: dict[Key, Value] = field(default_factory=dict)
     finalizers: dict[int, weakref.finalize[Any, Any]] = field(default_factory=dict)
     unchanged: set[Unchanged] = field(default_factory=set)
+    gradients: dict[int, int] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Forget all but what cannot be computed again, as a weight was freed."""
         self.unchanged.clear()
+        self.gradients.clear()
         self.by_key = {key: value for key, value in self.by_key.items() if value.is_of_freed}
         remaining = {weight for _, weights in self.by_key for weight in weights}
         for weight in set(self.finalizers) - remaining:
             self.finalizers.pop(weight).detach()
+
+    def free(self, values: Iterable[Value | None]) -> None:
+        """Free the memory of values that are to be computed again."""
+        self.unchanged.clear()
+        for value in values:
+            if value is not None:
+                value.tensor = None
+
+    def free_unread(self, keys: Iterable[Key]) -> None:
+        """Free values that no graph reads any more, but for those of weights that were freed."""
+        self.unchanged.clear()
+        for key in keys:
+            value = self.by_key.get(key)
+            if value is not None and not list(value.graphs) and not value.is_of_freed:  # dead ones may count still
+                del self.by_key[key]
 
     def keep(self, key: Key, new: Tensor, of: tuple[WeightState, ...], weights: Sequence[Tensor]) -> None:
         """Keep a value that was computed of these weights."""
@@ -104,10 +131,19 @@ class Values:
             if id(weight) not in self.finalizers:
                 self.finalizers[id(weight)] = weakref.finalize(weight, self._free, id(weight))
 
+    def begin_steps(self, weights: Sequence[Tensor]) -> set[int]:
+        """Return the identities of weights whose gradients were not just added to since the last forward."""
+        found = {id(w): -1 if w.grad is None else w.grad._version for w in weights if w.requires_grad}
+        before = self.gradients.get
+        begun = {weight for weight, writes in found.items() if not 0 <= writes <= before(weight, writes) + 1}
+        self.gradients.update(found)
+        return begun
+
     def _free(self, weight: int) -> None:
         """Free what was computed of a weight that is no more."""
         self.unchanged.clear()
         self.finalizers.pop(weight, None)
+        self.gradients.pop(weight, None)
         for key in tuple(self.by_key):  # to which another thread may add
             if weight in key[1] and (value := self.by_key.pop(key, None)) is not None:
                 value.tensor = None
@@ -151,24 +187,31 @@ class Unchanged:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class KeptCasts:
     """The casts of one graph. run: computes all of them, of a list of weights, which it empties; values: what they are.
 
-    known: by the identity of the first weight, what was returned for it last: layers may share a graph.
+    trains: it is the graph of a forward half. in_place: what is computed again takes the same memory, where a CUDA
+    graph goes on reading; else what was kept is freed first. known: by the identity of the first weight, what was
+    returned for it last: layers may share a graph.
     """
 
     run: Callable[[list[Tensor]], Any]
     values: Sequence[KeptValue]
+    trains: bool = False
+    in_place: bool = True
     known: dict[int, Unchanged] = field(default_factory=dict)
 
     def __call__(self, weights: Sequence[Tensor]) -> list[Any]:
         """Return what is kept of these weights, computing what is missing or out of date."""
         known = self.known.get(id(weights[0]))
-        if known is None or not known.holds_for(weights):
+        begun = _values.begin_steps(weights) if self.trains else set[int]()
+        if begun or known is None or not known.holds_for(weights):
             if any(weight.is_inference() and not is_freed(weight) for weight in weights):
                 return self._computed_now(weights)  # torch does not count writes to those
-            known = self._renewed(weights)
+            if is_capturing() and (not self.in_place or any(weight.requires_grad for weight in weights)):
+                return self._computed_now(weights)  # a replay writes weights, and reads what it has cast itself
+            known = self._renewed(weights, begun)
         tensors: list[Any] = [value.tensor for value in known.values]
         keep(*tensors)
         return tensors
@@ -192,20 +235,29 @@ class KeptCasts:
                     keep(tensors[i])
         return tensors
 
-    def _renewed(self, weights: Sequence[Tensor]) -> Unchanged:
+    def _renewed(self, weights: Sequence[Tensor], begun: set[int]) -> Unchanged:
+        """Return what is kept, with casts of weights in `begun` computed again in any case."""
         states = tuple(map(WeightState.of, weights))
         read, keys, found = self._found(weights)
-        stale = {i for i, x in enumerate(found) if x is None or not x.is_current(read[i])}
+        stale = {
+            i for i, x in enumerate(found) if x is None or not begun.isdisjoint(keys[i][1]) or not x.is_current(read[i])
+        }
         if stale:
             if is_capturing():
                 raise CaptureError("a frozen weight has not been cast yet: run the model once before it is captured")
             _refuse_freed([weight for i in sorted(stale) for weight in read[i]])
+            if not self.in_place:
+                _values.free(found[i] for i in stale)
             with torch.inference_mode(False), torch.no_grad():  # or nobody could write into them outside of that mode
                 for i, tensor in enumerate(self.run(stand_ins(weights))):
                     if i in stale:  # others may be computed of zeros here
                         _values.keep(keys[i], tensor, tuple(states[n] for n in self.values[i].weights), read[i])
         note_casts(weight for weight in weights if not is_freed(weight))
         known = Unchanged.of(weights, [_values.by_key[key] for key in keys])
+        if new := [key for key in keys if self not in _values.by_key[key].graphs]:
+            for key in new:
+                _values.by_key[key].graphs.add(self)
+            weakref.finalize(self, _values.free_unread, new)
         _values.unchanged.add(known)
         self.known = {**{k: v for k, v in self.known.items() if v in _values.unchanged}, id(weights[0]): known}
         return known

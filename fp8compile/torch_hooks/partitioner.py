@@ -36,6 +36,7 @@ from fp8compile.passes.core.snapshot import Snapshot
 from fp8compile.passes.core.verify import signature
 from fp8compile.passes.core.verify_halves import verify_halves
 from fp8compile.passes.core.walk import walk
+from fp8compile.passes.lower.split_weight_casts import mark_for_backward
 from fp8compile.passes.save.min_cut import Halves, is_object, may_be_computed_again, run_again
 from fp8compile.passes.save.rounding_hazards import find_hazards
 from fp8compile.passes.save.save_as_fp8 import Cut
@@ -225,11 +226,12 @@ def _halves(gm: fx.GraphModule, kwargs: dict[str, Any], options: Options) -> Hal
     if device_of(gm.graph).type == "cpu":
         recomputable = _but_for_places(recomputable)
     written = set(_written_inputs(gm.graph))
+    casts = mark_for_backward(gm.graph) if options.keep_casts else set[fx.Node]()
     halves = Halves(
         set(info.inputs),
         set(info.required_fw_nodes),
         {n for n in info.required_bw_nodes if n.op != "output"},
-        set(info.static_lifetime_input_nodes) - written,
+        (set(info.static_lifetime_input_nodes) - written) | casts,
         recomputable,
         written=written,
     )

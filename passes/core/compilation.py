@@ -38,7 +38,8 @@ INHERITED = (
     "custom",
 )  # fmt: skip
 
-FROZEN = "fp8_frozen"  # of an input: a weight whose casts are kept from one run to the next
+CASTS_ARE_KEPT = "fp8_casts_are_kept"  # of an input: a weight whose casts are kept from one run to the next
+KEPT = "fp8_kept"  # of a node: such a cast, or what is computed of such casts alone
 FREED = "fp8_freed"  # of such an input: the user's name of a weight whose memory was freed
 STANDS_ALONE = "fp8_stands_alone"  # of a copy: no region computes it
 AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the tensor's dtype, wherever it is computed
@@ -48,15 +49,15 @@ AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the 
 class Input:
     """A graph input in the user's terms: a parameter, a buffer, or neither (it comes with the batch).
 
-    is_frozen: nobody is said to write it, so that its casts can be kept from one run to the next. freed: its name in
-    its model if they have to be, as its memory was freed; passes do the same as before. is_table: a graph looks up rows
+    is_kept: its casts are kept from one run to the next, until it is written. freed: its name in its model if they have
+    to be, as its memory was freed; passes do the same as before. is_table: a graph looks up rows
     in it, as in an embedding.
     """
 
     is_parameter: bool
     is_buffer: bool = False
     name: str = ""
-    is_frozen: bool = False
+    is_kept: bool = False
     freed: str = field(default="", repr=False)
     is_table: bool = False
 

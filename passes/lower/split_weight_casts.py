@@ -1,11 +1,11 @@
-"""Split weight casts off a graph: what it computes of frozen weights alone, which is the same in every run.
+"""Split weight casts off a graph: what it computes of weights alone, which is the same until one of them is written.
 
     graph   %w, %x  →  quantize(%w), matmul with %x                    one run does it all
     casts   %w      →  payload, scale                                  runs when a weight was written
     rest    %w, %x, %payload, %scale  →  matmul                        runs each time
 
-What is split off ends in a cast (`amax`, `scale`, `quantize`); views of it stay in the rest. A cast that the graph
-returns stays as well: who gets it may write into it.
+What is split off ends in a cast (`amax`, `scale`, `quantize`); views of it stay in the rest. A cast that a model
+returns stays as well: who gets it may write into it. One that forward hands to backward does not (`mark_for_backward`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.passes.core.compilation import FROZEN, VIEWS, aten, remove_dead, shows_memory
-from fp8compile.passes.core.node_views import first_input
+from fp8compile.passes.core.compilation import CASTS_ARE_KEPT, KEPT, VIEWS, aten, remove_dead, shows_memory
+from fp8compile.passes.core.node_views import Copy, first_input
 from fp8compile.passes.core.walk import users_of, walk
 
 CASTS = frozenset((ops.amax, ops.scale, ops.quantize))  # markers that depend on their inputs alone
@@ -48,7 +48,7 @@ class WeightCasts:
 
 
 def split_weight_casts(gm: fx.GraphModule) -> WeightCasts | None:
-    """Take the casts of frozen weights out of `gm`, which becomes the rest, and return them; None if it has none."""
+    """Take the casts of weights out of `gm`, which becomes the rest, and return them; None if it has none."""
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     constant = _constant(gm.graph)
     found = [node for node, is_cast in constant.items() if is_cast and _is_read_by_others(node, constant)]
@@ -65,17 +65,21 @@ def split_weight_casts(gm: fx.GraphModule) -> WeightCasts | None:
 
 
 def _constant(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Return the nodes that are computed of frozen weights alone; True for those behind a cast, or a cast itself."""
+    """Return the nodes that are computed of kept weights alone; True for those behind a cast, or a cast itself."""
     found: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            if node.meta.get(FROZEN):
+            if node.meta.get(CASTS_ARE_KEPT) and not _is_written(node):
                 found[node] = False
         elif node.op == "call_function" and _is_repeatable(node):
             before = node.all_input_nodes
             if all(i in found for i in before):
                 found[node] = node.target in CASTS or any(found[i] for i in before)
     return found
+
+
+def _is_written(node: fx.Node) -> bool:
+    return any((copy := Copy.of(user)) is not None and copy.written is node for user in node.users)
 
 
 def _is_repeatable(node: fx.Node) -> bool:
@@ -103,7 +107,27 @@ def _readers(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _escapes(node: fx.Node) -> bool:
-    return any(reader.op == "output" for reader in _readers(node))
+    """Return True for what a model returns."""
+    return not node.meta.get(KEPT) and any(reader.op == "output" for reader in _readers(node))
+
+
+def _of_memory(node: fx.Node, casts: set[fx.Node]) -> fx.Node:
+    """Return the cast that `node` is a view of, or is."""
+    while shows_memory(node) and first_input(node) in casts:
+        node = first_input(node)
+    return node
+
+
+def mark_for_backward(graph: fx.Graph) -> set[fx.Node]:
+    """Mark the casts of weights in a joint graph, with what is computed of them alone, and return them.
+
+    Backward reads them where they are kept. What is returned to the user, itself or a view of it, is not marked.
+    """
+    casts = {node for node, is_cast in _constant(graph).items() if is_cast}
+    found = {node for node in casts if not _escapes(_of_memory(node, casts))}
+    for node in found:
+        node.meta[KEPT] = True
+    return found
 
 
 def _inputs_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8compile.passes.core.compilation import FROZEN, Compilation, aten, is_tensor, value
+from fp8compile.passes.core.compilation import CASTS_ARE_KEPT, Compilation, aten, is_tensor, value
 from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.core.walk import walk
 from fp8compile.passes.matmul.find_matmuls import MATMULS
@@ -26,11 +26,11 @@ def weight_nodes(c: Compilation) -> set[fx.Node]:
 
 
 def frozen_nodes(c: Compilation) -> set[fx.Node]:
-    """Return the nodes computed from frozen weights alone, whose casts are kept: none in training, as backward gets a
-    weight as another tensor, whose writes nobody counts; none where scales have a history."""
-    if c.is_training or c.options.recipe.is_delayed:
+    """Return the nodes computed from weights alone whose casts are kept: of frozen ones none in training, where those
+    that backward reads are not; none where scales have a history."""
+    if (c.is_training and not c.options.keep_casts) or c.options.recipe.is_delayed:
         return set()
-    frozen = {n: True for n in c.graph.find_nodes(op="placeholder") if n.meta.get(FROZEN)}
+    frozen = {n: True for n in c.graph.find_nodes(op="placeholder") if n.meta.get(CASTS_ARE_KEPT)}
     return {node for node, is_frozen in _computed_of(frozen, c.graph).items() if is_frozen}
 
 

@@ -47,7 +47,7 @@ class Halves:
     inputs: set[fx.Node]  # of the forward half
     forward: set[fx.Node]  # needed for the forward half's outputs
     backward: set[fx.Node]  # computed from incoming gradients, or returned by the backward half
-    static: set[fx.Node]  # inputs that stay where they are, as they are: parameters
+    static: set[fx.Node]  # what stays where it is, as it is: parameters, and casts of them that are kept
     is_recomputable: Callable[[fx.Node], bool]  # cheap and pure, by torch's own list
     forms: dict[fx.Node, Form] = field(default_factory=dict)  # how a value would be kept, where not as it is
     exact: set[fx.Node] = field(default_factory=set)  # what backward must not see rounded
@@ -168,12 +168,12 @@ def _price(node: fx.Node, halves: Halves) -> float:
         return 0.0
     if node in halves.written:  # backward would find what forward has left there
         return math.inf
+    if node in halves.static:
+        return 0.0
     if in_recomputed_region(node) or not isinstance(
         node.meta.get("val"), (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     ):
         return math.inf
-    if node in halves.static:
-        return 0.0
     return max(1.0, bytes_kept(node, halves))
 
 

@@ -45,6 +45,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "fold_masks": FLAG,
     "offload": FLAG,
     "one_pass_casts": FLAG,
+    "keep_casts": FLAG,
     "frozen": FLAG,
     "strict": FLAG,
     "verify": FLAG,

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fp8compile
-from fp8compile import delayed, frozen_weights, process_state
+from fp8compile import delayed, process_state, weight_uses
 from fp8compile.optimizer.shared_step import shared_step, template
 from fp8compile.optimizer.state_conversion import is_prepared
 from fp8compile.options import Options
@@ -127,7 +127,7 @@ def filled() -> dict[tuple[str, str], Any]:
     delayed.scale(torch.ones(()), f"{delayed.namespace([parameter])}/a/output/left", "e4m3", 4, 0)
     delayed._loaded.add("model9/a/output/left")
     cast_statistics.start("a name")
-    frozen_weights._fused_steps.count()
+    weight_uses._steps.count()
     fp8compile.adaptive.adaptive_graph._all.append(lambda: None)
     fp8compile.kernels.optimizer.update_launch._tables["key"] = "tables"
     return {"optimizer": optimizer, "parameter": parameter}

@@ -15,7 +15,7 @@ from models import ZOO, tokens
 from torch import Tensor, nn
 
 import fp8compile
-from fp8compile import frozen_weights
+from fp8compile import weight_uses
 from fp8compile.errors import FreedWeightError
 from fp8compile.torch_hooks import kept_casts
 
@@ -285,16 +285,16 @@ def test_a_reset_keeps_what_cannot_be_computed_again() -> None:
 
 
 def test_nothing_is_known_of_a_weight_that_is_gone() -> None:
-    frozen_weights._uses.clear()
+    weight_uses._uses.clear()
     with torch.no_grad():
         model = frozen()
         model(numbers())
         fp8compile.free_weights(model)
-    assert len(frozen_weights._uses) >= 3
+    assert len(weight_uses._uses) >= 3
     del model
     torch._dynamo.reset()
     gc.collect()
-    assert not frozen_weights._uses
+    assert not weight_uses._uses
     assert not kept_casts._values.by_key
 
 
@@ -600,4 +600,4 @@ def test_reads_of_several_weights_by_one_graph_are_all_noted() -> None:
         read(x, table, weight)
     both(x, weights[2], weights[0])
     both(x, weights[2], weights[1])
-    assert [frozen_weights.is_cast_alone(weight) for weight in weights] == [False, False, True]
+    assert [weight_uses.is_cast_alone(weight) for weight in weights] == [False, False, True]

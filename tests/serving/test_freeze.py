@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import fp8compile
 from fp8compile import devices
 from fp8compile.errors import CaptureError, Fp8Warning, OptionError, ShardingError
-from fp8compile.passes.core.compilation import FROZEN
+from fp8compile.passes.core.compilation import CASTS_ARE_KEPT
 from fp8compile.passes.lower.split_weight_casts import split_weight_casts
 from fp8compile.torch_hooks import kept_casts
 
@@ -67,12 +67,12 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ran: list[int] = []
     made = kept_casts.KeptCasts.__init__
 
-    def counted(self: kept_casts.KeptCasts, run: Callable[[list[Tensor]], Any], values: Any) -> None:
+    def counted(self: kept_casts.KeptCasts, run: Callable[[list[Tensor]], Any], values: Any, **settings: Any) -> None:
         def counting(weights: list[Tensor]) -> Any:
             ran.append(len(weights))
             return run(weights)
 
-        made(self, counting, values)
+        made(self, counting, values, **settings)
 
     monkeypatch.setattr(kept_casts.KeptCasts, "__init__", counted)
     return ran
@@ -231,7 +231,7 @@ def test_a_cast_that_is_returned_is_the_caller_s() -> None:
 def test_a_cast_of_constants_belongs_to_no_weight() -> None:
     graph = fx.Graph()
     weight, x = graph.placeholder("weight"), graph.placeholder("x")
-    weight.meta.update({"val": torch.randn(16, 32), FROZEN: True})
+    weight.meta.update({"val": torch.randn(16, 32), CASTS_ARE_KEPT: True})
     ones = graph.call_function(torch.ops.aten.full.default, ([16, 32], 1.0))
     amaxes = [graph.call_function(torch.ops.fp8.amax.default, (given, "tensor")) for given in (ones, weight)]
     graph.output(tuple(graph.call_function(torch.ops.aten.mul.Tensor, (x, amax)) for amax in amaxes))

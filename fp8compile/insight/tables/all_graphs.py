@@ -144,6 +144,7 @@ def _once(texts: Iterable[str]) -> str:
 
 
 def _together(halves: list[Lowered]) -> Lowered:
-    tables = [f.name for f in fields(Lowered) if f.name != "failure"]
+    tables = [f.name for f in fields(Lowered) if f.name not in ("failure", "kept")]
     rows = {name: _all(getattr(half, name) for half in halves) for name in tables}
-    return Lowered(**rows, failure=_once(half.failure for half in halves))
+    failure, kept = _once(half.failure for half in halves), sum(half.kept for half in halves)
+    return Lowered(**rows, failure=failure, kept=kept)

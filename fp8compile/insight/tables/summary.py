@@ -47,6 +47,7 @@ def summary_items(t: Totals) -> Iterator[tuple[str, list[str]]]:
         ("estimated", _estimated(t)),
         ("saved", _saved(t)),
         ("kernels", [f"{t.kernels} generated, which read and write {size(t.moved)}"] if t.kernels else []),
+        ("weights", [f"{size(t.casts_kept)} of casts are kept until a weight is written"] if t.casts_kept else []),
         ("wire", _wire(t)),
         ("states", [states_change(t)] if t.states else []),
         ("updates", [f"{t.updated} parameters in {counted(t.updates, 'launch', 'es')}"] if t.updates else []),

@@ -26,9 +26,10 @@ class Totals:
     (for a payload, the tensor that was cast: `Saved.before`) and in the form that is kept. saved_on_host: those that
     wait in the host's memory, which saved_after leaves out. moved: bytes that generated kernels read and write.
     losses: cross-entropies with large logits. masks: attention masks that are not made, by what they say. transfers:
-    collectives that reduce nothing; wire_before, wire_after: what they bring, in bytes, as the model computes it and
-    as it travels. states, states_8bit, states_before, states_after: those of optimizers, and their bytes as plain
-    tensors and as they are kept. updates: launches that update parameters; updated: parameters that they update.
+    collectives that reduce nothing; wire_before, wire_after: what they bring, in bytes, as the model computes it and as
+    it travels. states, states_8bit, states_before, states_after: those of optimizers, and their bytes as plain tensors
+    and as they are kept. casts_kept: bytes of casts of weights that are kept. updates: launches that update parameters;
+    updated: parameters that they update.
     """
 
     graphs: int = 0
@@ -54,6 +55,7 @@ class Totals:
     states_8bit: int = 0
     states_before: int = 0
     states_after: int = 0
+    casts_kept: int = 0
     updates: int = 0
     updated: int = 0
     losses: tuple[Loss, ...] = ()
@@ -102,6 +104,7 @@ def totals(plans: Sequence[Plan]) -> Totals:
         states_8bit=sum(row.format not in PLAIN for row in states),
         states_before=sum(map(plain_bytes, states)),
         states_after=sum(row.bytes for row in states),
+        casts_kept=sum(half.kept for plan in plans for half in plan.halves.values()),
         updates=len(updates),
         updated=sum(update.parameters for update in updates),
         losses=tuple(row for plan in plans for row in plan.losses),

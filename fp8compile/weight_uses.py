@@ -1,4 +1,4 @@
-"""Frozen weights: which of them graphs read as they are, which they cast alone, and whose memory was freed.
+"""Weights whose casts are kept: which of them graphs read as they are, which they cast alone, which were freed.
 
 A weight that is freed keeps its shape, and shows one NaN in all of its elements; one of more than two dimensions, as
 experts' are, a matrix of them, which lies as its own did: grouped matmuls look at that when they are traced.
@@ -55,16 +55,16 @@ _uses: dict[int, Use] = {}  # by the identity of each weight, as long as it live
 
 
 @dataclass
-class FusedSteps:
-    """The writes of torch's fused optimizers to weights whose casts are kept; torch counts none of them."""
+class Steps:
+    """The writes of optimizers to weights whose casts are kept: not all are counted by torch (fused ones, `.data`)."""
 
     hook: RemovableHandle | None = None
 
     def count(self) -> None:
         """Count them after every step from now on."""
         if self.hook is None:
-            skip_code(_count_fused_step.__code__)
-            self.hook = register_optimizer_step_post_hook(_count_fused_step)
+            skip_code(_count_step.__code__)
+            self.hook = register_optimizer_step_post_hook(_count_step)
 
     def clear(self) -> None:
         """Count them no more."""
@@ -73,13 +73,13 @@ class FusedSteps:
             self.hook = None
 
 
-def _count_fused_step(opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _count_step(opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        fused = [p for group in opt.param_groups if group.get("fused") for p in group["params"]]
-        increment_version([p for p in fused if id(p) in _uses and p.grad is not None])
+        given = [p for group in opt.param_groups for p in group["params"]]
+        increment_version([p for p in given if id(p) in _uses and p.grad is not None])
 
 
-_fused_steps = FusedSteps()
+_steps = Steps()
 
 
 def _use_of(weight: Tensor) -> Use:
@@ -91,7 +91,7 @@ def _use_of(weight: Tensor) -> Use:
 
 def note_casts(weights: Iterable[Tensor]) -> None:
     """Note that weights were cast as they are now."""
-    _fused_steps.count()
+    _steps.count()
     for weight in weights:
         _use_of(weight).cast = weight._version, weight.data_ptr()
 
@@ -127,8 +127,8 @@ def is_read(weight: Tensor) -> bool:
 
 
 def is_cast_alone(weight: Tensor) -> bool:
-    """Return True for a weight that graphs cast, and that none of those that have run reads as it is."""
-    use = _uses.get(id(weight))
+    """Return True for a weight that needs no gradient, that graphs cast, and that none which has run reads as it is."""
+    use = None if weight.requires_grad else _uses.get(id(weight))
     return use is not None and use.cast is not None and not use.is_read and not is_freed(weight)
 
 
