@@ -140,18 +140,14 @@ def _inputs(
                     "gradients, or in a model that is not frozen"
                 )
             name = names.get(node.name, node.name)
-            inputs.append(Input(is_parameter, is_buffer, name, is_kept, freed, is_table))
+            is_trained = is_kept and x.requires_grad
+            inputs.append(Input(is_parameter, is_buffer, name, is_kept, is_trained, freed, is_table))
     return inputs
 
 
 def _is_kept(x: Any, options: Options) -> bool:
-    """Return True for a parameter whose casts are kept from one call to the next.
-
-    One that is trained only where it is trained: averages are often written into it for an evaluation, uncounted.
-    """
-    if type(x) is not torch.nn.Parameter:
-        return False
-    return options.keep_casts and torch.is_grad_enabled() if x.requires_grad else options.frozen
+    """Return True for a parameter whose casts are kept from one call to the next."""
+    return type(x) is torch.nn.Parameter and (options.keep_casts if x.requires_grad else options.frozen)
 
 
 def _is_gathered(placeholder: fx.Node) -> bool:

@@ -61,8 +61,8 @@ class Options:
         scales are kept beside it. Seen and cast again is what torch counts as a write, and so not one through `.data`.
         `fp8compile.freeze` sets it.
     keep_casts: parameters that are trained are cast once a step, and not once a batch, where gradients are accumulated
-        over several batches: again when they were written, or their gradients more than added to. Takes up to two bytes
-        of memory for each of their elements.
+        over several batches: again when an optimizer has stepped, or they were written otherwise in a way that torch
+        counts. Takes up to two bytes of memory for each of their elements.
     strict: raise what a pass raises, instead of compiling that graph in BF16 with a warning.
     verify: check the graph's invariants after each pass.
     states: how an optimizer's states are kept where its step is compiled (`StateRecipe.parse`).

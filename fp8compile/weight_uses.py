@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import skip_code  # or Dynamo compiles the hook, and takes it for the step
 from torch._guards import TracingContext  # whose fake mode a graph is traced in
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -27,10 +26,12 @@ from fp8compile.errors import FreedWeightError
 class Use:
     """Hold what is known of a weight. cast: its writes and its address when it was last cast, None if it never was.
 
-    is_read: a graph reads it as it is. freed: what is known of one whose memory was freed.
+    steps: of optimizers that have updated it since. is_read: a graph reads it as it is. freed: what is known of one
+    whose memory was freed.
     """
 
     cast: tuple[int, int] | None = None
+    steps: int = 0
     is_read: bool = False
     freed: Freed | None = None
 
@@ -56,7 +57,7 @@ _uses: dict[int, Use] = {}  # by the identity of each weight, as long as it live
 
 @dataclass
 class Steps:
-    """The writes of optimizers to weights whose casts are kept: not all are counted by torch (fused ones, `.data`)."""
+    """The steps of optimizers that update weights whose casts are kept: torch does not count all of these writes."""
 
     hook: RemovableHandle | None = None
 
@@ -75,8 +76,7 @@ class Steps:
 
 def _count_step(opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        given = [p for group in opt.param_groups for p in group["params"]]
-        increment_version([p for p in given if id(p) in _uses and p.grad is not None])
+        note_step(p for group in opt.param_groups for p in group["params"] if p.grad is not None)
 
 
 _steps = Steps()
@@ -89,11 +89,30 @@ def _use_of(weight: Tensor) -> Use:
     return _uses[id(weight)]
 
 
+def note_step(parameters: Iterable[Tensor]) -> None:
+    """Note that an optimizer has updated these parameters, however it has written them."""
+    for parameter in parameters:
+        if (use := _uses.get(id(parameter))) is not None:
+            use.steps += 1
+
+
+def writes_of(weight: Tensor) -> int:
+    """Return a number that grows with each write that torch counts, and with each step of an optimizer."""
+    use = _uses.get(id(weight))
+    return weight._version if use is None else weight._version + use.steps
+
+
+def is_stepped(weight: Tensor) -> bool:
+    """Return True for a weight that an optimizer has updated since it was first cast."""
+    use = _uses.get(id(weight))
+    return use is not None and use.steps > 0
+
+
 def note_casts(weights: Iterable[Tensor]) -> None:
     """Note that weights were cast as they are now."""
     _steps.count()
     for weight in weights:
-        _use_of(weight).cast = weight._version, weight.data_ptr()
+        _use_of(weight).cast = writes_of(weight), weight.data_ptr()
 
 
 def note_reads(weights: Iterable[Tensor]) -> None:
@@ -134,7 +153,7 @@ def is_cast_alone(weight: Tensor) -> bool:
 
 def refuse_written(weight: Tensor) -> None:
     """Raise if a weight was written since it was last cast."""
-    if _use_of(weight).cast != (weight._version, weight.data_ptr()):
+    if _use_of(weight).cast != (writes_of(weight), weight.data_ptr()):
         raise FreedWeightError("a weight was written since it was last cast: run the model once more before this")
 
 

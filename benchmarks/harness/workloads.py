@@ -105,6 +105,7 @@ DEEPSEEK_V3 = decoder(2048, 6144, 6, 16, 16, 32000, n_routed_experts=32, moe_int
                       num_experts_per_tok=4, n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=768,
                       kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
                       experts_implementation="grouped_mm")  # fmt: skip
+LLAMA_3_8B = decoder(4096, 14336, 32, 32, 8, 128256, rope_theta=500000.0, max_position_embeddings=8192)
 GEMMA = decoder(2048, 16384, 8, 8, 1, 256000, head_dim=256, **TIED)
 TINY_DECODER = decoder(64, 128, 2, 4, 2, 256)
 TINY_QWEN3_MOE = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}
@@ -120,6 +121,8 @@ TINY_VIT = vit(64, 128, 2, 4, image_size=32, patch_size=8, num_labels=16)
 WORKLOADS = (
     Workload("Llama 1.1B", "LlamaConfig", 8, 2048, decoder(2048, 8192, 16, 32, 8, 32000), TINY_DECODER),
     Workload("Llama-8B (8 layers)", "LlamaConfig", 4, 4096, decoder(4096, 14336, 8, 32, 8, 128256), TINY_DECODER),
+    Workload("Llama-3-8B 1×8192", "LlamaConfig", 1, 8192, LLAMA_3_8B, TINY_DECODER),
+    Workload("Llama-3-8B 2×8192", "LlamaConfig", 2, 8192, LLAMA_3_8B, TINY_DECODER),
     Workload("Llama 100M", "LlamaConfig", 16, 1024, decoder(768, 2048, 12, 12, 12, 32000, **TIED), TINY_DECODER),
     Workload("Qwen2 1.5B", "Qwen2Config", 8, 2048, decoder(1536, 8960, 28, 12, 2, 151936, **TIED), TINY_DECODER),
     Workload("Gemma 2B (8 layers)", "GemmaConfig", 4, 2048, GEMMA, {**TINY_DECODER, "head_dim": 16}),

@@ -26,7 +26,12 @@ from benchmarks.training.train_step import COLUMNS, EIGHT_BIT, Training, figures
 MICROBATCHES = 8
 KEPT = ours("8-bit states, casts kept", eight_bit=True, keep_casts=True)
 SYSTEMS = (BASELINE, MASKS_FOLDED, EIGHT_BIT, KEPT, TORCHAO[0])
-BATCHES = {"Llama 1.1B": 2, "Llama-8B (8 layers)": 1, "Mixtral (8 layers)": 2}  # sequences of a microbatch
+BATCHES = {  # of each row the model, sequences of a microbatch, and their length
+    "Llama 1.1B": ("Llama 1.1B", 2, 2048),
+    "Llama-8B (8 layers)": ("Llama-8B (8 layers)", 1, 4096),
+    "Llama-8B (8 layers) 1×2048": ("Llama-8B (8 layers)", 1, 2048),
+    "Mixtral (8 layers)": ("Mixtral (8 layers)", 2, 2048),
+}
 
 
 class Accumulating(Training):
@@ -47,9 +52,10 @@ class Accumulating(Training):
 
 
 def workload(name: str) -> Workload:
-    """Return the workload of train_step.py of that name, with the batch of a microbatch."""
-    given = next(w for w in WORKLOADS if w.name == name)
-    return replace(given, batch=BATCHES[name])
+    """Return the workload of train_step.py for a row, with the batch of a microbatch."""
+    model, batch, length = BATCHES[name]
+    given = next(w for w in WORKLOADS if w.name == model)
+    return replace(given, batch=batch, length=length)
 
 
 def measure(case: Case) -> dict[str, Any]:

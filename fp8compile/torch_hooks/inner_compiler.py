@@ -119,7 +119,6 @@ def compile_without_casts(
     kept = KeptCasts(
         casts,
         [replace(value, key=f"{by}{value.key}") for value in split.values],
-        trains=not settings.get("is_inference"),
         in_place=lowering.options.replays or not lowering.options.keep_casts,
     )
 

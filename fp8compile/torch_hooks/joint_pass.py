@@ -15,7 +15,16 @@ from fp8compile import devices
 from fp8compile.errors import OptionError
 from fp8compile.options import Options
 from fp8compile.passes import pipeline
-from fp8compile.passes.core.compilation import CASTS_ARE_KEPT, FREED, Compilation, Input, device_of
+from fp8compile.passes.core.compilation import (
+    CASTS_ARE_KEPT,
+    FREED,
+    FROZEN,
+    TRAINED,
+    Compilation,
+    Input,
+    device_of,
+    is_tangent,
+)
 from fp8compile.passes.core.snapshot import Snapshot
 from fp8compile.plan.plan import Plan
 from fp8compile.plan.record import Record
@@ -86,10 +95,13 @@ class JointPass(CustomGraphPass):
         self.is_done = any("desc" in n.meta for n in placeholders) or not placeholders
         if not self.is_done:
             return nested_regions.match_inputs(graph, self.regions)
+        trains = any(map(is_tangent, placeholders))
         indices = {n: i for n in placeholders if (i := _input_index(n)) is not None and i < len(self.inputs)}
         for node, i in indices.items():
+            if self.inputs[i].is_trained and not trains:
+                continue  # averages are often written into it for an evaluation, in ways that torch does not count
             if self.inputs[i].is_kept:
-                node.meta[CASTS_ARE_KEPT] = True
+                node.meta[CASTS_ARE_KEPT] = TRAINED if self.inputs[i].is_trained else FROZEN
             if self.inputs[i].freed:
                 node.meta[FREED] = self.inputs[i].freed
         return {node.name: self.inputs[i] for node, i in indices.items()}

@@ -2,16 +2,15 @@
 
     kept = KeptCasts(run, values);  kept(weights) -> payloads and scales
 
-torch counts the writes to a tensor, but for those through `.data`. A weight that has another count, or lies elsewhere
-or otherwise, is cast again. What another graph has kept is shared.
-
-While a model trains, what is written uncounted is noticed by the gradients: a weight is cast again unless its gradient
-was added to since the last forward, once at most. One without a gradient begins a step, and one that was zeroed or
-clipped belongs to a step that has ended.
+torch counts the writes to a tensor, but for those through `.data` and of fused optimizers; the steps of optimizers are
+counted here (`weight_uses.py`). A weight that has another count, or lies elsewhere or otherwise, is cast again. What
+another graph has kept is shared. A weight that is trained is cast in every call until an optimizer has stepped: who
+updates weights by hand may do so in ways that nobody counts.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,15 @@ from torch import Tensor
 from fp8compile.cuda_capture import is_capturing, keep
 from fp8compile.errors import CaptureError, FreedWeightError
 from fp8compile.passes.lower.split_weight_casts import KeptValue
-from fp8compile.weight_uses import is_freed, is_unwritten, name_of, note_casts, stand_ins
+from fp8compile.weight_uses import (
+    is_freed,
+    is_stepped,
+    is_unwritten,
+    name_of,
+    note_casts,
+    stand_ins,
+    writes_of,
+)
 
 Key = tuple[str, tuple[int, ...]]  # how a value is computed, and the identities of the weights
 
@@ -40,13 +47,13 @@ class WeightState:
     @classmethod
     def of(cls, weight: Tensor) -> WeightState:
         """Return the state of a weight now."""
-        return cls(weakref.ref(weight), weight._version, weight.data_ptr(), _layout(weight))
+        return cls(weakref.ref(weight), writes_of(weight), weight.data_ptr(), _layout(weight))
 
     def is_that_of(self, x: Tensor) -> bool:
         """Return True if `x` is the weight, and is as it was, or was freed since and not written."""
         if self.weight() is x and is_freed(x):
             return is_unwritten(x)
-        lies_there = self.weight() is x and x._version == self.writes and x.data_ptr() == self.address
+        lies_there = self.weight() is x and writes_of(x) == self.writes and x.data_ptr() == self.address
         return lies_there and _layout(x) == self.layout
 
 
@@ -77,10 +84,11 @@ class Value:
         weights = [state.weight() for state in self.of]
         return any(weight is not None and is_freed(weight) for weight in weights)
 
-    def take(self, new: Tensor, of: tuple[WeightState, ...]) -> None:
-        """Replace the tensor by one that was computed anew: in its own memory, if that can be."""
-        if self.tensor is not None and self.tensor.device == new.device and _layout(self.tensor) == _layout(new):
-            self.tensor.copy_(new)
+    def take(self, new: Tensor, of: tuple[WeightState, ...], in_place: bool) -> None:
+        """Replace the tensor by one that was computed anew; in_place: in its own memory, if that can be."""
+        old = self.tensor
+        if in_place and old is not None and old.device == new.device and _layout(old) == _layout(new):
+            old.copy_(new)
         else:
             self.tensor = new
         self.of = of
@@ -90,19 +98,16 @@ class Value:
 class Values:
     """All values that are kept, as long as their weights live. finalizers: one for each weight, by its identity.
 
-    unchanged: what was found since a value was last computed or freed. gradients: how often the gradient of each weight
-    had been written at the last forward, -1 if there was none.
+    unchanged: what was found since a value was last computed or freed.
     """
 
     by_key: dict[Key, Value] = field(default_factory=dict)
     finalizers: dict[int, weakref.finalize[Any, Any]] = field(default_factory=dict)
     unchanged: set[Unchanged] = field(default_factory=set)
-    gradients: dict[int, int] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Forget all but what cannot be computed again, as a weight was freed."""
         self.unchanged.clear()
-        self.gradients.clear()
         self.by_key = {key: value for key, value in self.by_key.items() if value.is_of_freed}
         remaining = {weight for _, weights in self.by_key for weight in weights}
         for weight in set(self.finalizers) - remaining:
@@ -115,41 +120,34 @@ class Values:
             if value is not None:
                 value.tensor = None
 
-    def free_unread(self, keys: Iterable[Key]) -> None:
+    def free_unread(self) -> None:
         """Free values that no graph reads any more, but for those of weights that were freed."""
         self.unchanged.clear()
-        for key in keys:
-            value = self.by_key.get(key)
-            if value is not None and not list(value.graphs) and not value.is_of_freed:  # dead ones may count still
-                del self.by_key[key]
+        for key, value in tuple(self.by_key.items()):  # to which another thread may add
+            if not list(value.graphs) and not value.is_of_freed:  # dead ones may count still
+                self.by_key.pop(key, None)
 
-    def keep(self, key: Key, new: Tensor, of: tuple[WeightState, ...], weights: Sequence[Tensor]) -> None:
-        """Keep a value that was computed of these weights."""
+    def keep(
+        self, key: Key, new: Tensor, of: tuple[WeightState, ...], weights: Sequence[Tensor], in_place: bool
+    ) -> None:
+        """Keep a value that was computed of these weights; in_place: in the memory that it has, if that can be."""
         self.unchanged.clear()
-        self.by_key.setdefault(key, Value(None, ())).take(new, of)
+        self.by_key.setdefault(key, Value(None, ())).take(new, of, in_place)
         for weight in weights:
             if id(weight) not in self.finalizers:
                 self.finalizers[id(weight)] = weakref.finalize(weight, self._free, id(weight))
-
-    def begin_steps(self, weights: Sequence[Tensor]) -> set[int]:
-        """Return the identities of weights whose gradients were not just added to since the last forward."""
-        found = {id(w): -1 if w.grad is None else w.grad._version for w in weights if w.requires_grad}
-        before = self.gradients.get
-        begun = {weight for weight, writes in found.items() if not 0 <= writes <= before(weight, writes) + 1}
-        self.gradients.update(found)
-        return begun
 
     def _free(self, weight: int) -> None:
         """Free what was computed of a weight that is no more."""
         self.unchanged.clear()
         self.finalizers.pop(weight, None)
-        self.gradients.pop(weight, None)
         for key in tuple(self.by_key):  # to which another thread may add
             if weight in key[1] and (value := self.by_key.pop(key, None)) is not None:
                 value.tensor = None
 
 
 _values = Values()
+_computing = threading.RLock()  # held by the thread that computes values
 
 
 @dataclass(eq=False)
@@ -171,7 +169,7 @@ class Unchanged:
     @classmethod
     def of(cls, weights: Sequence[Tensor], values: list[Value]) -> Unchanged:
         """Return what is true now."""
-        writes, addresses = [w._version for w in weights], [w.data_ptr() for w in weights]
+        writes, addresses = list(map(writes_of, weights)), [w.data_ptr() for w in weights]
         shapes, strides = [w.shape for w in weights], [w.stride() for w in weights]
         return cls(list(map(id, weights)), shapes, strides, writes, addresses, values)
 
@@ -180,7 +178,7 @@ class Unchanged:
         return (
             self in _values.unchanged
             and self.weights == list(map(id, weights))
-            and self.writes == [w._version for w in weights]
+            and self.writes == list(map(writes_of, weights))
             and self.addresses == [w.data_ptr() for w in weights]
             and self.shapes == [w.shape for w in weights]
             and self.strides == [w.stride() for w in weights]
@@ -191,28 +189,30 @@ class Unchanged:
 class KeptCasts:
     """The casts of one graph. run: computes all of them, of a list of weights, which it empties; values: what they are.
 
-    trains: it is the graph of a forward half. in_place: what is computed again takes the same memory, where a CUDA
-    graph goes on reading; else what was kept is freed first. known: by the identity of the first weight, what was
-    returned for it last: layers may share a graph.
+    in_place: what is computed again takes the same memory, where a CUDA graph goes on reading; else what was kept is
+    freed first. known: by the identity of the first weight, what was returned for it last: layers may share a graph.
     """
 
     run: Callable[[list[Tensor]], Any]
     values: Sequence[KeptValue]
-    trains: bool = False
     in_place: bool = True
     known: dict[int, Unchanged] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Free what it alone reads when it is gone."""
+        weakref.finalize(self, _values.free_unread)
 
     def __call__(self, weights: Sequence[Tensor]) -> list[Any]:
         """Return what is kept of these weights, computing what is missing or out of date."""
         known = self.known.get(id(weights[0]))
-        begun = _values.begin_steps(weights) if self.trains else set[int]()
-        if begun or known is None or not known.holds_for(weights):
+        tensors: list[Any] = [x.tensor for x in known.values] if known is not None and known.holds_for(weights) else []
+        if not tensors or any(x is None for x in tensors):  # which another thread computes now
             if any(weight.is_inference() and not is_freed(weight) for weight in weights):
                 return self._computed_now(weights)  # torch does not count writes to those
             if is_capturing() and (not self.in_place or any(weight.requires_grad for weight in weights)):
                 return self._computed_now(weights)  # a replay writes weights, and reads what it has cast itself
-            known = self._renewed(weights, begun)
-        tensors: list[Any] = [value.tensor for value in known.values]
+            with _computing:
+                tensors = [value.tensor for value in self._renewed(weights)]
         keep(*tensors)
         return tensors
 
@@ -235,13 +235,13 @@ class KeptCasts:
                     keep(tensors[i])
         return tensors
 
-    def _renewed(self, weights: Sequence[Tensor], begun: set[int]) -> Unchanged:
-        """Return what is kept, with casts of weights in `begun` computed again in any case."""
+    def _renewed(self, weights: Sequence[Tensor]) -> list[Value]:
+        """Return what is kept, with what is out of date computed again."""
         states = tuple(map(WeightState.of, weights))
         read, keys, found = self._found(weights)
-        stale = {
-            i for i, x in enumerate(found) if x is None or not begun.isdisjoint(keys[i][1]) or not x.is_current(read[i])
-        }
+        unsure = {id(w) for w in weights if w.requires_grad and not is_stepped(w)}
+        is_unsure = [not unsure.isdisjoint(own) for _, own in keys]
+        stale = {i for i, x in enumerate(found) if x is None or is_unsure[i] or not x.is_current(read[i])}
         if stale:
             if is_capturing():
                 raise CaptureError("a frozen weight has not been cast yet: run the model once before it is captured")
@@ -251,16 +251,19 @@ class KeptCasts:
             with torch.inference_mode(False), torch.no_grad():  # or nobody could write into them outside of that mode
                 for i, tensor in enumerate(self.run(stand_ins(weights))):
                     if i in stale:  # others may be computed of zeros here
-                        _values.keep(keys[i], tensor, tuple(states[n] for n in self.values[i].weights), read[i])
+                        of = tuple(states[n] for n in self.values[i].weights)
+                        _values.keep(keys[i], tensor, of, read[i], in_place=not is_unsure[i])
         note_casts(weight for weight in weights if not is_freed(weight))
-        known = Unchanged.of(weights, [_values.by_key[key] for key in keys])
-        if new := [key for key in keys if self not in _values.by_key[key].graphs]:
-            for key in new:
-                _values.by_key[key].graphs.add(self)
-            weakref.finalize(self, _values.free_unread, new)
-        _values.unchanged.add(known)
-        self.known = {**{k: v for k, v in self.known.items() if v in _values.unchanged}, id(weights[0]): known}
-        return known
+        values = [_values.by_key[key] for key in keys]
+        for value in values:
+            value.graphs.add(self)
+        if (old := self.known.get(id(weights[0]))) is not None:
+            _values.unchanged.discard(old)
+        if not unsure:
+            known = Unchanged.of(weights, values)
+            _values.unchanged.add(known)
+            self.known = {**{k: v for k, v in self.known.items() if v in _values.unchanged}, id(weights[0]): known}
+        return values
 
 
 def _refuse_freed(weights: Iterable[Tensor]) -> None:

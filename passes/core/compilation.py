@@ -38,7 +38,8 @@ INHERITED = (
     "custom",
 )  # fmt: skip
 
-CASTS_ARE_KEPT = "fp8_casts_are_kept"  # of an input: a weight whose casts are kept from one run to the next
+CASTS_ARE_KEPT = "fp8_casts_are_kept"  # of an input whose casts are kept from one run to the next: FROZEN or TRAINED
+FROZEN, TRAINED = "a weight that nobody is said to write", "a weight that optimizers write"
 KEPT = "fp8_kept"  # of a node: such a cast, or what is computed of such casts alone
 FREED = "fp8_freed"  # of such an input: the user's name of a weight whose memory was freed
 STANDS_ALONE = "fp8_stands_alone"  # of a copy: no region computes it
@@ -49,15 +50,16 @@ AS_STORED = "fp8_as_stored"  # of a cast: it reads its tensor as rounded to the 
 class Input:
     """A graph input in the user's terms: a parameter, a buffer, or neither (it comes with the batch).
 
-    is_kept: its casts are kept from one run to the next, until it is written. freed: its name in its model if they have
-    to be, as its memory was freed; passes do the same as before. is_table: a graph looks up rows
-    in it, as in an embedding.
+    is_kept: its casts are kept from one run to the next, until it is written. is_trained: it is, and gets gradients.
+    freed: its name in its model if they have to be, as its memory was freed; passes do the same as before. is_table: a
+    graph looks up rows in it, as in an embedding.
     """
 
     is_parameter: bool
     is_buffer: bool = False
     name: str = ""
     is_kept: bool = False
+    is_trained: bool = False
     freed: str = field(default="", repr=False)
     is_table: bool = False
 

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from fp8compile import ops
-from fp8compile.passes.core.compilation import CASTS_ARE_KEPT, KEPT, VIEWS, aten, remove_dead, shows_memory
+from fp8compile.passes.core.compilation import CASTS_ARE_KEPT, KEPT, TRAINED, VIEWS, aten, remove_dead, shows_memory
+from fp8compile.passes.core.fusible import CONVERSIONS
 from fp8compile.passes.core.node_views import Copy, first_input
 from fp8compile.passes.core.walk import users_of, walk
 
@@ -65,16 +66,27 @@ def split_weight_casts(gm: fx.GraphModule) -> WeightCasts | None:
 
 
 def _constant(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Return the nodes that are computed of kept weights alone; True for those behind a cast, or a cast itself."""
+    """Return the nodes that are computed of kept weights alone; True for those behind a cast, or a cast itself.
+
+    A weight that is trained is moved and converted before its cast, and nothing else: arithmetic would be fused, and so
+    rounded, otherwise than where it stands.
+    """
     found: dict[fx.Node, bool] = {}
+    trained: set[fx.Node] = set()
     for node in graph.nodes:
+        before = node.all_input_nodes
         if node.op == "placeholder":
             if node.meta.get(CASTS_ARE_KEPT) and not _is_written(node):
                 found[node] = False
-        elif node.op == "call_function" and _is_repeatable(node):
-            before = node.all_input_nodes
-            if all(i in found for i in before):
-                found[node] = node.target in CASTS or any(found[i] for i in before)
+                if node.meta[CASTS_ARE_KEPT] == TRAINED:
+                    trained.add(node)
+        elif node.op == "call_function" and _is_repeatable(node) and all(i in found for i in before):
+            is_trained = not trained.isdisjoint(before)
+            if is_trained and node.target not in MOVES | CONVERSIONS and not all(found[i] for i in before):
+                continue
+            found[node] = node.target in CASTS or any(found[i] for i in before)
+            if is_trained:
+                trained.add(node)
     return found
 
 

@@ -122,7 +122,7 @@ def filled() -> dict[tuple[str, str], Any]:
     shared_step._templates["kind"] = []  # type: ignore[index]
     template._compiled["code"] = len  # type: ignore[index]
     trainers._warned.add(optimizer)
-    kept_casts._values.keep(("key", ()), torch.zeros(2), (), ())
+    kept_casts._values.keep(("key", ()), torch.zeros(2), (), (), in_place=True)
     parameter = torch.nn.Parameter(torch.zeros(2))
     delayed.scale(torch.ones(()), f"{delayed.namespace([parameter])}/a/output/left", "e4m3", 4, 0)
     delayed._loaded.add("model9/a/output/left")

@@ -102,9 +102,7 @@ def test_graphs_of_other_shapes_share_what_is_kept(casts: list[int]) -> None:
 def fused_step(weight: nn.Parameter) -> None:
     """torch's own fused kernels write a weight, and count nothing."""
     weight.requires_grad_().grad = torch.ones_like(weight)
-    before = weight._version
     torch.optim.AdamW([weight], lr=0.5, fused=True).step()
-    assert weight._version > before
     weight.requires_grad_(False).grad = None
 
 
