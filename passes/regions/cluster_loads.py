@@ -14,7 +14,7 @@ from fp8compile.passes.core import fusible
 from fp8compile.passes.core.compilation import depends_on, is_tensor
 from fp8compile.passes.core.iteration import same
 from fp8compile.passes.core.walk import walk
-from fp8compile.passes.regions.clusters import Cluster, absorb
+from fp8compile.passes.regions.clusters import Cluster, absorb, values_for_groups
 from fp8compile.passes.regions.fusion_barriers import (
     element_bytes,
     is_narrowed_elsewhere,
@@ -123,7 +123,8 @@ def _full_sources(node: fx.Node, cluster: Cluster, levels: dict[fx.Node, int]) -
 
 
 def delayed(graph: fx.Graph, clusters: list[Cluster], levels: dict[fx.Node, int]) -> list[Cluster]:
-    """Let a transposed payload of a lower level wait for the next region that loads the same tensors anyway."""
+    """Let a transposed payload of a lower level wait for the next region that loads the same tensors anyway; so, too,
+    a value that only casts of groups read, and that would take a kernel of its own."""
     order = {node: n for n, node in enumerate(graph.nodes)}
     loads = {id(k): _loads(k, levels) for k in clusters if k.transposed}
     kept: list[Cluster] = []
@@ -133,7 +134,22 @@ def delayed(graph: fx.Graph, clusters: list[Cluster], levels: dict[fx.Node, int]
             absorb(hosts[0], k)
         else:
             kept.append(k)
+    stored = {sink for k in kept for sink in k.sinks}
+    for k in values_for_groups(graph, levels):
+        later = sorted((h for h in kept if h.level > k.level and stored.isdisjoint(k.sinks)), key=lambda h: h.level)
+        host = next((h for h in later if _can_store(h, k, levels, order)), None)
+        if host is not None:
+            absorb(host, k)
     return kept
+
+
+def _can_store(host: Cluster, k: Cluster, levels: dict[fx.Node, int], order: dict[fx.Node, int]) -> bool:
+    """Return True if the region of `host` loads all that the value of `k` is made of, and nothing made of it."""
+    if host.transposed or str(k.rows) != str(host.rows) or k.cols != host.cols:
+        return False
+    if not _loads(k, levels) <= _loads(host, levels):
+        return False
+    return not depends_on([i for s in host.sinks for i in s.all_input_nodes], set(k.sinks), order)
 
 
 def _can_wait(k: Cluster, host: Cluster, loads: dict[int, set[fx.Node]], order: dict[fx.Node, int]) -> bool:

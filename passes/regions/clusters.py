@@ -62,6 +62,14 @@ def find_clusters(graph: fx.Graph, levels: dict[fx.Node, int], reasons: list[str
     return [k for k in joined if _is_worth_a_kernel(k, levels) or (casts and any(map(is_repeated, k.sinks)))]
 
 
+def values_for_groups(graph: fx.Graph, levels: dict[fx.Node, int]) -> list[Cluster]:
+    """Return clusters of one value each, which casts of groups read and nothing else."""
+    casts = graph.find_nodes(op="call_function", target=ops.grouped_cast)
+    sources = dict.fromkeys(first_input(cast) for cast in casts)
+    values = [x for x in sources if is_value(x) and all(user.target is ops.grouped_cast for user in x.users)]
+    return [k for x in values if (k := _single(x, levels, [])) is not None]
+
+
 def _single(node: fx.Node, levels: dict[fx.Node, int], reasons: list[str]) -> Cluster | None:
     """Return the cluster of this one sink; None if it is none, or of a kind that no region takes."""
     source = _source(node)

@@ -7,6 +7,8 @@ store_tile, with the number after theirs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fp8compile.kernels.codegen.emit.indices import COL_BLOCK, Indices
 from fp8compile.kernels.codegen.emit.phases import Phases, Tensors
 from fp8compile.kernels.codegen.emit.values import Values
@@ -24,8 +26,11 @@ def tiles_of_rows(count: int, indices: Indices) -> Tensors:
     return Tensors(count, COL_BLOCK, lambda name: name == COL_BLOCK or indices.dims.get(name) == 1, named)
 
 
-def hold_rows(needed: set[int], values: Values, phases: Phases) -> None:
-    """Write the phases that load and reduce the values `needed` for what is stored."""
+def hold_rows(needed: set[int], values: Values, phases: Phases, store_before: Callable[[int], None]) -> None:
+    """Write the phases that load and reduce the values `needed` for what is stored.
+
+    store_before: stores what is known before the reductions of a level, in the phase that finds these.
+    """
     part, draft = values.part, values.draft
     for i in sorted(needed):
         if part.values[i].op == "load" and part.extents[i][1]:
@@ -38,6 +43,7 @@ def hold_rows(needed: set[int], values: Values, phases: Phases) -> None:
                 reduction, element = values.reduced(part.values[i])
                 phases.join(i, element, reduction.join)
                 totals[i] = reduction.total
+        store_before(level)
         phases.end()
         for i, total in totals.items():
             values.define(i, Assign(Name(f"v{i}"), expr(total, Name(f"acc{i}"))), draft.body)

@@ -44,7 +44,7 @@ from fp8compile.kernels.codegen.source.statements import (
     joined,
     replaced,
 )
-from fp8compile.kernels.codegen.spec.region import PARTIALS, ROW_REDUCTIONS, Part, Region, Store, reached
+from fp8compile.kernels.codegen.spec.region import ELEMENT, PARTIALS, ROW_REDUCTIONS, Part, Region, Store, reached
 
 
 def kernel_source(region: Region, schedule: Schedule, name: str, target: str) -> str:
@@ -87,6 +87,9 @@ def _dispatch(region: Region, schedule: Schedule, name: str, parts: list[Functio
     return Function(name, tuple(map(Name, arguments(region))), body)
 
 
+WIDEST_STORED_BEFORE = (
+    8192  # columns of a tile: a wider one, whose results are computed one by one, is faster otherwise
+)
 _PROGRAM_NUMBER = Assign(PID, expr("tl.program_id(0)"))
 
 
@@ -105,6 +108,7 @@ class _PartWriter:
         self.phases = Phases(self.draft, self.indices, tensors)
         self.packed = PackedTranspose(self.values, self.phases) if tiling.packed_transpose else None
         self.stores = Stores(region.buffers, self.values, self.phases, self.packed)
+        self.stored: list[Store] = []  # those that are written already
 
     def functions(self, name: str) -> list[Function]:
         """Return the functions of the part's phases, and the part itself, which is called `name`."""
@@ -132,19 +136,41 @@ class _PartWriter:
         if self.part.only_if is not None:
             self.values.value(self.part.only_if)
         if self.tiling.held:
-            hold_rows(needed, self.values, self.phases)
+            hold_rows(needed, self.values, self.phases, self._store_before)
         if self.packed:
             self.packed.join_amaxes(needed)
-        for i in self._stored_values(needed):
+        stored_values = self._stored_values(needed)
+        if self._reduces_in_one_tile():
+            for i in stored_values:
+                if self.part.levels[i] == 0:
+                    self.values.value(i)
+            self._store_before(1)
+        for i in stored_values:
             self.values.value(i)
         if self.packed:
             self.stores.accumulate()
             self.packed.finish()
         for store in self._stores_in_order():
-            self.stores.store(store)
+            if store not in self.stored:
+                self.stores.store(store)
         if self.tiling.sweeps:
             sweeps.end_sweep(self.values)
         self.phases.end(onto=self.layout.loops)
+
+    def _store_before(self, level: int) -> None:
+        """Store the elements that are known before the reductions of this level, so that no register holds them."""
+        for store in self._stores_in_order():
+            is_known = self.part.levels[store.value] < level and self.part.stored_extent(store) == ELEMENT
+            if is_known and store not in self.stored and self.part.values[store.value].op not in PARTIALS:
+                self.stored.append(store)
+                self.stores.store(store)
+
+    def _reduces_in_one_tile(self) -> bool:
+        """Return True if a tile has whole rows, which it reduces before it stores what is made of the results."""
+        tiling = self.tiling
+        if tiling.held or tiling.sweeps or self.packed or tiling.block_cols > WIDEST_STORED_BEFORE:
+            return False
+        return max(self.part.levels, default=0) > 0
 
     def _stored_values(self, needed: set[int]) -> list[int]:
         """Return what is computed before the first store: what is loaded, then the rest in the order of the spec.

@@ -100,6 +100,48 @@ def test_wide_rows_are_held_in_as_little_as_covers_them(cols: int, tile: int) ->
     assert not choose_schedule.choose(row_cast(8, 4096)).tilings[0].held
 
 
+def doubled_and_cast(rows: Size, cols: int) -> Region:
+    """Twice a tensor in BF16, and the payload and scales of its rows."""
+    where = Input(0, "bfloat16", ((rows, cols),), ((cols, 1),))
+    values = (
+        Value("load", (), (0,)), Value("row_amax", (0,)), Value("scale", (1,), ("e4m3",)),
+        Value("quantize", (0, 2), ("e4m3",)), Value("add", (0, 0)),
+    )  # fmt: skip
+    part = Part(rows, cols, (where,), values, (Store(0, 3, cols), Store(1, 2), Store(2, 4, cols)))
+    buffers = Buffer((rows, cols), "float8_e4m3fn"), Buffer((rows, 1), "float32"), Buffer((rows, cols), "bfloat16")
+    return Region((part,), buffers)
+
+
+@pytest.mark.parametrize(("cols", "is_held"), [(14336, True), (4096, False), (8192, False)])
+def test_what_is_known_before_rows_are_reduced_is_stored_before(cols: int, is_held: bool) -> None:
+    """Or registers would hold it meanwhile, which spill."""
+    region = doubled_and_cast(8, cols)
+    schedule = choose_schedule.choose(region)
+    assert schedule.tilings[0].held == is_held
+    text = kernel_source(region, schedule, "kernel", "cuda")
+    stored, reduced = text.index("tl.store(y2"), text.index("def store_tile2" if is_held else "tl.max(")
+    assert stored < reduced
+    assert reduced < text.index("tl.store(y0")
+    assert text.count("tl.store(y2") == 1
+
+
+def test_of_the_widest_tiles_it_is_not() -> None:
+    region = doubled_and_cast(8, 16384)
+    text = kernel_source(region, choose_schedule.choose(region), "kernel", "cuda")
+    assert text.index("tl.max(") < text.index("tl.store(y2")
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("cols", [1024, 1536])
+def test_what_is_stored_before_has_the_bits_of_the_reference(cols: int) -> None:
+    interpreter.prepare()
+    region = doubled_and_cast("n0", cols)
+    schedule = choose_schedule.choose(region)
+    kernel = generated.kernel_of(region, schedule, "interpreter")
+    inputs = check_kernel.random_inputs(region, [5], 4, "cpu")
+    assert check_kernel.check(kernel, region, schedule, inputs, [5]) == []
+
+
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("cols", [1536, 1600])
 def test_rows_that_are_held_have_the_bits_of_the_reference(cols: int) -> None:
