@@ -305,11 +305,14 @@ def experts_forward(fp8: Casts, gu: Tensor, behind: Tensor) -> list[Tensor]:
 
 
 def experts_backward(fp8: Casts, gu: GateUp, dh: Tensor, behind: Tensor) -> list[Tensor]:
-    """Return the gradients of gate and up side by side: as they are, for grad_weight, and with a scale a row."""
+    """Return the gradients of gate and up side by side, as they are and with a scale a row, and the product again.
+
+    What is not cast is for grad_weight, whose scales are those of experts.
+    """
     gradients = [torch.where(behind, 0.0, d) for d in swiglu_gradients(gu, dh)]
     scale = fp8.scale(torch.maximum(*[fp8.amax(d, "row") for d in gradients]), E4M3)
     payloads = [fp8.quantize(d, scale, E4M3, "row", False) for d in gradients]
-    return [torch.cat(gradients, 1), torch.cat(payloads, 1), scale]
+    return [torch.cat(gradients, 1), torch.cat(payloads, 1), scale, swiglu(gu)]
 
 
 def gelu_backward(fp8: Casts, dy: Tensor, x: Tensor) -> list[Tensor]:
