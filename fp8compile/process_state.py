@@ -80,10 +80,10 @@ STORES = (
     Store(
         "torch_hooks.kept_casts",
         "_values",
-        "payloads and scales of frozen weights; of freed ones they stay",
+        "payloads and scales of weights; of freed ones they stay",
         Until.TORCH_RESET,
     ),
-    Store("weight_uses", "_uses", "how graphs read each frozen weight, and whether it was freed", Until.OWNER),
+    Store("weight_uses", "_uses", "how graphs read each weight, its steps, and whether it was freed", Until.OWNER),
     Store("weight_uses", "_steps", "the hook after every optimizer's step, once a cast is kept", Until.RESET),
     Store("weight_uses", "_matrices", "what freed weights of several matrices show", Until.OWNER),
     Store("distributed.weight_cast", "_casts", "casts of sharded weights, by number", Until.OWNER),
