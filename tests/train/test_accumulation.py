@@ -462,8 +462,9 @@ def test_weights_that_come_and_go_are_not_noted_for_ever() -> None:
         graph([nn.Parameter(torch.randn(4, 4)) for _ in range(2)])
         if i in (20, 39):
             gc.collect()
-            counts.append((len(kept_casts._values.by_key), len(weakref.finalize._registry)))
-    assert counts[0] == counts[1]
+            counts.append(len(weakref.finalize._registry))  # of which others may end meanwhile
+    assert counts[1] <= counts[0]
+    assert not kept_casts._values.by_key
 
 
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
