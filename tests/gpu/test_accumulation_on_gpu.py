@@ -39,7 +39,7 @@ def trained(name: str, options: dict[str, Any], eight_bit: bool, mode: str | Non
         step()
         opt.zero_grad(set_to_none=mode is None)
         found += [p.detach().clone() for p in model.parameters()]
-    kept = [x.tensor for x in kept_casts._values.by_key.values() if x.tensor is not None]
+    kept = [x for x in kept_casts._values.by_key.values() if x.tensor is not None and not x.is_of_freed]
     assert bool(kept) == bool(options.get("keep_casts"))
     return found
 
