@@ -136,7 +136,9 @@ def delayed(graph: fx.Graph, clusters: list[Cluster], levels: dict[fx.Node, int]
             kept.append(k)
     stored = {sink for k in kept for sink in k.sinks}
     for k in values_for_groups(graph, levels):
-        later = sorted((h for h in kept if h.level > k.level and stored.isdisjoint(k.sinks)), key=lambda h: h.level)
+        if not stored.isdisjoint(k.sinks):
+            continue
+        later = sorted((h for h in kept if h.level > k.level), key=lambda h: h.level)
         host = next((h for h in later if _can_store(h, k, levels, order)), None)
         if host is not None:
             absorb(host, k)
