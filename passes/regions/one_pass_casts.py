@@ -39,6 +39,7 @@ from fp8compile.passes.regions.region_graph import (
 )
 
 LEAST = one_pass.LEAST
+MOST_REPAIRING = 528  # programs of a repair: four for each multiprocessor, which find nothing to do at once
 MOST_PIECES = 2048  # of an amax, which each program of a repair reads: more than run at a time with 4 warps
 ACCUMULATED = ("all_amax", "col_sum")
 SCALES = ("scale", "scale_power_of_two")
@@ -304,6 +305,6 @@ def _may_repair(region: Region) -> bool:
     schedule = choose_schedule.choose(region)
     repair = one_pass.launches(region, schedule)[-1]
     walks = TileLayout(repair.region.parts[0], repair.schedule.tilings[0]).loops
-    if repair.schedule.programs > one_pass.REPAIRING or schedule.programs > MOST_PIECES:
+    if repair.schedule.programs > MOST_REPAIRING or schedule.programs > MOST_PIECES:
         return False
     return walks and choose_schedule.fits(schedule) and choose_schedule.fits(repair.schedule)

@@ -13,6 +13,7 @@ import torch
 from benchmarks.micro import kernels as benchmark
 from fp8compile.kernels.check import check_kernel
 from fp8compile.kernels.codegen import generated
+from fp8compile.kernels.codegen.schedule.one_pass import is_one_pass
 from fp8compile.kernels.codegen.schedule.tiling import Schedule
 from fp8compile.kernels.codegen.spec.region import Region
 
@@ -107,9 +108,9 @@ def test_a_name_that_no_row_has():
         ("experts_backward", 14336, True, 2048, 4),
         ("experts_forward", 1408, True, 512, 1),
         ("experts_forward", 2816, True, 1024, 2),
-        ("experts_forward", 7168, False, 8192, 8),
+        ("experts_forward", 7168, True, 2048, 4),
         ("experts_forward", 8960, True, 2048, 4),
-        ("experts_forward", 14336, False, 16384, 16),
+        ("experts_forward", 14336, True, 2048, 4),
     ],
 )
 def test_rows_of_experts_have_the_tiles_that_were_fastest(name, wide, held, tile, warps):
@@ -118,6 +119,17 @@ def test_rows_of_experts_have_the_tiles_that_were_fastest(name, wide, held, tile
     (tiling,) = schedule.tilings
     assert (tiling.held, tiling.block_cols, schedule.warps) == (held, tile, warps)
     assert tiling.row_programs == 32768 // tiling.block_rows  # none walks
+
+
+@pytest.mark.parametrize("wide", [1536, 5632, 11008, 14336, 28672])
+@pytest.mark.parametrize("name", ["swiglu_saved_backward", "gelu_backward"])
+def test_wide_casts_take_one_pass(name, wide):
+    """No kernel between them puts pieces of amaxes together, of which programs that walk leave few."""
+    (row,) = benchmark.selected(name)
+    formed = benchmark.form(row, replace(benchmark.FULL, wide=wide), "cpu")
+    regions = [generated.parse(node.args[2], node.args[3])[0] for node in formed.regions]  # type: ignore[arg-type]
+    assert sum(map(is_one_pass, regions)) == 1
+    assert len(regions) == row.launches
 
 
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")

@@ -12,6 +12,7 @@ Two targets: "cuda", and "interpreter", which cannot run inline assembly or libd
 
 from __future__ import annotations
 
+from fp8compile.formats import ceil_div
 from fp8compile.kernels.codegen.emit import sweeps
 from fp8compile.kernels.codegen.emit.held_rows import hold_rows, tiles_of_rows
 from fp8compile.kernels.codegen.emit.indices import (
@@ -220,18 +221,26 @@ class _PartWriter:
         return statements + [replaced(statement, {FIRST_ROW_BLOCK: first}) for statement in self.draft.after]
 
     def _span(self, first: Name, programs: int) -> Expression:
-        """Return the tiles down which a program walks, from its `first` one on."""
-        start: Expression = first
-        if self.layout.band_rows:
-            count = self.layout.band_rows // self.tiling.block_rows
-            start = expr(f"{{}} * {count} + {{}} % {programs}", BAND, first)
-            blocks: Expression = expr(f"({{}} + 1) * {count}", BAND)
-        elif self.layout.row_blocks is not None:
-            blocks = expr(str(self.layout.row_blocks))
-        else:
-            blocks = self._covered_blocks()
+        """Return the tiles down which a program walks, of all or of its band: every n-th one, or a run of its own."""
+        band = self.layout.band_rows // self.tiling.block_rows
+        count = band or self.layout.row_blocks
+        number = expr(f"{{}} % {programs}", first) if band else first
+        end = expr(f"({{}} + 1) * {band}", BAND) if band else expr(str(count)) if count else self._covered_blocks()
+        if not self.layout.walks_in_runs:
+            return self._range(self._in_band(number, band), end, f", {programs}")
+        run = expr(str(ceil_div(count, programs))) if count else expr(f"tl.cdiv({{}}, {programs})", end)
+        start = self._in_band(expr("{} * {}", number, run), band)
+        stop = self._in_band(expr("({} + 1) * {}", number, run), band)
+        is_whole = count is not None and count % programs == 0
+        return self._range(start, stop if is_whole else expr("tl.minimum({}, {})", stop, end), "")
+
+    def _in_band(self, tile: Expression, band: int) -> Expression:
+        """Return the number of a tile of which that within a band of so many tiles, if there are any, is known."""
+        return expr(f"{{}} * {band} + {{}}", BAND, tile) if band else tile
+
+    def _range(self, start: Expression, end: Expression, step: str) -> Expression:
         word = "tl.range" if self.ahead else "range"
-        return expr(f"{word}({{}}, {{}}, {programs}{self.ahead})", start, blocks)
+        return expr(f"{word}({{}}, {{}}{step}{self.ahead})", start, end)
 
     def _covered_blocks(self) -> Expression:
         """Return how many tiles cover rows whose number comes with the call."""

@@ -88,8 +88,11 @@ class Stores:
     def _store_partial(self, store: Store, value: Value) -> None:
         """Store what this program has found."""
         self._accumulate_once(store.value, value)
-        found, buffer = Name(f"acc{store.value}"), Name(f"y{store.buffer}")
+        found: Expression = Name(f"acc{store.value}")
+        buffer = Name(f"y{store.buffer}")
         cast = "" if value.op == "col_sum" else TO_FLOAT
+        if value.op != "col_sum" and self._keeps(value):
+            found = expr("magnitude({})", found)
         if value.op == "all_amax":
             rows, cols = self.layout.shape(self.part.extents[value.args[0]])
             largest = expr(f"tl.max(tl.reshape({{}}, [{rows * cols}]), 0){cast}", found)
@@ -116,13 +119,11 @@ class Stores:
     def _accumulate(self, number: int, value: Value) -> None:
         """Join the tiles of this program into acc<number>."""
         total, is_sum = Name(f"acc{number}"), value.op == "col_sum"
-        across = self.part.extents[value.args[0]][1] > 0  # it varies along the columns
+        across, keeps = self._is_across(value), self._keeps(value)
         x, shape = self._accumulated(value)
-        joins = "{} + {}" if is_sum else "tl.maximum({}, {})"
-        keeps = self.layout.loops or (self.layout.tiling.sweeps and across)
+        joins = "{} + {}" if is_sum else "larger({}, {})" if keeps else "tl.maximum({}, {})"
         if keeps:
-            zero = expr(f"tl.zeros({shape}, tl.{'float32' if is_sum else 'int32'})")
-            self.draft.before.append(Assign(total, zero))
+            self.draft.before.append(Assign(total, expr(f"tl.zeros({shape}, tl.float32)")))
         tiling = self.layout.tiling
         if (tiling.held and across) or (tiling.packed_transpose and self.layout.is_interleaved(value.args[0])):
             self.phases.join(number, x, joins)
@@ -132,13 +133,26 @@ class Stores:
         else:
             self.draft.body.append(Assign(total, x))
 
+    def _is_across(self, value: Value) -> bool:
+        """Return True if what is joined varies along the columns."""
+        return self.part.extents[value.args[0]][1] > 0
+
+    def _keeps(self, value: Value) -> bool:
+        """Return True if a program joins several tiles, onto zeros that it starts with."""
+        return self.layout.loops or (self.layout.tiling.sweeps and self._is_across(value))
+
     def _accumulated(self, value: Value) -> tuple[Expression, list[int]]:
-        """Return what is joined of a tile: values, or magnitudes as integers; and its shape."""
+        """Return what is joined of a tile: values, or magnitudes as integers where no other tile follows; and its
+        shape."""
         i = value.args[0]
         extent = self.part.extents[i]
-        if value.op == "col_sum":
+        keeps = self._keeps(value)
+        if value.op != "col_sum":
+            self.draft.use("magnitude")
+            if keeps:
+                self.draft.use("larger")
+        if value.op == "col_sum" or (value.op == "col_amax" and keeps):
             return self.values.full(i, "0.0"), self.layout.shape(ELEMENT)
-        self.draft.use("magnitude")
         if value.op == "col_amax":
             return self.values.magnitudes(i), self.layout.shape(ELEMENT)
         mask = self.indices.mask(extent)
@@ -146,4 +160,4 @@ class Stores:
         x = expr("tl.where({}, {}, 0.0)", mask, x) if mask else x
         shape = self.layout.shape(extent)
         x = expr("tl.broadcast_to({}, {})", x, str(shape)) if extent == NUMBER else x
-        return expr("magnitude({})", x), shape
+        return x if keeps else expr("magnitude({})", x), shape

@@ -13,7 +13,7 @@ from fp8compile.kernels.codegen.schedule.tile_layout import TileLayout
 from fp8compile.kernels.codegen.source.function_draft import FunctionDraft
 from fp8compile.kernels.codegen.source.statements import Assign, Expression, Name, Statement, expr
 from fp8compile.kernels.codegen.spec.operations import OPERATIONS
-from fp8compile.kernels.codegen.spec.ranges import is_normal, is_within, ranges_of
+from fp8compile.kernels.codegen.spec.ranges import is_normal, is_power_of_two, is_within, ranges_of
 from fp8compile.kernels.codegen.spec.reductions import REDUCTIONS, TO_FLOAT, RowReduction
 from fp8compile.kernels.codegen.spec.region import ELEMENT, GROUP_REDUCTIONS, ROW_REDUCTIONS, Extent, Value
 
@@ -73,8 +73,7 @@ class Values:
         if value.op == "quantize":
             return self._quantized(i, value)
         if value.op == "div" and is_normal(self.ranges[value.args[1]]):
-            self.draft.use("fast_div")
-            return expr("fast_div({}, {})", *(self.operand(a, self.part.extents[i]) for a in value.args))
+            return self._fast_quotient(i, value)
         return self._operation(value, self.part.extents[i])
 
     def _operation(self, value: Value, extent: Extent) -> Expression:
@@ -83,6 +82,16 @@ class Values:
         for helper in operation.helpers(self.target):
             self.draft.use(helper)
         return expr(operation.text(self.target, value.params), *args)
+
+    def _fast_quotient(self, i: int, value: Value) -> Expression:
+        """Return a quotient of which nothing is subnormal; where 1 is divided, the inverse."""
+        extent = self.part.extents[i]
+        numerator = self.part.values[value.args[0]]
+        if numerator.op == "constant" and numerator.params[0] == 1.0:
+            self.draft.use("fast_inverse")
+            return expr("fast_inverse({})", self.operand(value.args[1], extent))
+        self.draft.use("fast_div")
+        return expr("fast_div({}, {})", *(self.operand(a, extent) for a in value.args))
 
     # ---- casts --------------------------------------------------------------------------------------------------
 
@@ -102,6 +111,8 @@ class Values:
         x, scale = (self.operand(a, extent) for a in value.args)
         if self.part.extents[value.args[1]] == ELEMENT:
             return expr("tl.div_rn({}, {})", x, scale)
+        if is_power_of_two(self.part.values, value.args[1]):
+            return expr("{} * {}", x, self._inverse(value.args[1], extent))
         helper = "quotient_within" if is_within(self.part.values, i) else "quotient"
         self.draft.use(helper)
         return expr(f"{helper}({{}}, {{}}, {{}})", x, scale, self._inverse(value.args[1], extent))

@@ -32,6 +32,10 @@ MOST_SHARED = 232_448  # bytes of shared memory that a program can have on an H1
 SHARED_MEMORY = 200_000  # bytes of it that reading ahead may take
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PACKED = {1: (128, 64, 32), 2: (32, 128, 32), 3: (32, 128, 16)}  # by payloads: rows, columns, elements a thread
+HELD = 2048  # columns of a tile of rows that are held, where what covers them closely would be narrow
+# Programs a multiprocessor that walk down tiles which they store transposed. Of amaxes, they leave no more pieces than
+# the next kernel reads; where it casts in one pass, only the repair does.
+RUNS, RUNS_IN_ONE_PASS = 7, 14
 PROCESSORS = 132  # programs that walk are made in multiples of this: streaming multiprocessors of an H100 or H200
 
 
@@ -105,8 +109,8 @@ def _whole_rows(part: Part) -> Schedule:
         return _walking(
             part, block_rows, block_cols, _warps(elements, per_thread), PROCESSORS * (2 if elements <= 4096 else 1)
         )
-    tile = max(_held_tile(extent(part)[1]), min_cols)
-    if block_cols >= 512 and 8 * ceil_div(extent(part)[1], tile) * tile <= _most_held(part, wide) * block_cols:
+    tile = max(_held_tile(part, wide), min_cols)
+    if tile < block_cols:
         return _tiled(part, max(min_rows, 1), tile, _warps(tile, _held_elements(part, tile)), held=True)
     block_rows = max(min_rows, min(16, 1024 // block_cols), 1)
     elements = block_rows * block_cols
@@ -116,12 +120,6 @@ def _whole_rows(part: Part) -> Schedule:
         return _walking(part, block_rows, block_cols, _warps(elements, 32), 4 * PROCESSORS)
     padded = 8 * part.cols < 7 * block_cols and sum(i.extent == ELEMENT for i in part.inputs) == 1
     return _tiled(part, block_rows, block_cols, _warps(elements, 64 if padded else 32))
-
-
-def _most_held(part: Part, wide: int) -> int:
-    """Return how many eighths of the power of two above a row the tiles of a held row may have together, to be faster
-    than one tile of that power: fewer where several payloads come with amaxes of groups."""
-    return 6 if _payloads(part) > 1 and _is_grouped(part) and wide <= MAX_ROW // 2 else 7
 
 
 def _held_elements(part: Part, tile: int) -> int:
@@ -153,10 +151,23 @@ def _dividing(cols: int) -> int:
     return min(power_of_two(cols), widths[0] if widths else 256)
 
 
-def _held_tile(cols: int) -> int:
-    """Return the width of at most 8 tiles that together are as little wider than a row as may be."""
-    widths = [max(1, power_of_two(cols) >> n) for n in range(4)]
-    return min(widths, key=lambda width: (ceil_div(cols, width) * width, -width))
+def _held_tile(part: Part, wide: int) -> int:
+    """Return the width of at most 8 tiles in which a row is held: those that together are as little wider than the row
+    as may be; or the power of two above the row, where one tile of it is faster.
+
+    wide: elements of the rows of all inputs. Several inputs, payloads and amaxes of groups leave few registers: held
+    rows are faster then, whatever covers them.
+    """
+    cols = extent(part)[1]
+    whole = power_of_two(cols)
+    if whole < 512:
+        return whole
+    tile = min((whole >> n for n in range(4)), key=lambda width: (ceil_div(cols, width) * width, -width))
+    held = 8 * ceil_div(cols, tile) * tile
+    if _payloads(part) > 1 and _is_grouped(part) and wide <= MAX_ROW // 2:
+        several = wide >= 2 * whole
+        return tile if held <= 6 * whole else min(max(HELD, whole >> 3), whole) if several else whole
+    return tile if held <= 7 * whole else whole
 
 
 def _transposing(part: Part) -> Schedule:
@@ -183,7 +194,9 @@ def _transposing(part: Part) -> Schedule:
         block_rows, block_cols, per_thread = 64, 64, 32
     block_rows, block_cols = max(block_rows, min_rows), max(min(block_cols, cols), min_cols)
     warps = min(16, max(4, block_rows * block_cols // (32 * per_thread)))
-    resident = _all_at_a_time(warps) if {v.op for v in part.values} & set(PARTIALS) else 0
+    ops = {v.op for v in part.values}
+    runs = RUNS_IN_ONE_PASS if "predicted_scale" in ops else RUNS
+    resident = runs * PROCESSORS if ops & set(PARTIALS) else 0
     schedule = _tiled(part, block_rows, block_cols, warps, resident=resident)
     return replace(schedule, tilings=tuple(replace(t, packed_transpose=packed) for t in schedule.tilings))
 

@@ -27,7 +27,7 @@ from fp8compile.kernels.codegen.spec.region import PARTIALS, Buffer, Digits, Inp
 
 EVERY = 16  # rows, of which one is in the sample
 LEAST = 24 << 20  # bytes that are not read again: about 8 microseconds, as long as the two short kernels take
-REPAIRING = 264  # programs of a repair at most: two for each multiprocessor, which find nothing to do at once
+REPAIRING = 264  # programs of a repair, two for each multiprocessor; more only where rows have more tiles
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,12 @@ class TileLayout:
         return self.row_blocks is None or self.row_blocks > self.tiling.row_programs
 
     @cached_property
+    def walks_in_runs(self) -> bool:
+        """True if the tiles of a program lie next to each other, as those should that are stored transposed: each has
+        a few bytes of many lines of memory, which are written once if the rest of the line soon follows."""
+        return self.loops and any(store.transposed for store in self.part.stores)
+
+    @cached_property
     def band_rows(self) -> int:
         """The number of rows of a band, if a program walks down one of several; else 0."""
         if not self.loops or self.part.bands == 1:

@@ -139,6 +139,21 @@ def magnitude(x):
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 '''
     ),
+    "larger": Helper(
+        '''
+@triton.jit
+def larger(total, x):
+    """The larger of total and |x|, nan if one is: an instruction, where `magnitude` and a maximum are two."""
+    return tl.maximum(total, tl.abs(x.to(tl.float32)), tl.PropagateNan.ALL)
+''',
+        '''
+@triton.jit
+def larger(total, x):
+    """The larger of total and |x|, nan if one is."""
+    size = tl.abs(x.to(tl.float32))
+    return tl.where((size != size) | (size > total), size, total)
+''',
+    ),
     "ordered": Helper(
         '''
 @triton.jit
@@ -170,6 +185,20 @@ def fast_div(a, b):
     return a / b
 ''',
     ),
+    "fast_inverse": Helper(
+        '''
+@triton.jit
+def fast_inverse(x):
+    """1 / x within 1 ULP, for 2^-126 ≤ x ≤ 2^126 (0 beyond): one instruction."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+''',
+        '''
+@triton.jit
+def fast_inverse(x):
+    """1 / x."""
+    return 1.0 / x
+''',
+    ),
     "fast_exp": Helper(
         '''
 @triton.jit
@@ -189,7 +218,7 @@ def fast_exp(x):
 @triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x))."""
-    return fast_div(1.0, 1.0 + fast_exp(-x))
+    return fast_inverse(1.0 + fast_exp(-x))
 '''
     ),
     "one_plus_erf": Helper(
@@ -199,7 +228,7 @@ def one_plus_erf(x):
     """erfc(-x), without the cancellation that 1 + erf(x) has where x is negative: erfc(z) = t · exp(p(t) - z²) for
     z ≥ 0, with t = 1 / (1 + z / 2) (Press et al., Numerical Recipes, section 6.2)."""
     z = tl.abs(x)
-    t = fast_div(1.0, 1.0 + 0.5 * z)
+    t = fast_inverse(1.0 + 0.5 * z)
     p = 1.48851587 + t * (-0.82215223 + t * 0.17087277)
     p = 0.09678418 + t * (-0.18628806 + t * (0.27886807 + t * (-1.13520398 + t * p)))
     tail = t * fast_exp(-1.26551223 + t * (1.00002368 + t * (0.37409196 + t * p)) - z * z)
@@ -296,9 +325,9 @@ NEEDS = {
     "power_of_two": ("scale_of",),
     "predicted_scale": ("power_of_two",),
     "is_predicted": ("predicted_scale",),
-    "sigmoid": ("fast_div", "fast_exp"),
+    "sigmoid": ("fast_inverse", "fast_exp"),
     "tanh": ("fast_div", "fast_exp"),
-    "one_plus_erf": ("fast_div", "fast_exp"),
+    "one_plus_erf": ("fast_inverse", "fast_exp"),
 }
 
 

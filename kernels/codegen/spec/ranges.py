@@ -3,9 +3,10 @@
 Payloads are x / scale to nearest. Where elements share the scale, a kernel multiplies by its inverse and corrects once
 with fused multiply-adds: the same bits (52 million random quotients, emulated; GPU tests compare payloads) at a third
 of the cost. It costs less still where the scale was made of the amax of just these elements, so that nothing can
-overflow. The scale itself is divided like that: its divisors, 448 and 57344, are known, and all mantissas were tried. A
-denominator that cannot be subnormal, such as 1 + exp(-x), takes two instructions instead of nine. 1 + tanh(x) and
-1 + erf(x) are operations of their own: cheaper, and without their cancellation.
+overflow; and a product with the inverse is all where the scale is a power of two. The scale itself is divided like
+that: its divisors, 448 and 57344, are known, and all mantissas were tried. A denominator that cannot be subnormal, such
+as 1 + exp(-x), takes two instructions instead of nine, and one where 1 is divided. 1 + tanh(x) and 1 + erf(x) are
+operations of their own: cheaper, and without their cancellation.
 """
 
 from __future__ import annotations
@@ -51,3 +52,9 @@ def is_within(values: Sequence[Value], i: int) -> bool:
     x, scale = values[i].args
     amax = values[scale].args[0] if values[scale].op.startswith("scale") else scale
     return values[amax].op in ("row_amax", *GROUP_REDUCTIONS) and values[amax].args == (x,)
+
+
+def is_power_of_two(values: Sequence[Value], i: int) -> bool:
+    """Return True if value `i` is a power of two, inf or nan: x times its inverse is x / value, but for what is
+    subnormal in FP32 and is zero in every format of eight bits."""
+    return values[i].op in ("predicted_scale", "scale_power_of_two")

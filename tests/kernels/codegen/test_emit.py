@@ -154,6 +154,79 @@ def test_rows_that_are_held_have_the_bits_of_the_reference(cols: int) -> None:
     assert check_kernel.check(kernel, region, schedule, inputs, [5]) == []
 
 
+def divided_by_more_than_one(numerator: Value) -> Region:
+    """y = numerator / (1 + exp(-x)), FP32 [rows n0, 64]."""
+    values = (
+        Value("load", (), (0,)), Value("neg", (0,)), Value("exp", (1,)), Value("constant", (), (1.0,)),
+        Value("add", (2, 3)), numerator, Value("div", (5, 4)),
+    )  # fmt: skip
+    where = Input(0, "float32", (("n0", 64),), ((64, 1),))
+    return Region((Part("n0", 64, (where,), values, (Store(0, 6, 64),)),), (Buffer(("n0", 64), "float32"),))
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("numerator", "helper"),
+    [
+        (Value("constant", (), (1.0,)), "fast_inverse"),
+        (Value("constant", (), (2.0,)), "fast_div"),
+        (Value("load", (), (0,)), "fast_div"),
+    ],
+    ids=["1", "2", "x"],
+)
+def test_where_one_is_divided_an_inverse_is_all(numerator: Value, helper: str) -> None:
+    interpreter.prepare()
+    region = divided_by_more_than_one(numerator)
+    schedule = choose_schedule.choose(region)
+    text = kernel_source(region, schedule, "kernel", "cuda")
+    assert [name for name in ("fast_inverse", "fast_div") if f"= {name}(" in text] == [helper]
+    kernel = generated.kernel_of(region, schedule, "interpreter")
+    inputs = check_kernel.random_inputs(region, [5], 4, "cpu")
+    assert check_kernel.check(kernel, region, schedule, inputs, [5]) == []
+
+
+# ---- walks ----------------------------------------------------------------------------------------------------------
+
+
+def with_amax(rows: Size, transposed: bool) -> Region:
+    """y = x, or transposed; and its amax, in pieces."""
+    where = Input(0, "bfloat16", ((rows, 128),), ((128, 1),))
+    stores = (Store(0, 0, rows if transposed else 128, transposed=transposed), Store(1, 1))
+    part = Part(rows, 128, (where,), (Value("load", (), (0,)), Value("all_amax", (0,))), stores)
+    shape = (128, rows) if transposed else (rows, 128)
+    return Region((part,), (Buffer(shape, "bfloat16"), Buffer(("programs0",), "float32")))
+
+
+def walked(region: Region, programs: int) -> str:
+    """Return the tiles of 32 rows that a program walks over."""
+    text = kernel_source(region, Schedule((Tiling(32, 128, programs, 1),)), "kernel", "cuda")
+    (found,) = re.findall(r"for row_block in range\((.*)\):", text)
+    return found
+
+
+def test_tiles_that_are_stored_transposed_are_walked_over_in_runs() -> None:
+    """So that a program fills up the lines of memory of which each tile has a few bytes."""
+    assert walked(with_amax(512, True), 4) == "pid * 4, (pid + 1) * 4"
+    assert walked(with_amax(512, True), 5) == "pid * 4, tl.minimum((pid + 1) * 4, 16)"
+    assert walked(with_amax(512, False), 4) == "pid, 16, 4"
+    span = "tl.cdiv(tl.cdiv(n0, 32), 4)"
+    assert walked(with_amax("n0", True), 4) == f"pid * {span}, tl.minimum((pid + 1) * {span}, tl.cdiv(n0, 32))"
+
+
+@pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("rows", [1, 160, 161, 512])
+@pytest.mark.parametrize("programs", [1, 3, 5, 7])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_runs_have_every_tile_once(rows: int, programs: int, is_known: bool) -> None:
+    """Also where some programs have none, or the last has fewer."""
+    interpreter.prepare()
+    region, sizes = with_amax(rows if is_known else "n0", True), [] if is_known else [rows]
+    schedule = Schedule((Tiling(32, 128, min(programs, -(-rows // 32)) if is_known else programs, 1),))
+    kernel = generated.kernel_of(region, schedule, "interpreter")
+    inputs = check_kernel.random_inputs(region, sizes, 4, "cpu")
+    assert check_kernel.check(kernel, region, schedule, inputs, sizes) == []
+
+
 def test_symbolic_rows_are_masked_unless_known_to_divide() -> None:
     assert "rows < n0" in source(copy("n0", 256, row_divisor=8), 16, 128)
     assert "mask" not in source(copy("n0", 256, row_divisor=16), 16, 128)
