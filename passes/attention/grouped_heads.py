@@ -5,10 +5,12 @@ Before      %e = expand(unsqueeze(%k, 2), [b, h, n, s, d])            After    %
             %o = attention(%q, %r, %r', %mask)
 
 A model whose attention has a mask repeats keys and values by itself. A token that is decoded with a static cache would
-copy all of that, n times as large, and read it again: with many sequences that is most of its time.
+copy all of that, n times as large, and read it again: with many sequences that is most of its time. In training, both
+copies would be made in forward and again in backward, and their gradients added up by a kernel more; cuDNN's attention
+adds them up by itself.
 
 On Dynamo's graph, before AOTAutograd picks the kernel; only where torch picks the same kernel for both, as those that
-know nothing of groups are no faster, and only where no gradient is asked for.
+know nothing of groups are no faster.
 
 Sound because grouped attention means just this: query head i reads head i // n of keys and values. They are read later
 than they were copied: nothing in between may write (`_writes_nothing`).
@@ -73,7 +75,7 @@ def _chooses_kernels(node: fx.Node) -> bool:
 
 def _group(node: fx.Node) -> bool:
     """Return True if the keys and values of an attention were repeated and are not any more."""
-    if any(x.requires_grad for x in _tensors(node)) or node.kwargs.get("enable_gqa"):
+    if node.kwargs.get("enable_gqa"):
         return False
     repeats = [_repeat_of(_argument(node, i), HEADS) for i in (KEY, VALUE)]
     found = [repeat for repeat in repeats if repeat and _is_unwritten(repeat.first, node)]
@@ -94,10 +96,6 @@ def _group(node: fx.Node) -> bool:
 
 def _argument(node: fx.Node, i: int) -> Any:
     return node.args[i] if i < len(node.args) else node.kwargs.get(INPUTS[i])
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [x for x in map(_example, node.all_input_nodes) if isinstance(x, Tensor)]
 
 
 def _example(node: Any) -> Any:
@@ -243,7 +241,7 @@ def _kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     if not modes:
         return None
     shapes = modes[0].shape_env
-    with modes[0], shapes.suppress_guards() if shapes else nullcontext(), torch.no_grad(), Called() as called:
+    with modes[0], shapes.suppress_guards() if shapes else nullcontext(), Called() as called:
         try:
             scaled_dot_product_attention(*args, **kwargs)
         except RuntimeError:

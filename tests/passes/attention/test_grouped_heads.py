@@ -97,12 +97,30 @@ def test_without_a_mask() -> None:
     torch.testing.assert_close(found, model(*inputs()[:3]))
 
 
-def test_who_wants_gradients_keeps_the_copies() -> None:
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False), (True, False, False)])
+@pytest.mark.parametrize("repeat", [heads_first, interleaved])
+def test_gradients_are_those_of_the_copies(repeat: Callable[[Tensor], Tensor], wanted: tuple[bool, ...]) -> None:
     q, k, v, mask = inputs()
-    _, (call,) = compiled(Attention(heads_first), q, k.requires_grad_(), v, mask)
-    assert not is_grouped(call)
-    _, (call,) = compiled(Attention(heads_first), q, k.detach(), v, mask)
+    given = [x.requires_grad_(is_wanted) for x, is_wanted in zip((q, k, v), wanted, strict=True)]
+    leaves = [x for x in given if x.requires_grad]
+    found, (call,) = compiled(Attention(repeat), *given, mask)
     assert is_grouped(call)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad((Attention(repeat)(*given, mask) * weights).sum(), leaves)
+    for actual, wish in zip(torch.autograd.grad((found * weights).sum(), leaves), expected, strict=True):
+        torch.testing.assert_close(actual, wish)
+
+
+def test_a_bias_that_is_learned_has_its_gradient() -> None:
+    """No fused kernel gives it: torch computes all scores, and repeats by itself."""
+    q, k, v, _ = inputs()
+    bias = torch.zeros(BATCH, 1, q.shape[2], LENGTH, requires_grad=True)
+    k.requires_grad_()
+    found, (call,) = compiled(Attention(heads_first), q, k, v, bias)
+    assert not is_grouped(call)
+    actual = torch.autograd.grad(found.square().sum(), [k, bias])
+    expected = torch.autograd.grad(Attention(heads_first)(q, k, v, bias).square().sum(), [k, bias])
+    torch.testing.assert_close(actual, expected)
 
 
 # ---- what is no group ------------------------------------------------------------------------------------------------
