@@ -132,6 +132,18 @@ def test_wide_casts_take_one_pass(name, wide):
     assert len(regions) == row.launches
 
 
+@pytest.mark.parametrize(
+    ("name", "wide", "programs"),
+    [("swiglu_saved_backward", 14336, 16), ("swiglu_saved_backward", 5632, 32), ("gelu_backward", 14336, 8)],
+)
+def test_runs_have_as_many_tiles_as_was_fastest(name, wide, programs):
+    """Powers of two near to what was fastest on an H200 (16, 16 and 8); 512 or 128 tiles lie below each other."""
+    (row,) = benchmark.selected(name)
+    formed = benchmark.form(row, replace(benchmark.FULL, wide=wide), "cpu")
+    found = [generated.parse(node.args[2], node.args[3]) for node in formed.regions]  # type: ignore[arg-type]
+    assert [how.tilings[0].row_programs for region, how in found if is_one_pass(region)] == [programs]
+
+
 @pytest.mark.skipif(not interpreter.INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("name", ["experts_forward", "experts_backward"])
 @pytest.mark.parametrize("wide", [384, 768, 1024])

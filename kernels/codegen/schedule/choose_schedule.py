@@ -198,7 +198,19 @@ def _transposing(part: Part) -> Schedule:
     runs = RUNS_IN_ONE_PASS if "predicted_scale" in ops else RUNS
     resident = runs * PROCESSORS if ops & set(PARTIALS) else 0
     schedule = _tiled(part, block_rows, block_cols, warps, resident=resident)
-    return replace(schedule, tilings=tuple(replace(t, packed_transpose=packed) for t in schedule.tilings))
+    (tiling,) = schedule.tilings
+    row_programs = _of_whole_lines(part, tiling) if resident else tiling.row_programs
+    return replace(schedule, tilings=(replace(tiling, packed_transpose=packed, row_programs=row_programs),))
+
+
+def _of_whole_lines(part: Part, tiling: Tiling) -> int:
+    """Return no more programs than a tiling has, each with a power of two of tiles: so that none begins in the middle
+    of what is a line of memory where it is stored transposed."""
+    rows = extent(part)[0]
+    if not isinstance(rows, int) or part.bands > 1:
+        return tiling.row_programs
+    tiles = ceil_div(rows, tiling.block_rows)
+    return ceil_div(tiles, power_of_two(ceil_div(tiles, tiling.row_programs)))
 
 
 def _walking(part: Part, block_rows: int, block_cols: int, warps: int, resident: int) -> Schedule:
