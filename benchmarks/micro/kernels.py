@@ -1,6 +1,6 @@
 """Every kernel's bytes and bandwidth, as a share of a device copy; beside it what Inductor makes of the same graph.
 
-    python -m benchmarks.micro.kernels [--only cast_*,swiglu_*] [--regions] [--json FILE]
+    python -m benchmarks.micro.kernels [--only cast_*,swiglu_*] [--regions] [--hot] [--json FILE]
         # one GPU with FP8, some minutes
     python -m benchmarks.micro.kernels --fake    # anywhere: no times
 
@@ -11,6 +11,7 @@ same function with the casts' reference in plain torch, torchao where it has the
     MiB      what the kernels must move at least: of each, every input once and every output once
     of copy  MiB / time, as a share of the rate at which copy_ moves 128 MiB of BF16 in the same run
     times    medians of device times, caches flushed; the launch is queued before, so the host's time is not counted
+    --hot    each between FP8 matmuls, on a GPU that has multiplied for a second: at the clocks of a training step
 """
 
 from __future__ import annotations
@@ -644,16 +645,45 @@ def check_what_fits(row: Row, shapes: Shapes) -> list[str]:
 # ---- timing ---------------------------------------------------------------------------------------------------------
 
 
-def microseconds(call: Callable[[], object], times: int = 20) -> float:
-    """Median device time of `call`, after three calls to warm up. The GPU waits until all of it is queued."""
+Call = Callable[[], object]
+Timer = Callable[[Call], float]  # median device time of a call, in microseconds
+
+
+def cold(call: Call) -> float:
+    """Return the median device time of `call`, in microseconds, on a GPU that rests in between."""
     cache = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+
+    def flush() -> None:
+        cache.zero_()
+        torch.cuda._sleep(1_000_000)  # cycles: half a millisecond, in which the host gets ahead
+
+    return _median(call, flush)
+
+
+def hot() -> Timer:
+    """Return what times calls between FP8 matmuls, after a second of these: about what runs between calls in a step."""
+    wide, narrow = (torch.randn(rows, 14336, device="cuda").to(torch.float8_e4m3fn) for rows in (16384, 4096))
+    one = torch.ones((), device="cuda")
+
+    def multiply(times: int = 3) -> None:
+        for _ in range(times):
+            torch._scaled_mm(wide, narrow.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    def timed(call: Call) -> float:
+        multiply(800)
+        return _median(call, multiply)
+
+    return timed
+
+
+def _median(call: Call, before: Call, times: int = 20) -> float:
+    """Return the median device time of `call`, in microseconds, each after `before`, and all after three to warm up."""
     for _ in range(3):
         call()
     events = []
     for _ in range(times):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        cache.zero_()
-        torch.cuda._sleep(1_000_000)  # cycles: half a millisecond, in which the host gets ahead
+        before()
         start.record()
         call()
         end.record()
@@ -662,10 +692,10 @@ def microseconds(call: Callable[[], object], times: int = 20) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3
 
 
-def copy_rate() -> float:
-    """Bytes that copy_ reads and writes in a microsecond."""
+def copy_rate(timer: Timer) -> float:
+    """Return how many bytes copy_ reads and writes in a microsecond."""
     source = torch.randn(128 * MIB // 2, device="cuda").bfloat16()
-    return 2 * source.nbytes / microseconds(partial(torch.empty_like(source).copy_, source))
+    return 2 * source.nbytes / timer(partial(torch.empty_like(source).copy_, source))
 
 
 @dataclass
@@ -714,39 +744,39 @@ def tiles(region: Region, schedule: Schedule) -> str:
     return f"{name}, tiles {' '.join(found)}, {schedule.programs} programs of {schedule.warps} warps"
 
 
-def measure(row: Row, shapes: Shapes, rate: float) -> Result:
+def measure(row: Row, shapes: Shapes, rate: float, timer: Timer) -> Result:
     """Return a row on the GPU. `rate`: bytes a microsecond of a device copy."""
     formed = form(row, shapes, "cuda")
     result = describe(row, formed)
     inputs = [arg.random("cuda") for arg in row.inputs(shapes)]
-    times, left = time_kernels(formed, inputs)
+    times, left = time_kernels(formed, inputs, timer)
     for kernel, us in zip(result.kernels, times, strict=True):
         kernel.us, kernel.share = us, kernel.mib * MIB / us / rate
     result.us = sum(times) + left
     result.share = result.mib * MIB / result.us / rate
-    result.inductor_us, result.inductor_kernels = time_inductor(row, inputs)
+    result.inductor_us, result.inductor_kernels = time_inductor(row, inputs, timer)
     result.speedup = result.inductor_us / result.us
-    result.torchao_us = time_torchao(row, inputs, result.notes)
+    result.torchao_us = time_torchao(row, inputs, result.notes, timer)
     del inputs
     torch.cuda.empty_cache()
     result.notes += [f"wrong: {line}" for line in check_what_fits(row, shapes)]
     return result
 
 
-def time_kernels(formed: Formed, inputs: list[Tensor]) -> tuple[list[float], float]:
+def time_kernels(formed: Formed, inputs: list[Tensor], timer: Timer) -> tuple[list[float], float]:
     """Return the time of each region's kernel, and that of all operators that are left."""
     run = Recorder(formed.graph, [*formed.regions, *formed.casts, *formed.left])
     run.run(*inputs)
     run.results.clear()
-    times = [microseconds(Launch.of(run.calls[node]).kernel()) for node in formed.regions]
+    times = [timer(Launch.of(run.calls[node]).kernel()) for node in formed.regions]
     left = 0.0
     for node in [*formed.casts, *formed.left]:
         args, kwargs = run.calls[node]
-        left += microseconds(partial(node.target, *args, **kwargs))  # type: ignore[arg-type]
+        left += timer(partial(node.target, *args, **kwargs))  # type: ignore[arg-type]
     return times, left
 
 
-def time_inductor(row: Row, inputs: list[Tensor]) -> tuple[float, int]:
+def time_inductor(row: Row, inputs: list[Tensor], timer: Timer) -> tuple[float, int]:
     """Time of the row's function as Inductor compiles it, and how many kernels that are."""
     torch.compiler.reset()
     metrics.reset()
@@ -756,17 +786,17 @@ def time_inductor(row: Row, inputs: list[Tensor]) -> tuple[float, int]:
         return row.call(markers, *inputs)
 
     call(*inputs)
-    return microseconds(partial(call, *inputs)), metrics.generated_kernel_count
+    return timer(partial(call, *inputs)), metrics.generated_kernel_count
 
 
-def time_torchao(row: Row, inputs: list[Tensor], notes: list[str]) -> float | None:
+def time_torchao(row: Row, inputs: list[Tensor], notes: list[str], timer: Timer) -> float | None:
     """Time of torchao's way to the same results; None where it has none, or is not installed."""
     if row.torchao is None:
         return None
     torch.compiler.reset()
     try:
         call = row.torchao()
-        return microseconds(partial(call, *inputs))
+        return timer(partial(call, *inputs))
     except ModuleNotFoundError:
         return None
     except Exception as error:  # its prototypes come and go
@@ -833,10 +863,10 @@ def fake(row: Row, shapes: Shapes = FULL) -> Result:
     return result
 
 
-def real(row: Row, rate: float) -> Result:
+def real(row: Row, rate: float, timer: Timer) -> Result:
     """Return a row on the GPU; a failure is a note."""
     try:
-        return measure(row, FULL, rate)
+        return measure(row, FULL, rate, timer)
     except Exception as error:
         formed = describe(row, form(row, FULL, "cuda"))
         formed.notes.append(f"failed: {type(error).__name__}: {str(error)[:200]}")
@@ -851,23 +881,25 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     parser.add_argument("--only", default="*", help="names of rows, or patterns, with commas between them")
     parser.add_argument("--regions", action="store_true", help="also show each kernel")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--hot", action="store_true", help="time each between matmuls, at the clocks of a step")
     parser.add_argument("--fake", action="store_true", help="form regions and check them on the CPU, without times")
     arguments = parser.parse_args(argv)
     rows = selected(arguments.only)
-    rate = None
+    rate, timer = None, cold
     if not arguments.fake and torch.cuda.is_available():
-        rate = copy_rate()
+        timer = hot() if arguments.hot else cold
+        rate = copy_rate(timer)
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {rate * 1e-6:.3f} TB/s")
     else:
         print("no times: this counts launches and bytes, and checks results of small shapes on the CPU")
     print(line("", COLUMNS))
     results = []
     for row in rows:
-        result = fake(row) if rate is None else real(row, rate)
+        result = fake(row) if rate is None else real(row, rate, timer)
         results.append(result)
         print("\n".join([table_line(result), *(region_lines(result) if arguments.regions else [])]), flush=True)
         if arguments.json:
-            figures = {"copy_tb_s": rate and rate * 1e-6, "rows": [asdict(r) for r in results]}
+            figures = {"hot": arguments.hot, "copy_tb_s": rate and rate * 1e-6, "rows": [asdict(r) for r in results]}
             arguments.json.write_text(json.dumps(figures, indent=1))
     return results
 
