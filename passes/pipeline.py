@@ -90,7 +90,6 @@ def by_inductor(c: HalfGraph) -> bool:
 
 
 PIPELINE = (
-    Pass("grouped_heads", DYNAMO, grouped_heads.run, "before attention_strides copies what is not read any more"),
     Pass("attention_strides", DYNAMO, attention_strides.run, "before AOTAutograd picks attention's kernel"),
     Pass("derivatives", DYNAMO, derivatives.run, "marks what the model differentiates, while that is to be seen"),
     Pass("refuse_view_writes", DYNAMO, refuse_view_writes.run, "while states are whole", is_step),
@@ -100,6 +99,7 @@ PIPELINE = (
     Pass("unscale_gradients", DYNAMO, unscale_gradients.run, "last: it adds buffers in front of all inputs", is_scaled),
     Pass("canonicalize", JOINT, canonicalize.run, "one form for matmuls and views: later passes see one pattern"),
     Pass("attention_masks", JOINT, attention_masks.run, "masks that are constants go before anything is planned"),
+    Pass("grouped_heads", JOINT, grouped_heads.run, "repeated keys go, before what they cost is planned"),
     Pass("select_matmuls", JOINT, select_matmuls.run, "decides which matmuls become FP8, with a reason for each"),
     Pass("chunk_loss", JOINT, chunk_loss.run, "a head and its loss, in chunks; needs the roles and decisions"),
     Pass("attention_layout", JOINT, attention_layout.run, "attention writes what casts can read", converts),

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from fp8compile.passes.attention.symbolic_masks import CAUSAL, EVERYTHING, NEVER, symbolic_kind
 from fp8compile.passes.core.compilation import Compilation, aten, value
 from fp8compile.passes.core.matmul_node import plain
-from fp8compile.passes.core.node_views import call_of, first_input
+from fp8compile.passes.core.node_views import argument, call_of, first_input, node_argument, set_argument
 from fp8compile.passes.core.origin import module_path, source_line
 from fp8compile.passes.core.walk import walk
 from fp8compile.plan.rows import Mask
@@ -44,8 +44,8 @@ def run(c: Compilation) -> None:
     constants = _constants(c.graph)
     kinds: dict[int | fx.Node, str | None] = {}
     for node in list(c.graph.nodes):
-        mask = _unexpanded(_argument(node, *MASKS)) if _takes_mask(node) else None
-        if isinstance(mask, fx.Node) and not _argument(node, "is_causal"):
+        mask = _unexpanded(argument(node, _mask_name(node))) if _takes_mask(node) else None
+        if isinstance(mask, fx.Node) and not argument(node, "is_causal"):
             known = constants.get(mask, mask)
             if known not in kinds:
                 kinds[known] = _kind(mask) if mask in constants else symbolic_kind(mask)
@@ -188,42 +188,33 @@ def _allowed(mask: Tensor) -> Tensor | None:
 def _takes_mask(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or "_scaled_dot_product_" not in str(node.target):
         return False
-    names = {a.name for a in node.target._schema.arguments}
+    names = _names(node)
     return "is_causal" in names and not names.isdisjoint(MASKS)
+
+
+def _names(node: fx.Node) -> set[str]:
+    """Return the names of the arguments that an attention takes."""
+    return {a.name for a in call_of(node)._schema.arguments}
+
+
+def _mask_name(node: fx.Node) -> str:
+    """Return by what name an attention takes its mask."""
+    return next(name for name in MASKS if name in _names(node))
 
 
 def _fits(node: fx.Node, causal: bool) -> bool:
     """Return True if attention means what the mask says: causal is of as many queries as keys. Who asks for a gradient
     of the mask needs the mask."""
-    q, k = _argument(node, "query"), _argument(node, "key")
+    q, k = node_argument(node, "query"), node_argument(node, "key")
     square = str(value(q).shape[-2]) == str(value(k).shape[-2])
-    wants = _argument(node, "grad_input_mask")
+    wants = argument(node, "grad_input_mask") if "grad_input_mask" in _names(node) else None
     return (square or not causal) and not (wants and wants[-1])
-
-
-def _position(node: fx.Node, *names: str) -> tuple[int, str]:
-    arguments = call_of(node)._schema.arguments
-    return next(((i, a.name) for i, a in enumerate(arguments) if a.name in names), (-1, ""))
-
-
-def _argument(node: fx.Node, *names: str) -> Any:
-    """Return the argument with one of these names, wherever it stands; None where it is not given."""
-    i, name = _position(node, *names)
-    return node.args[i] if 0 <= i < len(node.args) else node.kwargs.get(name)
-
-
-def _give(node: fx.Node, new: Any, *names: str) -> None:
-    i, name = _position(node, *names)
-    if i < len(node.args):
-        node.update_arg(i, new)
-    else:
-        node.update_kwarg(name, new)
 
 
 def _tell(c: Compilation, node: fx.Node, mask: fx.Node, kind: str) -> None:
     if "backward" not in str(node.target):
         shape = tuple(map(plain, value(mask).shape))
         c.plan.masks.append(Mask(node.name, module_path(node), source_line(node), shape, kind))
-    _give(node, None, *MASKS)
+    set_argument(node, _mask_name(node), None)
     if kind == CAUSAL:
-        _give(node, True, "is_causal")
+        set_argument(node, "is_causal", True)

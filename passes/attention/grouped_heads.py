@@ -1,249 +1,208 @@
 """Grouped heads: attention reads keys and values as they are, where a model has repeated them for groups of queries.
 
-Before      %e = expand(unsqueeze(%k, 2), [b, h, n, s, d])            After    %o = attention(%q, %k, %v, %mask,
-            %r = reshape(%e, [b, h·n, s, d])      of values likewise                          enable_gqa=True)
-            %o = attention(%q, %r, %r', %mask)
+Before                                                       After
+    %e  = expand(unsqueeze(%k, 2), [b, h, n, s, d])              %o = attention(%q, %k, %v, …)
+    %r  = view(clone(%e), [b, h·n, s, d])                        %g = attention_backward(%do, %q, %k, %v, …)[1]
+    %o  = attention(%q, %r, %r', …)                              %dk = unsqueeze(%g, 2)
+    %g  = attention_backward(%do, %q, %r, %r', …)[1]             and likewise of values
+    %dk = sum(view(%g, [b, h, n, s, d]), [2], keepdim)
 
-A model whose attention has a mask repeats keys and values by itself. A token that is decoded with a static cache would
-copy all of that, n times as large, and read it again: with many sequences that is most of its time. In training, both
-copies would be made in forward and again in backward, and their gradients added up by a kernel more; cuDNN's attention
-adds them up by itself.
+A model whose attention has a mask repeats keys and values by itself. In training, both copies would be made in forward
+and again in backward, and their gradients be summed by a kernel more; cuDNN's attention does that by itself. A token
+that is decoded with a static cache would copy all of the cache, n times as large, and read it again.
 
-On Dynamo's graph, before AOTAutograd picks the kernel; only where torch picks the same kernel for both, as those that
-know nothing of groups are no faster.
+Sound because grouped attention means just this: query head i reads head i // n of keys and values, whose gradients are
+sums over the group. On the joint graph nothing writes any more, and whatever a hook does to a gradient stands between
+attention and the sum: then all stays as it is. So it does where attention has a backward, and reads memory that the
+caller has, too, as an input or an output of the graph: a cache may be written before backward runs. The copies were
+safe from that, and no version tells of it: memory has a counter for each tensor that a graph makes of it.
 
-Sound because grouped attention means just this: query head i reads head i // n of keys and values. They are read later
-than they were copied: nothing in between may write (`_writes_nothing`).
+Only for kernels that know groups (`KNOW_GROUPS`), and for keys and values that lie in memory as these read them.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, fx
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode  # public by its documentation; it has no other name
+from torch import fx
 
-from fp8compile.passes.attention.attention_strides import INPUTS
-from fp8compile.passes.core.iteration import same
-from fp8compile.passes.core.stages import DynamoGraph
+from fp8compile.passes.core import operators
+from fp8compile.passes.core.aten_views import Permutation, Sum
+from fp8compile.passes.core.compilation import Compilation, aten, getitems, shows_memory, update_value, value
+from fp8compile.passes.core.node_views import argument, first_input, node_argument, set_argument
+from fp8compile.passes.core.replace import replace_value
+from fp8compile.passes.core.sizes import divides, same_sizes
+from fp8compile.passes.core.stride_demands import record_node
+from fp8compile.passes.core.walk import users_of, walk
 
-KEY, VALUE = INPUTS.index("key"), INPUTS.index("value")
-HEADS = 1  # the dimension of heads, where attention reads them
-REPEATS = {  # functions by the methods that they are; a custom operator may have any name
-    torch.clone: "clone", torch.flatten: "flatten", torch.repeat_interleave: "repeat_interleave",
-    torch.reshape: "reshape", torch.transpose: "transpose",
+# The CPU's kernel knows groups, too, but adds up their gradients in the dtype of the keys, one after the other.
+KNOW_GROUPS = {
+    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_cudnn_attention_backward",
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
 }  # fmt: skip
-PURE_METHODS = frozenset(
-    {
-        "add", "bfloat16", "chunk", "clone", "contiguous", "dim", "div", "expand", "expand_as", "flatten", "float",
-        "half", "masked_fill", "mul", "narrow", "neg", "permute", "repeat", "repeat_interleave", "reshape", "select",
-        "size", "split", "squeeze", "sub", "to", "transpose", "tril", "triu", "type_as", "unbind", "unflatten",
-        "unsqueeze", "view", "view_as",
-    }
-)  # fmt: skip
-PURE_FUNCTIONS = frozenset(
-    {
-        operator.add, operator.floordiv, operator.getitem, operator.mul, operator.neg, operator.sub, operator.truediv,
-        torch.arange, torch.cat, torch.chunk, torch.cos, torch.neg, torch.permute, torch.sin, torch.split,
-        torch.squeeze, torch.stack, torch.unbind, torch.unsqueeze, torch.where, *REPEATS,
-    }
-)  # fmt: skip
+GRADIENTS = {"key": 1, "value": 2}  # argument → its gradient among the results of a backward
+HEADS = 1  # the dimension of heads, where attention reads them
+RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+ALIGNMENT = 16  # bytes, at multiples of which fused kernels find rows
 
 
-def run(c: DynamoGraph) -> None:
-    """Give attention what was repeated as it was before, in a graph and in those that it calls."""
-    for module in c.gm.modules():
-        if isinstance(module, fx.GraphModule):
-            calls = [n for n in module.graph.nodes if n.target is scaled_dot_product_attention]
-            if any(map(_chooses_kernels, module.graph.nodes)):
-                continue
-            if sum(_group(node) for node in calls):
-                module.recompile()  # AOTAutograd drops what nothing reads
+def run(c: Compilation) -> None:
+    """Give attention what was repeated as it was before, forward and backward, or neither."""
+    calls: dict[tuple[fx.Node, fx.Node], list[fx.Node]] = defaultdict(list)
+    for node in c.graph.nodes:
+        if operators.name_of(node.target) in operators.SCALED_DOT_PRODUCT:
+            calls[node_argument(node, "key"), node_argument(node, "value")].append(node)
+    for (key, val), readers in calls.items():
+        _group(c, {"key": key, "value": val}, readers)
 
 
-def _chooses_kernels(node: fx.Node) -> bool:
-    """Return True for what allows or forbids kernels of attention within a graph (`sdpa_kernel`)."""
-    is_attention = node.target is scaled_dot_product_attention
-    return node.op == "call_function" and not is_attention and "sdp" in getattr(node.target, "__name__", "")
+def _group(c: Compilation, given: dict[str, fx.Node], readers: list[fx.Node]) -> None:
+    """Let all attentions that read a pair of keys and values read them as they were before they were repeated."""
+    if any(operators.name_of(node.target) not in KNOW_GROUPS for node in readers):
+        return
+    repeats = {name: repeat for name, node in given.items() if (repeat := Repeat.of(node))}
+    if len(repeats) != len(given) or len({repeat.count for repeat in repeats.values()}) != 1:
+        return
+    backwards = [node for node in readers if _is_backward(node)]
+    if backwards and any(_is_in_reach(repeat.x) for repeat in repeats.values()):
+        return
+    gradients = [(item, repeats[name]) for node in backwards for name, item in _gradients(node)]
+    sums = {item: total for item, repeat in gradients if (total := repeat.sum_of(item))}
+    if len(sums) != len(gradients):
+        return
+    narrow = {name: repeat.narrow(c, given[name]) for name, repeat in repeats.items()}
+    if not all(map(_is_readable, narrow.values())):
+        return  # nobody reads what was made, and it goes
+    for node in readers:
+        for name, x in narrow.items():
+            set_argument(node, name, x)
+        update_value(node)
+        for item in getitems(node).values():
+            update_value(item)
+        record_node(node)
+    for item, repeat in gradients:
+        replace_value(c, sums[item].node, repeat.widened(c, item, sums[item]))
 
 
-def _group(node: fx.Node) -> bool:
-    """Return True if the keys and values of an attention were repeated and are not any more."""
-    if node.kwargs.get("enable_gqa"):
-        return False
-    repeats = [_repeat_of(_argument(node, i), HEADS) for i in (KEY, VALUE)]
-    found = [repeat for repeat in repeats if repeat and _is_unwritten(repeat.first, node)]
-    if len(found) != len(repeats) or len({repeat.count for repeat in found}) != 1:
-        return False
-    with node.graph.inserting_before(node):
-        given = {i: repeat.once() for i, repeat in zip((KEY, VALUE), found, strict=True)}
-    if not _is_same_kernel(node, given):
-        return False
-    for i, once in given.items():
-        if i < len(node.args):
-            node.update_arg(i, once)
-        else:
-            node.update_kwarg(INPUTS[i], once)
-    node.update_kwarg("enable_gqa", True)
-    return True
+def _is_backward(node: fx.Node) -> bool:
+    return operators.name_of(node.target).endswith("_backward")
 
 
-def _argument(node: fx.Node, i: int) -> Any:
-    return node.args[i] if i < len(node.args) else node.kwargs.get(INPUTS[i])
+def _gradients(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+    """Yield the gradients of keys and values that somebody reads."""
+    results = getitems(node)
+    for name, i in GRADIENTS.items():
+        if i in results and results[i].users:
+            yield name, results[i]
 
 
-def _example(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+def _is_in_reach(x: fx.Node) -> bool:
+    """Return True if a caller has the memory of `x`, as an input or an output."""
+    while shows_memory(x):
+        x = first_input(x)
+    sharing = walk([x], users_of, through=lambda n: n is x or shows_memory(n))
+    return x.op != "call_function" or any(n.op == "output" for n in sharing)
 
 
-# ---- what was repeated -----------------------------------------------------------------------------------------------
+def _is_readable(node: fx.Node) -> bool:
+    """Return True if fused kernels can read a tensor: no element twice, rows side by side and aligned."""
+    x = value(node)
+    multiple = ALIGNMENT // x.itemsize
+    *outer, inner = ((n, step) for n, step in zip(x.shape, x.stride(), strict=True))
+    side_by_side = isinstance(inner[1], int) and inner[1] == 1
+    steps = [x.storage_offset(), *(step for n, step in outer if not (isinstance(n, int) and n == 1))]
+    expanded = any(isinstance(step, int) and step == 0 for step in steps[1:])
+    return side_by_side and not expanded and all(divides(multiple, step) for step in steps)
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """Heads that were repeated. count: how often each; first: the node that did; once: makes a node of the heads
-    before, and returns it."""
+    """Heads that were repeated.
 
+    x: the tensor that was expanded. count: how often each head is there. dim: the dimension of the copies, behind that
+    of the heads. order: for each of the four dimensions that attention reads, that of `x` without `dim`.
+    """
+
+    expand: fx.Node
     count: int
-    first: fx.Node
-    once: Callable[[], fx.Node]
+    dim: int
+    order: tuple[int, ...]
 
+    @property
+    def x(self) -> fx.Node:
+        """The tensor that was expanded, with one copy."""
+        return first_input(self.expand)
 
-def _repeat_of(node: Any, heads: int) -> Repeat | None:
-    """Return what `node` repeats along its dimension `heads`; None if it repeats nothing there."""
-    if not isinstance(node, fx.Node) or not isinstance(x := _example(node), Tensor):
-        return None
-    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    if source is None or not isinstance(before := _example(source), Tensor):
-        return None
-    name = _name(node)
-    if name in ("contiguous", "clone"):
-        return _repeat_of(source, heads)
-    if name == "transpose" and len(node.args) == 3:
-        return _of_transposed(node, source, heads)
-    if name == "repeat_interleave":
-        count = _count(node)
-        grown = isinstance(count, int) and before.dim() == x.dim() and x.shape[heads] == before.shape[heads] * count
-        is_along_heads = _dim_of(node) in (heads, heads - x.dim())
-        return Repeat(count, node, lambda: source) if grown and count > 1 and is_along_heads else None
-    if name in ("reshape", "view", "flatten"):
-        return _of_merged(source, before, x, heads)
-    return None
-
-
-def _name(node: fx.Node) -> str:
-    """Return the method of torch's that a node calls, by itself or as a function; "" for anything else."""
-    return str(node.target) if node.op == "call_method" else REPEATS.get(node.target, "")  # type: ignore[call-overload]
-
-
-def _of_transposed(node: fx.Node, source: fx.Node, heads: int) -> Repeat | None:
-    dims = [dim % _example(node).dim() for dim in node.args[1:] if isinstance(dim, int)]
-    if len(dims) != 2:
-        return None
-    repeat = _repeat_of(source, dims[1 - dims.index(heads)] if heads in dims else heads)
-    return repeat and Repeat(repeat.count, repeat.first, lambda: _call(node, "transpose", repeat.once(), *dims))
-
-
-def _count(node: fx.Node) -> Any:
-    return node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
-
-
-def _dim_of(node: fx.Node) -> Any:
-    return node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-
-
-def _of_merged(source: fx.Node, before: Tensor, x: Tensor, heads: int) -> Repeat | None:
-    """Return the repeat of heads [.., h, n, ..] that have become [.., h·n, ..], and were [.., h, 1, ..]."""
-    while _name(source) in ("contiguous", "clone"):
-        source = source.args[0]  # type: ignore[assignment]
-    wide = source.args[0] if _name(source) == "expand" else None
-    if not isinstance(wide, fx.Node) or not isinstance(narrow := _example(wide), Tensor):
-        return None
-    sizes = list(before.shape)
-    if before.dim() != x.dim() + 1 or narrow.dim() != before.dim() or not _is(1, narrow.shape[heads + 1]):
-        return None
-    count = sizes[heads + 1]
-    is_alone = all(same(a, b) for i, (a, b) in enumerate(zip(narrow.shape, sizes, strict=True)) if i != heads + 1)
-    merged = [*sizes[:heads], sizes[heads] * count, *sizes[heads + 2 :]]
-    is_merged = all(same(a, b) for a, b in zip(merged, x.shape, strict=True))
-    if not is_alone or not is_merged or not isinstance(count, int) or count < 2:
-        return None
-    return Repeat(count, source, lambda: _call(wide, "squeeze", wide, heads + 1))
-
-
-def _is(number: int, size: Any) -> bool:
-    return isinstance(size, int) and size == number
-
-
-def _call(like: fx.Node, method: str, x: fx.Node, *args: Any) -> fx.Node:
-    """Return a call of a method of `x`, by the line that called `like`, with its example."""
-    made = x.graph.call_method(method, (x, *args))
-    made.meta = {name: like.meta[name] for name in ("stack_trace", "nn_module_stack") if name in like.meta}
-    made.meta["example_value"] = getattr(_example(x), method)(*args)
-    return made
-
-
-# ---- what lies between -----------------------------------------------------------------------------------------------
-
-
-def _is_unwritten(first: fx.Node, last: fx.Node) -> bool:
-    """Return True if no node from `first` on, up to `last`, can write into a tensor."""
-    node = first
-    while node is not last:
-        if not _writes_nothing(node):
-            return False
-        node = node.next
-    return True
-
-
-def _writes_nothing(node: fx.Node) -> bool:
-    """Return True for what is known to compute and to write nothing: the rest may write into anything."""
-    if "out" in node.kwargs:
-        return False
-    if node.op == "call_method":
-        return node.target in PURE_METHODS
-    return node.op in ("placeholder", "get_attr") or (node.op == "call_function" and node.target in PURE_FUNCTIONS)
-
-
-# ---- which kernel ----------------------------------------------------------------------------------------------------
-
-
-class Called(TorchDispatchMode):
-    """Notes which operators of attention are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names += [str(func)] if "attention" in str(func) else []
-        return func(*args, **(kwargs or {}))
-
-
-def _is_same_kernel(node: fx.Node, given: dict[int, fx.Node]) -> bool:
-    """Return True if torch picks one fused kernel, with and without groups, for what an attention is called with."""
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
-    before = _kernel(args, kwargs)
-    args = tuple(_example(given[i]) if i in given else x for i, x in enumerate(args))
-    named = {INPUTS[i]: _example(x) for i, x in given.items() if i >= len(args)}
-    return before is not None and before == _kernel(args, {**kwargs, **named, "enable_gqa": True})
-
-
-def _kernel(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the fused operator that torch calls; None if it is not one alone."""
-    modes = [x.fake_mode for x in (*args, *kwargs.values()) if isinstance(x, torch._subclasses.FakeTensor)]
-    if not modes:
-        return None
-    shapes = modes[0].shape_env
-    with modes[0], shapes.suppress_guards() if shapes else nullcontext(), Called() as called:
-        try:
-            scaled_dot_product_attention(*args, **kwargs)
-        except RuntimeError:
+    @staticmethod
+    def of(node: fx.Node) -> Repeat | None:
+        """Return what keys or values of an attention repeat along their heads; None if they repeat nothing there."""
+        order, merged = _through_permutations(node)
+        if len(order) != 4 or merged.target not in RESHAPES:
             return None
-    return called.names[0] if len(called.names) == 1 else None
+        expand = first_input(merged)
+        while expand.target is aten.clone.default:
+            expand = first_input(expand)
+        if expand.target is not aten.expand.default:
+            return None
+        narrow, wide = value(first_input(expand)).shape, value(expand).shape
+        dim = order[HEADS] + 1
+        if len(narrow) != len(wide) or len(wide) != 5 or not isinstance(count := wide[dim], int) or count < 2:
+            return None
+        once = [*narrow[:dim], count, *narrow[dim + 1 :]]
+        joined = [*wide[: dim - 1], wide[dim - 1] * count, *wide[dim + 1 :]]
+        is_repeat = same_sizes(once, wide) and same_sizes(joined, value(merged).shape)
+        has_one = isinstance(narrow[dim], int) and narrow[dim] == 1
+        return Repeat(expand, count, dim, order) if is_repeat and has_one else None
+
+    def narrow(self, c: Compilation, repeated: fx.Node) -> fx.Node:
+        """Return the heads as they were, [b, h, s, d], in front of what repeats them."""
+        is_unsqueezed = self.x.target is aten.unsqueeze.default and argument(self.x, "dim") in (self.dim, self.dim - 5)
+        x = first_input(self.x) if is_unsqueezed else c.emit(aten.squeeze.dim, self.x, self.dim, like=repeated)
+        return _permuted(c, x, self.order, repeated)
+
+    def sum_of(self, gradient: fx.Node) -> Sum | None:
+        """Return the sum over the copies of the gradient of repeated heads, if all that reads it is that."""
+        node, order = gradient, tuple(range(4))
+        while len(node.users) == 1:
+            node = next(iter(node.users))
+            if (view := Permutation.of(node)) is not None:
+                order = tuple(order[d] for d in view.dims)
+            elif node.target in RESHAPES:
+                break
+            elif node.target is not aten.clone.default:
+                return None
+        if node.target not in RESHAPES or len(node.users) != 1 or order != self._order_back:
+            return None
+        total = Sum.of(next(iter(node.users)))
+        if total is None or not same_sizes(value(node).shape, value(self.expand).shape):
+            return None
+        is_over_copies = total.dims is not None and [d % 5 for d in total.dims] == [self.dim]
+        return total if is_over_copies and value(total.node).dtype == value(gradient).dtype else None
+
+    def widened(self, c: Compilation, gradient: fx.Node, total: Sum) -> fx.Node:
+        """Return the gradient of the heads as they were, as the sum would give it."""
+        x = _permuted(c, gradient, self._order_back, total.node)
+        return c.emit(aten.unsqueeze.default, x, self.dim, like=total.node) if total.keeps_dims else x
+
+    @property
+    def _order_back(self) -> tuple[int, ...]:
+        return tuple(self.order.index(d) for d in range(4))
+
+
+def _through_permutations(node: fx.Node) -> tuple[tuple[int, ...], fx.Node]:
+    """Return what `node` is but for copies and the order of its dimensions, and for each of these that of the other."""
+    order = tuple(range(value(node).dim()))
+    while True:
+        if (view := Permutation.of(node)) is not None:
+            order, node = tuple(view.dims[d] for d in order), view.x
+        elif node.target is aten.clone.default:
+            node = first_input(node)
+        else:
+            return order, node
+
+
+def _permuted(c: Compilation, x: fx.Node, order: tuple[int, ...], like: fx.Node) -> fx.Node:
+    return x if order == tuple(range(4)) else c.emit(aten.permute.default, x, [*order], like=like)

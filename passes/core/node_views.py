@@ -40,6 +40,16 @@ def node_argument(node: fx.Node, name: str) -> fx.Node:
     return found
 
 
+def set_argument(node: fx.Node, name: str, new: Any) -> None:
+    """Give a call of an operator `new` as its argument `name`, by position where that was given so, and else by
+    name."""
+    position, _ = _schema_of(node.target)[name]
+    if position < len(node.args):
+        node.update_arg(position, new)
+    else:
+        node.update_kwarg(name, new)
+
+
 def first_input(node: fx.Node) -> fx.Node:
     """Return the first argument, which is a node: the tensor that a pointwise operator, a view or a cast reads."""
     found = node.args[0]

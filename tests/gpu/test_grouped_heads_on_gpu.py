@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, fx
+from pipelines import look_after
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fp8compile.passes.attention import grouped_heads
+from fp8compile.passes.core.compilation import Compilation, value
+from fp8compile.passes.core.node_views import node_argument
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:fp8. NOTHING was converted")]
 QUERIES_PER_KEY = 4
@@ -33,29 +35,28 @@ def test_gradients_of_groups(
     batch: int, length: int, width: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     g = torch.Generator("cuda").manual_seed(0)
-    grouped: list[bool] = []
-    group = grouped_heads._group
+    read: list[int] = []
 
-    def noted(node: fx.Node) -> bool:
-        grouped.append(group(node))
-        return grouped[-1]
+    def look(c: Compilation) -> None:
+        calls = [n for n in c.graph.nodes if "_scaled_dot_product" in str(n.target)]
+        read[:] = [value(node_argument(n, name)).shape[1] for n in calls for name in ("key", "value")]
 
     def made(heads: int) -> Tensor:
         """Heads of tokens that lie one after the other, as a projection gives them."""
         x = torch.randn(batch, length, heads, width, generator=g, device="cuda").bfloat16()
         return x.transpose(1, 2).requires_grad_()
 
-    monkeypatch.setattr(grouped_heads, "_group", noted)
-    q, k, v = made(8), made(2), made(2)
-    weights = torch.randn(batch, 8, length, width, generator=g, device="cuda")
+    look_after(monkeypatch, "grouped_heads", look)
+    q, k, v = made(4 * QUERIES_PER_KEY), made(4), made(4)
+    weights = torch.randn(batch, 4 * QUERIES_PER_KEY, length, width, generator=g, device="cuda")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (attend(q, k, v, masked) * weights).sum()
+        return (attend(q, k * 0.5, v * 0.5, masked) * weights).sum()
 
     torch.compiler.reset()
     compiled = torch.compile(run, backend="fp8", options={"strict": True}, dynamic=False)
     found = torch.autograd.grad(compiled(q, k, v), (q, k, v))
-    assert grouped == [True]
+    assert read == [4] * 4  # keys and values, forward and backward
     wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
     for actual, right in zip(found, torch.autograd.grad(run(*wide), wide), strict=True):
         assert float((actual.float() - right).norm() / right.norm()) < 2**-6
