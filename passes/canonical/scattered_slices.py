@@ -5,11 +5,15 @@ Before      %s2 = select_scatter(zeros [3, M, K], %dv, 0, 2)   %s1 = select_scat
 
 After       %dqkv = cat([unsqueeze(%dq, 0), unsqueeze(%dk, 0), unsqueeze(%dv, 0)], 0)
 
+Before      slice_scatter(zeros [B, S], %dx [B, S], 0, 0, 2⁶³−1)                     After    %dx
+
 Differentiation leaves such a sum where a tensor was read by indices or slices that cover it: `proj[0]`, `proj[1]` and
 `proj[2]` in torch's MultiheadAttention, `x[..., :h]` and `x[..., h:]` of a gated layer. Each term is as large as the
-whole, and mostly zeros.
+whole, and mostly zeros. Where sizes are symbols, torch leaves slices too that take all of a dimension: the first of
+`x[:, :-1]`.
 
 Sound because an element of the sum is one element of a slice plus zeros: the same number (a zero may change its sign).
+A slice of the same sizes is all of a tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +42,10 @@ class Scattered:
 
 
 def concatenate(c: Compilation) -> None:
-    """Replace each sum of slices that cover a tensor, and do not overlap, by a concatenation."""
+    """Replace each sum of slices that cover a tensor, and do not overlap, by a concatenation; one that covers all of it
+    by what it puts there."""
+    for node in [n for n in c.graph.nodes if _puts_all(n)]:
+        replace_value(c, node, node_argument(node, "src"))
     slices: dict[fx.Node, Scattered] = {}
     covered: dict[fx.Node, tuple[int, int]] = {}  # of slices and sums of them: along which dimension, at most how much
     for node in list(c.graph.nodes):
@@ -51,6 +58,14 @@ def concatenate(c: Compilation) -> None:
                 if one + other == value(node).shape[dim]:
                     _replace(c, node, [slices[leaf] for leaf in _leaves(node)])
     remove_dead(c.graph)
+
+
+def _puts_all(node: fx.Node) -> bool:
+    """Return True if nothing is left of what `node` puts a slice into."""
+    if node.target is not aten.slice_scatter.default:
+        return False
+    x, whole = value(node_argument(node, "src")), value(node)
+    return x.dtype == whole.dtype and same_sizes(x.shape, whole.shape)
 
 
 def _is_sum(node: fx.Node) -> bool:

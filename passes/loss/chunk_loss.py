@@ -62,6 +62,7 @@ from fp8compile.passes.loss.label_indexing import gather_labels
 from fp8compile.passes.loss.loss_equivalence import SCATTERS
 from fp8compile.passes.loss.loss_parts import NotFoundError
 from fp8compile.passes.loss.loss_weights import known_in_backward, known_in_forward, weighted_sum
+from fp8compile.passes.loss.symbolic_sizes import read_elsewhere
 from fp8compile.passes.save.saved_forms import bytes_of, count
 from fp8compile.plan.reasons import Reason, Why
 from fp8compile.plan.rows import BF16, Loss
@@ -82,6 +83,7 @@ def run(c: Compilation) -> None:
         gather_labels(c, classes)
     heads = [s for s in heads if _has_labels(s)]
     for head in heads:  # one changes what the next is read by
+        read_elsewhere(c.graph, head.node)
         _run_on(c, head, dependents(c.graph, (n for n in c.graph.nodes if is_tangent(n))))
         sort_topologically(c.graph)
 

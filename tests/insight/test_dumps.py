@@ -186,8 +186,8 @@ def test_dumped_graphs_run_and_compute_what_the_model_does(tmp_path: Path):
     known = {tuple(t.shape): t.detach() for t in (*model.parameters(), x)}
     known[16, 48] = seed
     expected = {tuple(p.shape): p.grad for p in model.parameters()}
-    for name, least in (("00_joint_input", 100.0), ("11_joint_share_casts", 20.0)):
-        file = tmp_path / "graph0" / f"{name}.py"
+    for name, least in (("*_joint_input", 100.0), ("*_joint_share_casts", 20.0)):
+        (file,) = tmp_path.glob(f"graph0/{name}.py")
         graph = fp8compile.load_graph(file)
         assert isinstance(graph, fx.GraphModule)
         shapes = [tuple(t.shape) for t in fp8compile.example_inputs(file)]
@@ -354,7 +354,8 @@ def test_the_difference_of_two_stages(made: Made):
     assert "-%addmm: bf16[16, 64] = addmm(" in text
     assert "fp8.scaled_mm(" in text
     assert stages.diff(folder, "select_matmuls", "assign_scales") == ""
-    assert stages.find(folder, "10_joint_quantize_matmuls.txt").name == "graph0/joint/quantize_matmuls"
+    (file,) = folder.glob("graph0/*_joint_quantize_matmuls.txt")
+    assert stages.find(folder, file.name).name == "graph0/joint/quantize_matmuls"
     with pytest.raises(OptionError, match="Did you mean 'graph0/joint/share_casts'"):
         fp8compile.diff(folder, "input", "joint/share_cast")
     with pytest.raises(Fp8Error, match="is no dump"):

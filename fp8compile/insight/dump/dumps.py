@@ -2,7 +2,7 @@
 
     DUMP/index.txt, index.json      what is here; versions; what failed, where and why
     DUMP/graph0/plan.txt, plan.json the decisions
-    DUMP/graph0/03_joint_assign_scales.txt, .py     each stage's graph as text, and as code that runs
+    DUMP/graph0/07_joint_assign_scales.txt, .py     each stage's graph as text, and as code that runs
     DUMP/graph0/09_forward_inductor_code.py         what Inductor made of a half
     DUMP/graph0/memory.json         bytes alive over time, as compiled and as torch would have cut the graph in BF16
     DUMP/kernels/NAME.py            generated kernels: `python DUMP/kernels/NAME.py` checks and times one

@@ -1,6 +1,6 @@
 """Graphs as Python files: each defines `Graph`, a module that runs, and runs it on random data when executed.
 
-    gm = fp8compile.load_graph("dump/graph0/07_joint_share_casts.py")      # an fx.GraphModule
+    gm = fp8compile.load_graph("dump/graph0/12_joint_share_casts.py")      # an fx.GraphModule
     outputs = gm(*inputs)
 
 A graph that holds what no file can (a Triton kernel by its number in a table, a graph as an attribute, a constant

@@ -401,6 +401,28 @@ def test_slices_that_do_not_cover_a_tensor_are_added(name):
     assert "cat" not in targets(graph)
 
 
+@pytest.mark.parametrize("at", [slice(0, 2**63 - 1), slice(None, None), slice(0, 4)])
+def test_a_slice_that_covers_a_tensor_is_all_of_it(at):
+    """Whatever it was put into."""
+    graph = canonical(lambda x, y: torch.slice_scatter(y, x, 0, at.start, at.stop), (4, 8), (4, 8))
+    assert targets(graph) == []
+
+
+@pytest.mark.parametrize("at", [slice(1, 4), slice(0, 4, 2)])
+def test_a_slice_of_fewer_rows_is_put_into_others(at):
+    def call(x, y):
+        return torch.slice_scatter(y, x, 0, at.start, at.stop, at.step or 1)
+
+    assert targets(canonical(call, (len(range(4)[at]), 8), (4, 8))) == ["slice_scatter"]
+
+
+def test_a_slice_of_another_dtype_is_converted():
+    def call(x, y):
+        return torch.slice_scatter(y.double(), x, 0, 0, 4)
+
+    assert "slice_scatter" in targets(canonical(call, (4, 8), (4, 8)))
+
+
 def test_slices_added_from_both_sides_are_concatenated():
     def call(a, b, x, d):
         left = among_zeros(a, (4, 8), 0, 0) + among_zeros(b, (4, 8), 0, 2)

@@ -268,6 +268,6 @@ def test_any_number_of_tokens(how: str, tmp_path: Path) -> None:
         x = torch.randn(tokens, WIDTH, requires_grad=True)
         wanted, found = (torch.autograd.grad(f(x).square().sum(), [x, model.weight]) for f in (model, run))
         torch.testing.assert_close(found, wanted)
-    (graph,) = tmp_path.glob("graph*/01_joint_canonicalize.py")
+    (graph,) = tmp_path.glob("graph*/*_joint_canonicalize.py")
     assert "True)" not in "".join(line for line in graph.read_text().splitlines() if "index_put" in line)
     assert "scatter_add" not in graph.read_text()

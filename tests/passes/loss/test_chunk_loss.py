@@ -24,6 +24,7 @@ import fp8compile
 from fp8compile.kernels.loss import chunked_loss as chunked
 from fp8compile.kernels.loss.softmax_step import plain_step
 from fp8compile.passes.core.compilation import Compilation
+from fp8compile.passes.core.sizes import count
 from fp8compile.passes.core.stages import Stage
 from fp8compile.passes.loss import chunk_loss
 from llama import Llama, LlamaConfig
@@ -274,7 +275,7 @@ def logits_of(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> lis
 
     def look(c: Compilation) -> None:
         vals = [(n, n.meta.get("val")) for n in c.graph.nodes]
-        found.extend(n.name for n, v in vals if isinstance(v, Tensor) and v.numel() >= ROWS * CLASSES)
+        found.extend(n.name for n, v in vals if isinstance(v, Tensor) and count(v.shape) >= ROWS * CLASSES)
 
     look_after_stage(monkeypatch, Stage.JOINT, look)
     run()
@@ -751,12 +752,49 @@ def test_fp64_is_left():
     assert "torch.float64" in plan.losses[0].reason
 
 
-def test_logits_that_are_cut_at_sizes_that_change_are_whole() -> None:
-    model = Model(lambda z, y: F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten())).bfloat16()
+CUTS: dict[str, Loss] = {  # of logits [batch, length, classes]
+    "the last": lambda z, y: F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
+    "the last, as transformers wrote it": lambda z, y: F.cross_entropy(
+        z[..., :-1, :].contiguous().view(-1, CLASSES).float(), y[..., 1:].contiguous().view(-1), ignore_index=-100
+    ),
+    "the first three": lambda z, y: F.cross_entropy(z[:, 3:].flatten(0, 1), y[:, 3:].flatten(), label_smoothing=0.1),
+    "one of the batch": lambda z, y: F.cross_entropy(z[1:].flatten(0, 1), y[1:].flatten(), reduction="sum"),
+    "known in backward alone": lambda z, y: F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten()).exp(),
+}
+
+
+def check_sizes_that_change(loss: Loss) -> list[tuple[int, str]]:
+    """Compare steps of several batches and lengths in one compilation; returns chunks and reasons of its losses."""
+    model = Model(loss, bias=True)
+    torch.compiler.reset()
     options = {"executor": "eager", "strict": True, "chunk_loss": CHUNK}
-    x, labels = inputs()
-    torch.compile(model, backend="fp8", dynamic=True, options=options)(x.bfloat16().view(4, 24, -1), labels.view(4, 24))
-    assert "its logits are cut at sizes that change" in fp8compile.last_compile().losses[0].reason
+    run = torch.compile(model, backend="fp8", dynamic=True, options=options)
+    for batch, length in ((4, 24), (3, 31), (7, 9)):
+        x, labels = (t.view(batch, length, *t.shape[1:]) for t in inputs(batch * length))
+        got, want = step(model, run, x, labels), step(model, model, x, labels)
+        assert got.keys() == want.keys()
+        assert all(error(got[name], want[name]) < 1e-6 for name in want)
+    (plan,) = fp8compile.last_compile().plans
+    assert all("s" in str(loss.rows) for loss in plan.losses)
+    return [(loss.chunk, loss.reason) for loss in plan.losses]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_logits_that_are_cut_at_sizes_that_change(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: list[tuple[int, str]] = []
+    assert logits_of(monkeypatch, lambda: losses.extend(check_sizes_that_change(CUTS[cut]))) == []
+    ((chunk, _),) = losses
+    assert chunk == CHUNK
+
+
+@pytest.mark.parametrize("cut", [lambda z: z[:, : z.shape[1] // 2], lambda z: z[:, 1::2], lambda z: z[:, :5]])
+def test_logits_of_which_more_is_cut_where_there_is_more_are_whole(cut: Callable[[Tensor], Tensor]) -> None:
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(cut(z).flatten(0, 1), cut(y[..., None])[..., 0].flatten())
+
+    ((chunk, reason),) = check_sizes_that_change(loss)
+    assert chunk == 0
+    assert "its logits are cut at sizes that change" in reason
 
 
 def test_small_logits_are_whole_by_default(monkeypatch: pytest.MonkeyPatch):

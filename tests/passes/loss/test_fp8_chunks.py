@@ -168,6 +168,19 @@ def test_any_number_of_rows() -> None:
     assert {s.dtype for s in fp8compile.last_compile().saved if s.path == "head"} == {"float8_e5m2"}  # codes that wait
 
 
+def test_any_number_of_rows_of_which_some_are_dropped() -> None:
+    """The last position of every sequence, in batches of any size and length."""
+    model = Model(lambda z, y: F.cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten())).bfloat16()
+    options = {"executor": "eager", "strict": True, "chunk_loss": CHUNK, **FP8}
+    run = torch.compile(model, backend="fp8", dynamic=True, options=options)
+    exact = copy.deepcopy(model).double()
+    for batch, length in ((4, 24), (3, 31), (7, 9)):
+        x, labels = (t.view(batch, length, *t.shape[1:]) for t in inputs(batch * length))
+        assert_near(step(model, run, x.bfloat16(), labels), step(exact, exact, x.bfloat16().double(), labels))
+    (plan,) = fp8compile.last_compile().plans
+    assert [row.chunk for row in plan.losses] == [WHOLE]
+
+
 def test_inference_computes_losses_alone() -> None:
     model = Model(F.cross_entropy).bfloat16()
     x, labels = inputs()
