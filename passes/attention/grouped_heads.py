@@ -13,9 +13,8 @@ that is decoded with a static cache would copy all of the cache, n times as larg
 
 Sound because grouped attention means just this: query head i reads head i // n of keys and values, whose gradients are
 sums over the group. On the joint graph nothing writes any more, and whatever a hook does to a gradient stands between
-attention and the sum: then all stays as it is. So it does where attention has a backward, and reads memory that the
-caller has, too, as an input or an output of the graph: a cache may be written before backward runs. The copies were
-safe from that, and no version tells of it: memory has a counter for each tensor that a graph makes of it.
+attention and the sum: then all stays as it is. So it does where attention has a backward, and a caller may have the
+memory of what was repeated (`caller_memory.py`): the copies were safe from what is written there.
 
 Only for kernels that know groups (`KNOW_GROUPS`), and for keys and values that lie in memory as these read them.
 """
@@ -28,14 +27,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fp8compile.passes.attention.caller_memory import is_of_caller
 from fp8compile.passes.core import operators
 from fp8compile.passes.core.aten_views import Permutation, Sum
-from fp8compile.passes.core.compilation import Compilation, aten, getitems, shows_memory, update_value, value
+from fp8compile.passes.core.compilation import Compilation, aten, getitems, update_value, value
 from fp8compile.passes.core.node_views import argument, first_input, node_argument, set_argument
 from fp8compile.passes.core.replace import replace_value
 from fp8compile.passes.core.sizes import divides, same_sizes
 from fp8compile.passes.core.stride_demands import record_node
-from fp8compile.passes.core.walk import users_of, walk
 
 # The CPU's kernel knows groups, too, but adds up their gradients in the dtype of the keys, one after the other.
 KNOW_GROUPS = {
@@ -67,7 +66,7 @@ def _group(c: Compilation, given: dict[str, fx.Node], readers: list[fx.Node]) ->
     if len(repeats) != len(given) or len({repeat.count for repeat in repeats.values()}) != 1:
         return
     backwards = [node for node in readers if _is_backward(node)]
-    if backwards and any(_is_in_reach(repeat.x) for repeat in repeats.values()):
+    if backwards and any(is_of_caller(repeat.x) for repeat in repeats.values()):
         return
     gradients = [(item, repeats[name]) for node in backwards for name, item in _gradients(node)]
     sums = {item: total for item, repeat in gradients if (total := repeat.sum_of(item))}
@@ -97,14 +96,6 @@ def _gradients(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
     for name, i in GRADIENTS.items():
         if i in results and results[i].users:
             yield name, results[i]
-
-
-def _is_in_reach(x: fx.Node) -> bool:
-    """Return True if a caller has the memory of `x`, as an input or an output."""
-    while shows_memory(x):
-        x = first_input(x)
-    sharing = walk([x], users_of, through=lambda n: n is x or shows_memory(n))
-    return x.op != "call_function" or any(n.op == "output" for n in sharing)
 
 
 def _is_readable(node: fx.Node) -> bool:
