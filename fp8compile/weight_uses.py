@@ -75,8 +75,10 @@ class Steps:
 
 
 def _count_step(opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note a step, which may have left no gradients: hooks of the optimizer's own, and its code, come before."""
     if not torch.compiler.is_compiling():
-        note_step(p for group in opt.param_groups for p in group["params"] if p.grad is not None)
+        parameters = (p for group in opt.param_groups for p in group["params"])
+        note_step(p for p in parameters if p.requires_grad or p.grad is not None)
 
 
 _steps = Steps()

@@ -74,8 +74,14 @@ def capture_step(
     Raises `CaptureError`, at the call that records, if the step does what a graph cannot hold; parameters and states
     are then as the call before left them. On a CPU every call runs the step as it is.
     """
+    if not callable(step):
+        raise OptionError(
+            f"capture_step captures a function, and {step!r} is none: capture_step(step, model, optimizer)"
+        )
     if warmup < 1:
         raise OptionError(f"warmup={warmup}: the first call compiles, so at least one has to run before a capture")
+    if most_graphs < 1:
+        raise OptionError(f"most_graphs={most_graphs}: each form of inputs has a graph, so none would ever be captured")
     captured = CapturedStep(step, Owners(owners), warmup, most_graphs)
 
     @functools.wraps(step)

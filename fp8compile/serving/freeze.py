@@ -27,7 +27,8 @@ def freeze(
     """Compile `model` in place for inference with FP8 weights that are cast once, and return it, in eval mode.
 
     A module whose class or forward is torch's own (`nn.Sequential`, a traced module) is returned within a compiled one,
-    as `torch.compile` does.
+    as `torch.compile` does. Of what `torch.compile` has returned, the model within is frozen: what it was compiled with
+    goes.
     No parameter needs a gradient then. options: of the backend, to which `frozen` is added; mode, dynamic: of
     `torch.compile`.
     A weight that is written afterwards (`load_state_dict`, `copy_`) is cast again at the next call. Writes through
@@ -36,6 +37,7 @@ def freeze(
 
     Raises `ShardingError` for a model that is sharded, `OptionError` for one that was made in `torch.inference_mode()`.
     """
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardingError("FSDP gathers weights anew in every call: freeze a model whose parameters are whole")
     for name, parameter in model.named_parameters():

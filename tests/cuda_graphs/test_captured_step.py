@@ -526,6 +526,10 @@ def test_owners() -> None:
         fp8compile.capture_step(training.step)
     with pytest.raises(fp8compile.OptionError, match="warmup=0"):
         training.captured(warmup=0)
+    with pytest.raises(fp8compile.OptionError, match="most_graphs=0"):
+        training.captured(most_graphs=0)
+    with pytest.raises(fp8compile.OptionError, match="captures a function, and 3 is none"):
+        fp8compile.capture_step(3, training.model)  # pyright: ignore[reportArgumentType]
 
 
 def test_8_bit_states_are_seen(recorder: list[str]) -> None:

@@ -303,6 +303,38 @@ def test_frozen_again_after_writes_that_nobody_counts() -> None:
     assert torch.equal(after, torch.compile(model.forward, backend="fp8", options=EAGER)(rows()))
 
 
+class Wrapped(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("before", ["compiled", "frozen", "frozen twice"])
+@pytest.mark.parametrize("wrap", [lambda layers: layers, Wrapped])
+@torch.no_grad()
+def test_what_was_compiled_is_frozen(wrap: Callable[[nn.Module], Any], before: str, casts: list[int]) -> None:
+    """It is a model still: one of torch's own class, which `torch.compile` wraps, and one of the user's."""
+    layers = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16()
+    model: Any = torch.compile(wrap(layers), backend="fp8", options=EAGER)
+    for _ in range(("compiled", "frozen", "frozen twice").index(before)):
+        model = fp8compile.freeze(model, options=EAGER)
+    model(rows())
+    layers[0].weight.data.neg_()  # which nobody counts
+    model = fp8compile.freeze(model, options=EAGER)
+    assert isinstance(model, nn.Module)
+    assert not model.training
+    right = torch.compile(layers.forward, backend="fp8", options=EAGER)(rows())
+    assert torch.equal(model(rows()), right)
+    count = len(casts)
+    assert torch.equal(model(rows()), right)
+    assert len(casts) == count > 0
+    assert fp8compile.free_weights(model) == sum(layers[i].weight.numel() * 2 for i in (0, 2))
+    assert torch.equal(model(rows()), right)
+
+
 def test_inference_mode() -> None:
     model = frozen(Layers())
     mine, theirs = pair(model)

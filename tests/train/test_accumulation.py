@@ -388,6 +388,49 @@ def stepped_between_backwards(options: dict[str, Any]) -> list[Tensor]:
     return found
 
 
+def gradients_cleared_by_a_hook(options: dict[str, Any]) -> list[Tensor]:
+    """What an optimizer's own hooks do comes before what is done after all steps."""
+    model, found = of_parts(), []
+    run = torch.compile(model, backend="fp8", options=options)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for i in range(4):
+        for j in range(2):
+            run(rows(2 * i + j)).float().square().mean().backward()
+        opt.step()
+        found += [p.detach().clone() for p in model.parameters()]
+        if i == 0:
+            opt.register_step_post_hook(lambda opt, args, kwargs: opt.zero_grad())
+        opt.zero_grad()
+    return found
+
+
+class Forgetful(torch.optim.Optimizer):
+    """It writes through `.data`, and leaves no gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(0.1 * p.grad)
+                p.grad = None
+
+
+def gradients_cleared_by_the_step(options: dict[str, Any]) -> list[Tensor]:
+    model, found = of_parts(), []
+    run = torch.compile(model, backend="fp8", options=options)
+    opt = Forgetful(model.parameters())
+    for i in range(4):
+        for j in range(2):
+            run(rows(2 * i + j)).float().square().mean().backward()
+        if i == 0:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        opt.step()
+        found += [p.detach().clone() for p in model.parameters()]
+    return found
+
+
 class Scaled(nn.Module):
     """A weight that is computed before it is cast."""
 
@@ -416,9 +459,13 @@ def computed_weights(options: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "loop", [zeroed_between, cast_by_two_recipes, targets, stepped_between_backwards, computed_weights]
-)
+LOOPS = [
+    zeroed_between, cast_by_two_recipes, targets, stepped_between_backwards, computed_weights,
+    gradients_cleared_by_a_hook, gradients_cleared_by_the_step,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_loops(loop: Callable[[dict[str, Any]], list[Tensor]]) -> None:
     found = []
     for keep in (True, False):
