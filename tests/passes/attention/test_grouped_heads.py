@@ -546,6 +546,8 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("write", CACHES)
 @pytest.mark.parametrize("executor", ["eager", "inductor"])
 def test_a_cache_that_the_graph_writes(executor: str, write: str, in_training: list[fx.Node]) -> None:
+    if (executor, write) == ("inductor", "by a slice") and torch.__version__ < "2.13":
+        pytest.skip("before torch 2.13 its Inductor, by itself, lets attention read what is written behind it")
     q, k, v, _ = trained(True, False, False)
     model, eager = Cached(CACHES[write]), Cached(CACHES[write])
     torch.compiler.reset()
