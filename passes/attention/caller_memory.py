@@ -34,11 +34,15 @@ def is_of_caller(node: fx.Node) -> bool:
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what `node` may be a copy of."""
+    """Yield what `node` may be a copy of, once all is dropped that changes nothing."""
+    if node.op != "call_function":
+        return
     if node.target is operator.getitem or shows_memory(node):
         yield first_input(node)
-    elif _may_be_a_copy(node):
-        yield from _read(node)
+        return
+    read = _read(node)
+    if len(read) == 1 or operators.name_of(node.target) in operators.MOVES:
+        yield from read
 
 
 def _copies(node: fx.Node) -> Iterator[fx.Node]:
@@ -46,17 +50,11 @@ def _copies(node: fx.Node) -> Iterator[fx.Node]:
     yield from (user for user in node.users if node in _sources(user))
 
 
-def _may_be_a_copy(node: fx.Node) -> bool:
-    """Return True if `node` may be one of its inputs, once all is dropped that changes nothing."""
-    if node.op != "call_function":
-        return False
-    is_move = node.target is operator.getitem or shows_memory(node) or operators.name_of(node.target) in operators.MOVES
-    return is_move or len(_read(node)) == 1
-
-
 def _read(node: fx.Node) -> list[fx.Node]:
-    """Return the floating-point tensors that `node` reads, but for constants and single numbers."""
-    tensors = [n for n in node.all_input_nodes if is_tensor(n) and value(n).is_floating_point()]
+    """Return the tensors that `node` reads of its own kind (floating-point, or not), but for constants and single
+    numbers."""
+    is_float = not is_tensor(node) or value(node).is_floating_point()
+    tensors = [n for n in node.all_input_nodes if is_tensor(n) and value(n).is_floating_point() == is_float]
     return [n for n in tensors if n.target not in fusible.CONSTANTS and value(n).dim()]
 
 

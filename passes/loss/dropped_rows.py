@@ -18,7 +18,7 @@ from torch import fx
 
 from fp8compile.passes.core import fusible
 from fp8compile.passes.core.aten_views import Slice
-from fp8compile.passes.core.compilation import Compilation, aten, value
+from fp8compile.passes.core.compilation import Compilation, aten, reshape, value
 from fp8compile.passes.core.node_views import argument, first_input
 from fp8compile.passes.core.sizes import same_sizes
 from fp8compile.passes.loss.loss_equivalence import SAME_ELEMENTS
@@ -104,4 +104,4 @@ def without_dropped(c: Compilation, node: fx.Node, cut: fx.Node, like: fx.Node) 
     """Return one number for every row → one for each that is kept [rows]."""
     whole = c.emit(aten.view.default, node, _sizes_before(cut), like=like)
     kept = c.emit(aten.slice.Tensor, whole, *_along(cut.args[1:], value(first_input(cut)).dim()), like=like)
-    return c.emit(aten.reshape.default, kept, [-1], like=like)
+    return reshape(c, kept, [-1], like)

@@ -33,3 +33,10 @@ def test_table(capsys):
     rows = attention.main(["--tiny", "--only", "2*", "--systems", "cuDNN"])
     assert [(row.model, row.system) for row in rows] == [("2 × 8192", "cuDNN")]
     assert "forward, ms" in capsys.readouterr().out
+
+
+def test_a_tile_that_is_fast_and_wrong_is_not_taken():
+    tried = [(1.0, 0.5, (64,)), (1.5, float("nan"), (128,)), (3.0, 0.01, (64,)), (2.0, 0.05, (128,))]
+    assert attention.fastest(tried) == (2.0, 0.05, (128,))
+    with pytest.raises(RuntimeError, match="no tile gives what cuDNN does"):
+        attention.fastest(tried[:2])

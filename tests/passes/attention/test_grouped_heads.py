@@ -450,6 +450,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {  # that a compiler may drop, a
     "none": lambda x: x,
     "a view": lambda x: x[:],
     "a view of another dtype": lambda x: x.view(torch.int32).view(torch.float32),
+    "a copy of its bits": lambda x: x.view(torch.int32).clone().view(torch.float32),
     "clone": lambda x: x.clone(),
     "a conversion": lambda x: x.to(torch.float32, copy=True),
     "by way of FP64": lambda x: x.double().float(),
